@@ -1,0 +1,39 @@
+# `make demo` and `make test` are all a newcomer needs: each sets up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint bench notebooks clean
+
+demo: .venv/package
+	$(BIN)/jfcl demo --out runs/demo
+
+test: .venv/dev
+	$(BIN)/python -m pytest -n 2
+
+test-slow: .venv/dev
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: .venv/dev
+	$(BIN)/python benchmarks/rounds.py
+
+notebooks: .venv/dev
+	$(BIN)/python -m pytest -m slow tests/test_notebooks.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+
+.venv/package: .venv/bin/python pyproject.toml
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml
+	$(BIN)/pip install --quiet -e ".[dev]"
+	touch $@ .venv/package
+
+clean:
+	rm -rf .venv build dist *.egg-info

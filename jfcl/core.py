@@ -1,0 +1,255 @@
+"""The types everything is made of: `Clients`, `Task`, `Algorithm`, and what counts as bad input.
+
+Shape letters used in every docstring of the library: `N` clients, `M` examples per client, `K` clusters (or models),
+`D` flat parameters, `B` batch, `C` cohort, `T` rounds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+Batch = dict[str, jax.Array]  # {"x": [B, ...], "y": [B, ...]}
+
+
+class Clients(NamedTuple):
+    """All clients of a simulation, stacked: row `i` of every array is client `i`.
+
+    Attributes:
+      examples: pytree of `[N, M, ...]` arrays; by convention `{"x": inputs, "y": targets}`. A client's real
+        examples come first; what stands behind them is padding and is never looked at.
+      size: `[N]` int32, the number of real examples; 0 for a client that only pads the client axis.
+      id: `[N]` int32, the client's name in its population, from which its randomness is derived. `None` (the
+        default) means `0 .. N-1`.
+
+    Example:
+      >>> import numpy as np
+      >>> clients = Clients({"x": np.zeros((3, 5, 2)), "y": np.zeros((3, 5))}, np.array([5, 2, 0], np.int32))
+      >>> num_clients(clients), mask(clients).sum(axis=1).tolist()
+      (3, [5, 2, 0])
+    """
+
+    examples: PyTree
+    size: jax.Array
+    id: jax.Array | None = None
+
+
+class Task(NamedTuple):
+    """What a model is and how it is judged, for one client. Build one with `jfcl.models.classification` and the like.
+
+    Attributes:
+      init: `(key) -> params`, a pytree of arrays.
+      loss: `(params, batch) -> [B]`, one loss per example, so that the library owns the mask and the mean.
+      predict: `(params, inputs [B, ...]) -> outputs [B, ...]`.
+      correct: `(params, batch) -> [B]` float, what "accuracy" is the mean of; `None` where there is none (regression).
+    """
+
+    init: Callable[[jax.Array], PyTree]
+    loss: Callable[[PyTree, Batch], jax.Array]
+    predict: Callable[[PyTree, jax.Array], jax.Array]
+    correct: Callable[[PyTree, Batch], jax.Array] | None = None
+
+
+class Algorithm(NamedTuple):
+    """A federated method as two pure functions, in the manner of optax and blackjax.
+
+    Attributes:
+      init: `(key, clients) -> state`.
+      step: `(key, state, clients) -> (state, metrics)`, one communication round. `key` is that round's own key.
+      task: the task whose parameters the state holds; the simulation evaluates with it.
+
+    `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
+    client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
+    the mean training loss of every client's model over its local training (NaN for clients that sat the round out),
+    and `bytes_up`, `bytes_down` `[]`, the communication of the whole round, float32.
+    """
+
+    init: Callable[[jax.Array, Clients], Any]
+    step: Callable[[jax.Array, Any, Clients], tuple[Any, dict[str, jax.Array]]]
+    task: Task | None = None
+
+
+def num_clients(clients: Clients) -> int:
+    """The length `N` of the client axis, padding clients included."""
+    return clients.size.shape[0]
+
+
+def max_examples(clients: Clients) -> int:
+    """The length `M` of the example axis, padding included."""
+    return jax.tree.leaves(clients.examples)[0].shape[1]
+
+
+def client_ids(clients: Clients) -> jax.Array:
+    """`[N]` int32: the names that clients derive their randomness from."""
+    return jnp.arange(num_clients(clients), dtype=jnp.int32) if clients.id is None else jnp.asarray(clients.id)
+
+
+def mask(clients: Clients) -> jax.Array:
+    """`[N, M]` bool: True at real examples."""
+    return jnp.arange(max_examples(clients))[None, :] < jnp.asarray(clients.size)[:, None]
+
+
+def client_keys(key: jax.Array, clients: Clients) -> jax.Array:
+    """`[N]` keys, one per client, that depend on `key` and the client's id only: not on its row, chunk or device."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, client_ids(clients))
+
+
+def take_clients(clients: Clients, rows: jax.Array) -> Clients:
+    """The clients at `rows` (`[C]` int), as a cohort that keeps its ids."""
+    return Clients(
+        jax.tree.map(lambda x: jnp.asarray(x)[rows], clients.examples),
+        jnp.asarray(clients.size)[rows],
+        client_ids(clients)[rows],
+    )
+
+
+def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Clients:
+    """Stacks ragged clients into `Clients`, padding each with zeros to the largest (or to `pad_to`) examples.
+
+    Args:
+      clients: one pytree of `[m_i, ...]` arrays per client, all of the same structure.
+      pad_to: the length `M` of the example axis; at least the largest client.
+
+    Returns:
+      `Clients` of NumPy arrays (on the host).
+
+    Raises:
+      ValueError: no clients; arrays of one client that differ in length; a client larger than `pad_to`.
+
+    Example:
+      >>> import numpy as np
+      >>> stack_clients([{"x": np.ones((2, 3))}, {"x": np.ones((1, 3))}]).size.tolist()
+      [2, 1]
+    """
+    clients = list(clients)
+    if not clients:
+        raise ValueError("stack_clients needs at least one client, got none")
+    sizes = []
+    for i, client in enumerate(clients):
+        lengths = {len(leaf) for leaf in jax.tree.leaves(client)}
+        if len(lengths) != 1:
+            raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")
+        sizes.append(lengths.pop())
+    longest = max(sizes)
+    if pad_to is not None and pad_to < longest:
+        raise ValueError(f"pad_to must be at least the largest client's {longest} examples, got {pad_to}")
+    length = longest if pad_to is None else pad_to
+
+    def stack(*leaves):
+        first = np.asarray(leaves[0])
+        out = np.zeros((len(leaves), length, *first.shape[1:]), first.dtype)
+        for row, leaf in zip(out, leaves, strict=True):
+            row[: len(leaf)] = leaf
+        return out
+
+    return Clients(jax.tree.map(stack, *clients), np.asarray(sizes, np.int32))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bad input. Everything below raises ValueError before anything is compiled, and lets tracers pass.
+
+
+def is_concrete(value: Any) -> bool:
+    """False for a tracer, whose value cannot be looked at: validation skips those."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
+    """Raises `ValueError("<argument> must be <accepted>, got <value>")` unless `ok`; skips tracers.
+
+    Example:
+      >>> check(3 > 0, "num_rounds", 3, "positive")
+      >>> check(-1 > 0, "num_rounds", -1, "positive")
+      Traceback (most recent call last):
+      ValueError: num_rounds must be positive, got -1
+    """
+    if is_concrete(ok) and not bool(ok):
+        raise ValueError(f"{argument} must be {accepted}, got {value!r}")
+
+
+def check_count(argument: str, value: Any, *, least: int = 1) -> None:
+    """An integer that is at least `least`, or `ValueError`."""
+    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    check(integer and value >= least, argument, value, f"an integer, at least {least}")
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
+    """One of `choices`, or a `ValueError` that names the nearest one.
+
+    Example:
+      >>> check_choice("method", "ifac", ["fedavg", "ifca"])
+      Traceback (most recent call last):
+      ValueError: unknown method 'ifac': did you mean 'ifca'? Accepted: fedavg, ifca
+    """
+    choices = list(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown {argument} {value!r}{hint} Accepted: {', '.join(choices)}")
+
+
+def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
+    """Looks at concrete `clients` for everything that would make a simulation meaningless.
+
+    Raises:
+      ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
+        `allow_empty`, any client without one); NaN or infinite values in real examples; ids not `[N]`.
+    """
+    leaves = jax.tree.leaves(clients.examples)
+    check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
+    shapes = [np.shape(leaf) for leaf in leaves]
+    agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
+    check(agree, f"{name}.examples", shapes, "arrays that share their leading axes [N, M]")
+    n, m = shapes[0][:2]
+    check(np.shape(clients.size) == (n,), f"{name}.size", np.shape(clients.size), f"of shape ({n},)")
+    check(n > 0, f"{name}", n, "at least one client")
+    if clients.id is not None:
+        check(np.shape(clients.id) == (n,), f"{name}.id", np.shape(clients.id), f"of shape ({n},)")
+    if not all(is_concrete(leaf) for leaf in [clients.size, *leaves]):
+        return
+    size = np.asarray(clients.size)
+    check(np.issubdtype(size.dtype, np.integer), f"{name}.size", size.dtype, "of an integer type")
+    check(size.min() >= 0 and size.max() <= m, f"{name}.size", (size.min(), size.max()), f"between 0 and M={m}")
+    check(size.max() > 0, f"{name}.size", 0, "positive for at least one client")
+    if not allow_empty and size.min() == 0:
+        rows = np.flatnonzero(size == 0)
+        raise ValueError(
+            f"{name}: {len(rows)} client(s) have no examples (rows {rows[:5].tolist()}{'...' if len(rows) > 5 else ''});"
+            " drop them, or give them data"
+        )
+    real = np.arange(m)[None, :] < size[:, None]
+    for path, leaf in jax.tree.leaves_with_path(clients.examples):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            # The sum of a row is finite exactly when no entry is NaN or infinite (overflow of real data aside), and
+            # needs no boolean copy of the data.
+            sums = np.asarray(leaf).reshape(n, m, -1).sum(axis=2, dtype=np.float64)
+            bad = np.flatnonzero((~np.isfinite(sums) & real).any(axis=1))
+            if len(bad):
+                where = jax.tree_util.keystr(path)
+                raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
+
+
+def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
+    """Integer labels `examples["y"]` of real examples must lie in `0..num_classes-1`, or `ValueError`."""
+    y = np.asarray(clients.examples["y"])
+    real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
+    bad = ((y < 0) | (y >= num_classes)) & real
+    if bad.any():
+        row = int(np.flatnonzero(bad.reshape(len(y), -1).any(axis=1))[0])
+        raise ValueError(
+            f"{name}: labels must lie in 0..{num_classes - 1}, got {int(y[bad][0])} at client {row}"
+        )
+
+
+def check_state(state: Any, clients: Clients) -> None:
+    """The contract every `Algorithm` keeps: `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
+    chex.assert_shape(state.cluster, (num_clients(clients),))
+    chex.assert_type(state.cluster, jnp.int32)
+    chex.assert_equal_shape_prefix(jax.tree.leaves(state.params), 1)

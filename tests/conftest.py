@@ -1,0 +1,27 @@
+"""Every test runs under strict dtypes and ranks, on two CPU devices, with warnings as errors (see pyproject.toml)."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Derandomised, so that a red test is red again; compilation makes single examples slow, hence no deadline.
+hypothesis.settings.register_profile("jfcl", deadline=None, max_examples=25, derandomize=True, database=None)
+hypothesis.settings.load_profile("jfcl")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of official data files, or a skip that says how to provide one."""
+    folder = os.environ.get("JFCL_DATA_DIR")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("set JFCL_DATA_DIR to a folder with the official data files to run this test")
+    return Path(folder).resolve()
