@@ -1,0 +1,246 @@
+"""The round that FedAvg, the oracle and IFCA share: choose a model, train it locally, average per cluster.
+
+A method is this round with its own way of choosing. The server only ever needs sums over each cluster's clients, so a
+round takes `O(chunk * D + K * D)` memory, however many clients there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import add_to_clusters, divide_rows, is_finite, num_bytes, where_rows
+from jfcl.core import (
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    client_keys,
+    max_examples,
+    num_clients,
+    take_clients,
+)
+
+WEIGHTS = ("size", "equal")
+
+# (params [K, ...], one client's examples and size, its last cluster, rounds without a change of any client's cluster)
+# -> (its cluster, whether it had to be sent all models to find it)
+Choose = Callable[[PyTree, Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class AveragingState(NamedTuple):
+    """The state of FedAvg, local training, the oracle and IFCA.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the models.
+      cluster: `[N]` int32, the model that each client was last served.
+      unchanged: `[N]` int32, for how many of its rounds the client's cluster has not changed.
+      round: `[]` int32, rounds done.
+      server: the server optimiser's state for each model, `[K, ...]`.
+      client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    unchanged: jax.Array
+    round: jax.Array
+    server: PyTree
+    client: PyTree
+
+
+def keep_cluster(params, examples, size, cluster, quiet):
+    """The choice of methods whose clusters are given."""
+    return cluster, jnp.zeros((), bool)
+
+
+def client_weight(weights: str, size: jax.Array) -> jax.Array:
+    """What a client counts in a mean: its `size`, or 1 (`"equal"`); 0 in any case if it has no examples."""
+    return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+
+
+def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree | None) -> PyTree:
+    """`count` models `[count, ...]`: drawn from the task, or `init_params` (one model, or `count` of them stacked)."""
+    fresh = jax.vmap(task.init)(jax.random.split(key, count))
+    if init_params is None:
+        return fresh
+    init_params = jax.tree.map(jnp.asarray, init_params)
+    if jax.tree.structure(init_params) != jax.tree.structure(fresh):
+        raise ValueError("init_params must have the structure of the task's parameters")
+
+    def fit(path, given, drawn):
+        if given.shape == drawn.shape:
+            return given.astype(drawn.dtype)
+        if given.shape == drawn.shape[1:]:
+            return jnp.broadcast_to(given, drawn.shape).astype(drawn.dtype)
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"init_params{name} must have shape {drawn.shape} or {drawn.shape[1:]}, got {given.shape}")
+
+    return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
+
+
+def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: Clients) -> PyTree:
+    """Every client's optimiser state `[N, ...]` under `keep="everything"`, else `()`."""
+    if training.keep != "everything":
+        return ()
+    one = training.optimizer.init(jax.tree.map(lambda p: p[0], params))
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+
+
+def averaging(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    start: Callable[[PyTree, Clients], jax.Array],
+    choose: Choose = keep_cluster,
+    weights: str = "size",
+    everyone: bool = False,
+    shared: Callable[[str], bool] | None = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Builds an `Algorithm` of that round. Users want `fedavg`, `oracle` or `ifca`; method authors want this.
+
+    Args:
+      task, training: the model and how a client trains it.
+      num_clusters: `K`.
+      start: `(params, clients) -> [N]` int32, the clusters before the first round.
+      choose: how one client finds its cluster at the start of a round.
+      weights: `"size"` or `"equal"`, what a client counts in its cluster's mean.
+      everyone: divide each cluster's sum by the weight of all participants rather than of the cluster's own.
+      shared: says of a parameter's path, such as `"Dense_0/kernel"`, whether it is averaged over all clients.
+      server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: apply it as it is.
+      cohort: how many clients, drawn anew each round, take part; default: all.
+      init_params: warm start: one model, or `K` stacked.
+      client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
+
+    Returns:
+      An `Algorithm` whose metrics are `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
+      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`.
+    """
+    check_count("num_clusters", num_clusters)
+    check_choice("weights", weights, WEIGHTS)
+    if cohort is not None:
+        check_count("cohort", cohort)
+    check(
+        shared is None or server_optimizer is None,
+        "server_optimizer",
+        server_optimizer,
+        "left out where parameters are shared: its state would differ between the copies of a shared layer",
+    )
+    server_optimizer = optax.sgd(1.0) if server_optimizer is None else server_optimizer
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    def is_shared(path) -> bool:
+        return shared is not None and bool(shared("/".join(str(getattr(p, "key", getattr(p, "name", p))) for p in path)))
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        n = num_clients(clients)
+        check(cohort is None or cohort <= n, "cohort", cohort, f"at most the {n} clients there are")
+        params = initial_models(task, key, num_clusters, init_params)
+        if shared is not None:  # all copies of a shared parameter start, and so stay, alike
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, p: jnp.broadcast_to(p[:1], p.shape) if is_shared(path) else p, params
+            )
+        return AveragingState(
+            params=params,
+            cluster=start(params, clients).astype(jnp.int32),
+            unchanged=jnp.zeros(n, jnp.int32),
+            round=jnp.zeros((), jnp.int32),
+            server=jax.vmap(server_optimizer.init)(params),
+            client=initial_optimizers(training, params, clients),
+        )
+
+    def draw_cohort(key: jax.Array, clients: Clients) -> jax.Array:
+        draws = jax.random.uniform(key, (num_clients(clients),))
+        return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2)))[:cohort]
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        n, m = num_clients(clients), max_examples(clients)
+        cohort_key, clients_key = jax.random.split(key)
+        rows = None if cohort is None else draw_cohort(cohort_key, clients)
+        present = clients if rows is None else take_clients(clients, rows)
+        old = (state.cluster, state.unchanged, state.client)
+        last, unchanged, client_states = old if rows is None else jax.tree.map(lambda x: x[rows], old)
+
+        idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
+        quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
+
+        def client(key, examples, size, cluster, opt_state):
+            chosen, looked = choose(state.params, examples, size, cluster, quiet)
+            begin = jax.tree.map(lambda p: p[chosen], state.params)
+            if training.keep != "everything":
+                done = state.round * local.steps_per_round(training, size, m)
+                opt_state = local.start_optimizer(training, begin, done)
+            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            update = jax.tree.map(jnp.subtract, trained.params, begin)
+            finite = is_finite(update)
+            weight = client_weight(weights, size) * finite.astype(jnp.float32)
+            opt_state = trained.opt_state if training.keep == "everything" else ()
+            return (update, chosen, weight), (chosen, looked, finite, trained.loss, trained.num_steps, opt_state)
+
+        def fold(total, sent):
+            sums, weight = total
+            updates, cluster, weights = sent
+            ones = (weights > 0).astype(jnp.float32)
+            return add_to_clusters(sums, updates, cluster, weights), add_to_clusters(weight, weights, cluster, ones)
+
+        zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
+        (sums, weight), (chosen, looked, finite, loss, steps, opt_states) = mapping.map_reduce(
+            client_axis, client, fold, zero
+        )(client_keys(clients_key, present), present.examples, jnp.asarray(present.size), last, client_states)
+
+        all_weight = jnp.broadcast_to(weight.sum(), weight.shape)
+        own_mean = divide_rows(sums, all_weight if everyone else weight)
+        used = jax.tree.map(lambda _: weight > 0, state.params)
+        mean = own_mean
+        if shared is not None:
+            totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
+            flags = jax.tree_util.tree_map_with_path(lambda path, _: is_shared(path), state.params)
+            mean = jax.tree.map(lambda f, o, a: a if f else o, flags, own_mean, divide_rows(totals, all_weight))
+            used = jax.tree.map(lambda f, u: jnp.broadcast_to(u.any(), u.shape) if f else u, flags, used)
+        direction = jax.tree.map(jnp.negative, mean)  # the server descends, as optax's optimisers do
+        updates, server = jax.vmap(server_optimizer.update)(direction, state.server, state.params)
+        params = jax.tree.map(
+            lambda u, new, p: where_rows(u, new, p), used, optax.apply_updates(state.params, updates), state.params
+        )
+
+        present_size = jnp.asarray(present.size)
+        real = present_size > 0
+        unchanged = jnp.where(chosen == last, unchanged + 1, jnp.zeros_like(unchanged))
+        new = (chosen, unchanged, opt_states)
+        loss = jnp.where(real, loss, jnp.full_like(loss, jnp.nan))
+        if rows is not None:
+            new = jax.tree.map(lambda o, x: o.at[rows].set(x), old, new)
+            loss = jnp.full(n, jnp.nan).at[rows].set(loss)
+        state = AveragingState(params, *new[:2], state.round + 1, where_rows(weight > 0, server, state.server), new[2])
+
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        common = 0
+        if shared is not None:
+            parts = jax.tree_util.tree_leaves_with_path(state.params)
+            common = sum(num_bytes(p[0]) for path, p in parts if is_shared(path))
+        down = common + (model - common) * jnp.where(looked, float(num_clusters), 1.0)
+        counted = real.astype(jnp.float32)
+        metrics = {
+            "loss": loss,
+            "bytes_up": counted.sum() * model,
+            "bytes_down": (counted * down).sum(),
+            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
+            "participants": real.sum().astype(jnp.int32),
+            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
+        }
+        return state, metrics
+
+    return Algorithm(init, step, task)

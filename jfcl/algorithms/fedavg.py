@@ -1,0 +1,64 @@
+"""FedAvg: one model for all clients (McMahan et al. 2017, Algorithm 1), with any server optimiser (Reddi et al. 2021)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import optax
+
+from jfcl.algorithms.averaging import averaging
+from jfcl.core import Algorithm, PyTree, Task, num_clients
+from jfcl.local import LocalTraining
+from jfcl.mapping import Mapping
+
+
+def fedavg(
+    task: Task,
+    training: LocalTraining,
+    *,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    client_axis: Mapping | None = None,
+) -> Algorithm:
+    """Every round each client of the cohort trains the global model; the server averages what comes back.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training`; with `prox > 0` this is FedProx.
+      weights: `"size"` (McMahan et al.) or `"equal"`.
+      server_optimizer: takes the mean update as a descent direction: `optax.adam(1e-2)` is FedAdam,
+        `optax.sgd(1.0, momentum=0.9)` FedAvgM; default: the mean of the clients' models.
+      cohort: clients per round, drawn without replacement; default: all.
+      init_params: a model to start from.
+      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: what suits the backend.
+
+    Returns:
+      `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.
+
+    Raises:
+      ValueError: unknown `weights`, a cohort that is not in `1..N`, `init_params` of another shape.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"w": jax.numpy.zeros(2)}, lambda p, x: x @ p["w"], kind="regression")
+      >>> rng = np.random.default_rng(0)
+      >>> x = rng.normal(size=(4, 8, 2)).astype(np.float32)
+      >>> clients = jfcl.Clients({"x": x, "y": x @ np.float32([1, -1])}, np.full(4, 8, np.int32))
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.2), num_steps=20))
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> state.params["w"].round(1).tolist()
+      [[1.0, -1.0]]
+    """
+    return averaging(
+        task,
+        training,
+        num_clusters=1,
+        start=lambda params, clients: jnp.zeros(num_clients(clients), jnp.int32),
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        init_params=init_params,
+        client_axis=client_axis,
+    )

@@ -1,0 +1,130 @@
+"""IFCA, the Iterative Federated Clustering Algorithm (Ghosh, Chung, Yin, Ramchandran 2020, Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.restarts import with_restarts
+from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_choice, check_count, num_clients
+from jfcl.local import LocalTraining, mean_loss
+
+AVERAGE = ("models", "gradients")
+
+
+def losses_under_all(task: Task, params: PyTree, examples: PyTree, size: jax.Array) -> jax.Array:
+    """`[K]`: one client's mean loss under each of `K` models `[K, ...]`; infinite where a model's is not finite."""
+    losses = jax.vmap(lambda p: mean_loss(task, p, examples, size))(params)
+    return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))
+
+
+def lowest_loss(task: Task, params: PyTree, clients: Clients, *, client_axis: mapping.Mapping) -> jax.Array:
+    """`[N]` int32: the model of lowest loss for every client, the first of equals (IFCA's cluster identity estimate)."""
+
+    def client(examples, size):
+        return jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
+
+    return client_axis(client)(clients.examples, jnp.asarray(clients.size))
+
+
+def ifca(
+    task: Task,
+    training: LocalTraining,
+    *,
+    num_clusters: int,
+    average: str = "models",
+    weights: str = "equal",
+    shared: Callable[[str], bool] | None = None,
+    stable_rounds: int | None = None,
+    restarts: int = 1,
+    restart_rounds: int = 1,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Every round each client picks the model of lowest loss on its data and trains it; models are averaged by choice.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training`. For `average="gradients"` it must be one step; its learning rate is the
+        paper's gamma.
+      num_clusters: `K`, the number of models.
+      average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
+        (option I): it moves by the sum of its clients' gradients divided by the number of *all* participants.
+      weights: what a client counts: `"equal"` (the paper) or `"size"`.
+      shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
+        true are averaged over all clients.
+      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for so many rounds, clients
+        are sent their own model only and no longer look at the others. Default: never.
+      restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
+        Their cost is in the metrics of the first round (see `with_restarts`).
+      restart_rounds: see `restarts`.
+      server_optimizer, cohort, init_params, client_axis: as in `jfcl.fedavg`; `init_params` may be `K` stacked models.
+
+    Returns:
+      `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
+      forward passes over each client's data plus its local training; memory `O(chunk D + K D)`. Bytes: each client is
+      sent `K` models (shared layers once) and sends one.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, unknown `average`, more than one step with `"gradients"`, a
+        shortcut that could begin while restarts are still compared, and what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> warm = {"b": np.float32([0, 9])}
+      >>> algorithm = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), num_clusters=2, init_params=warm)
+      >>> state, _ = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+      >>> state.params["b"].tolist(), state.cluster.tolist()
+      ([1.0, 5.0], [0, 1, 0, 1])
+    """
+    check_count("num_clusters", num_clusters)
+    check_choice("average", average, AVERAGE)
+    check_count("restarts", restarts)
+    one_step = training.num_steps == 1
+    check(average == "models" or one_step, "training.num_steps", training.num_steps, '1 with average="gradients"')
+    if stable_rounds is not None:
+        check_count("stable_rounds", stable_rounds)
+        late = restarts == 1 or stable_rounds > restart_rounds
+        check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    def choose(params, examples, size, cluster, quiet):
+        def look():
+            return jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32), jnp.ones((), bool)
+
+        if stable_rounds is None:
+            return look()
+        return jax.lax.cond(quiet < stable_rounds, look, lambda: (cluster, jnp.zeros((), bool)))
+
+    def start(params, clients):
+        n = num_clients(clients)
+        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        return lowest_loss(task, params, clients, client_axis=client_axis)
+
+    algorithm = averaging(
+        task,
+        training,
+        num_clusters=num_clusters,
+        start=start,
+        choose=choose,
+        weights=weights,
+        everyone=average == "gradients",
+        shared=shared,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        init_params=init_params,
+        client_axis=client_axis,
+    )
+    if restarts == 1:
+        return algorithm
+    return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -1,0 +1,93 @@
+"""Local training: every client on its own, nothing sent; what federation has to beat."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import local, mapping
+from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.averaging import AveragingState, initial_models, initial_optimizers
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, max_examples, num_clients
+
+
+def local_only(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    init_params: PyTree | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Client `i` trains model `i`; a round is one local training of each, from where the last one ended.
+
+    Args:
+      task, training, client_axis: as in `jfcl.fedavg`.
+      init_params: one model that all start from, or `N` stacked; default: one random model for all.
+
+    Returns:
+      `Algorithm` with an `AveragingState` of `K = N` models. Cost of a round: `N` local trainings; memory `O(N D)`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients(
+      ...     {"x": np.zeros((2, 4), np.float32), "y": np.float32([[1] * 4, [5] * 4])}, np.full(2, 4, np.int32)
+      ... )
+      >>> algorithm = jfcl.local_only(task, jfcl.local_training(optax.sgd(0.5), num_steps=1))
+      >>> state, metrics = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+      >>> state.params["b"].tolist(), float(metrics["bytes_up"])
+      ([1.0, 5.0], 0.0)
+    """
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    def init(key: jax.Array, clients: Clients) -> AveragingState:
+        n = num_clients(clients)
+        if init_params is None:
+            one = initial_models(task, key, 1, None)
+            params = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape[1:])), one)
+        else:
+            params = initial_models(task, key, n, init_params)
+        return AveragingState(
+            params=params,
+            cluster=jnp.arange(n, dtype=jnp.int32),
+            unchanged=jnp.zeros(n, jnp.int32),
+            round=jnp.zeros((), jnp.int32),
+            server=(),
+            client=initial_optimizers(training, params, clients),
+        )
+
+    def step(key: jax.Array, state: AveragingState, clients: Clients):
+        m = max_examples(clients)
+
+        def client(key, params, examples, size, opt_state):
+            if training.keep != "everything":
+                done = state.round * local.steps_per_round(training, size, m)
+                opt_state = local.start_optimizer(training, params, done)
+            trained = local.train(task, training, key, params, examples, size, opt_state)
+            finite = is_finite(trained.params)
+            opt_state = trained.opt_state if training.keep == "everything" else ()
+            return trained.params, finite, trained.loss, trained.num_steps, opt_state
+
+        size = jnp.asarray(clients.size)
+        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+        params, finite, loss, steps, opt_states = client_axis(client)(
+            client_keys(clients_key, clients), state.params, clients.examples, size, state.client
+        )
+        real = size > 0
+        state = state._replace(
+            params=where_rows(finite & real, params, state.params),
+            unchanged=state.unchanged + 1,
+            round=state.round + 1,
+            client=opt_states,
+        )
+        metrics = {
+            "loss": jnp.where(real, loss, jnp.full_like(loss, jnp.nan)),
+            "bytes_up": jnp.zeros(()),
+            "bytes_down": jnp.zeros(()),
+            "client_steps": (real.astype(jnp.float32) * steps.astype(jnp.float32)).sum(),
+            "participants": real.sum().astype(jnp.int32),
+            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
+        }
+        return state, metrics
+
+    return Algorithm(init, step, task)

@@ -1,0 +1,74 @@
+"""The oracle: FedAvg inside the true clusters; what every clustering method would reach if it made no mistake."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl.algorithms.averaging import averaging
+from jfcl.core import Algorithm, PyTree, Task, check, is_concrete, num_clients
+from jfcl.local import LocalTraining
+from jfcl.mapping import Mapping
+
+
+def oracle(
+    task: Task,
+    training: LocalTraining,
+    *,
+    cluster,
+    num_clusters: int | None = None,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    client_axis: Mapping | None = None,
+) -> Algorithm:
+    """FedAvg with one model per true cluster ("ground truth" in the FC paper).
+
+    Args:
+      cluster: `[N]` integers in `0..K-1`, the true cluster of every client.
+      num_clusters: `K`; default: the largest of `cluster` plus one.
+      task, training, weights, server_optimizer, cohort, init_params, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
+
+    Raises:
+      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients(
+      ...     {"x": np.zeros((2, 4), np.float32), "y": np.float32([[1] * 4, [5] * 4])}, np.full(2, 4, np.int32)
+      ... )
+      >>> algorithm = jfcl.oracle(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), cluster=[0, 1])
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = algorithm.step(jax.random.key(1), state, clients)
+      >>> state.params["b"].tolist()
+      [1.0, 5.0]
+    """
+    if is_concrete(cluster):
+        cluster = np.asarray(cluster)
+        check(cluster.ndim == 1 and cluster.dtype.kind in "iu", "cluster", cluster, "a vector of integers")
+        num_clusters = int(cluster.max()) + 1 if num_clusters is None else num_clusters
+        check(cluster.min() >= 0 and cluster.max() < num_clusters, "cluster", cluster, f"in 0..{num_clusters - 1}")
+    cluster = jnp.asarray(cluster, jnp.int32)
+
+    def start(params, clients):
+        n = num_clients(clients)
+        check(cluster.shape == (n,), "cluster", cluster.shape, f"of shape ({n},), one entry per client")
+        return cluster
+
+    return averaging(
+        task,
+        training,
+        num_clusters=num_clusters,
+        start=start,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        init_params=init_params,
+        client_axis=client_axis,
+    )

@@ -1,0 +1,61 @@
+"""Random restarts: run a method a little from several initialisations and go on from the best (IFCA, section 6.1)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import Algorithm, Clients, check_count
+
+COSTS = ("bytes_up", "bytes_down", "client_steps")
+
+
+def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -> Algorithm:
+    """`algorithm`, started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
+
+    The best is the one with the lowest mean training loss, every client counting its number of examples: nothing but
+    what a server may know. The rounds spent are paid for: the first round's `bytes_up`, `bytes_down` and
+    `client_steps` are `1 + num_restarts * num_rounds` times that round's own.
+
+    Args:
+      algorithm: its state must count its rounds in `round` `[]`.
+      num_restarts: initialisations to try, at least 1.
+      num_rounds: rounds that each is given before they are compared, at least 1.
+
+    Returns:
+      `Algorithm` of the same state and metrics. Cost of `init`: `num_restarts * num_rounds` rounds; memory: two states.
+    """
+    check_count("num_restarts", num_restarts)
+    check_count("num_rounds", num_rounds)
+
+    def init(key: jax.Array, clients: Clients):
+        def run(key):
+            init_key, rounds_key = jax.random.split(key)
+
+            def one_round(r, carry):
+                state, _ = carry
+                state, metrics = algorithm.step(jax.random.fold_in(rounds_key, r), state, clients)
+                return state, mean_over_examples(metrics["loss"], clients.size)
+
+            return jax.lax.fori_loop(0, num_rounds, one_round, (algorithm.init(init_key, clients), jnp.inf))
+
+        def try_next(i, best):
+            state, loss = run(jax.random.fold_in(key, i))
+            better = (loss < best[1]) | (i == 0)
+            return jax.tree.map(lambda a, b: jnp.where(better, a, b), (state, loss), best)
+
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, key))
+        return jax.lax.fori_loop(0, num_restarts, try_next, nothing)[0]
+
+    def step(key: jax.Array, state, clients: Clients):
+        factor = jnp.where(state.round == num_rounds, 1.0 + num_restarts * num_rounds, 1.0)
+        state, metrics = algorithm.step(key, state, clients)
+        return state, metrics | {name: metrics[name] * factor for name in COSTS if name in metrics}
+
+    return Algorithm(init, step, algorithm.task)
+
+
+def mean_over_examples(loss: jax.Array, size: jax.Array) -> jax.Array:
+    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite."""
+    weight = jnp.where(jnp.isfinite(loss), jnp.asarray(size).astype(jnp.float32), jnp.zeros_like(loss))
+    return jnp.where(weight > 0, loss, jnp.zeros_like(loss)) @ weight / jnp.maximum(weight.sum(), 1.0)

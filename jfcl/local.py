@@ -1,0 +1,229 @@
+"""Local training, written for ONE client; `jfcl.mapping` turns it into all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl.core import Batch, PyTree, Task, check, check_choice, check_count, is_concrete
+
+KEEP = ("nothing", "schedule", "everything")
+
+
+class LocalTraining(NamedTuple):
+    """What a client does with a model in one round; build it with `local_training`, which checks the arguments."""
+
+    optimizer: optax.GradientTransformation
+    num_steps: int | None
+    num_epochs: int | None
+    batch_size: int | None
+    prox: Any
+    augment: Callable[[jax.Array, Batch], Batch] | None
+    keep: str
+
+
+class Trained(NamedTuple):
+    """What comes out of one client's local training.
+
+    Attributes:
+      params: the trained model.
+      loss: `[]`, the mean over local steps of the batch loss before each step, without the proximal term.
+      num_steps: `[]` int32, local steps done.
+      opt_state: the optimiser's state, for `keep="everything"`.
+    """
+
+    params: PyTree
+    loss: jax.Array
+    num_steps: jax.Array
+    opt_state: PyTree
+
+
+def local_training(
+    optimizer: optax.GradientTransformation,
+    *,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    batch_size: int | None = None,
+    prox: Any = 0.0,
+    augment: Callable[[jax.Array, Batch], Batch] | None = None,
+    keep: str = "nothing",
+) -> LocalTraining:
+    """Says how clients train: exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
+
+    Args:
+      optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`.
+      num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and dealt out
+        in turn, from the start again when they are used up, so every batch is full.
+      num_epochs: passes over the client's examples a round, reshuffled before each; a pass ends with a smaller batch
+        where the size is no multiple of `batch_size`, so clients with more examples do more steps.
+      batch_size: examples per step; `None`, or at least `M`, means all of them at every step (no shuffling).
+      prox: FedProx's mu, 0 or more: adds `mu / 2 * ||params - start||^2` to the loss (Li et al. 2020, eq. 2).
+      augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
+      keep: what a client carries to its next round: `"nothing"` restarts momentum and schedules, `"schedule"` restarts
+        momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
+        (`O(N D)` memory).
+
+    Raises:
+      ValueError: for arguments outside of what is said above.
+
+    Example:
+      >>> import optax
+      >>> local_training(optax.sgd(0.1), num_steps=10).num_steps
+      10
+    """
+    check((num_steps is None) != (num_epochs is None), "num_steps, num_epochs", (num_steps, num_epochs), "one given")
+    if num_steps is not None:
+        check_count("num_steps", num_steps)
+    if num_epochs is not None:
+        check_count("num_epochs", num_epochs)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    if is_concrete(prox):
+        check(prox >= 0, "prox", prox, "0 or more")
+    check_choice("keep", keep, KEEP)
+    return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep)
+
+
+def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])))
+      2.0
+    """
+    kept = jnp.where(mask, values, jnp.zeros_like(values))
+    return kept.sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
+
+
+def blank_padding(examples: Batch, size: jax.Array) -> Batch:
+    """One client's `examples` (`[M, ...]`) with zeros behind the first `size`, so that no NaN there can spread."""
+
+    def blank(x):
+        real = (jnp.arange(len(x)) < size).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(real, x, jnp.zeros_like(x))
+
+    return jax.tree.map(blank, examples)
+
+
+def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
+    """`[]`: the mean loss of one model over one client's real examples (0 for a client without any)."""
+    losses = task.loss(params, blank_padding(examples, size))
+    return masked_mean(losses, jnp.arange(len(losses)) < size)
+
+
+def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int) -> jax.Array:
+    """`[]` int32: the local steps that a client with `size` of at most `max_examples` examples does in one round."""
+    if training.num_steps is not None:
+        return jnp.asarray(training.num_steps, jnp.int32)
+    batch_size = max_examples if training.batch_size is None else min(training.batch_size, max_examples)
+    return (training.num_epochs * -(-jnp.asarray(size) // batch_size)).astype(jnp.int32)
+
+
+def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Array) -> PyTree:
+    """A fresh optimiser state whose schedule, under `keep="schedule"`, already counts `steps_done` steps."""
+    state = training.optimizer.init(params)
+    if training.keep != "schedule":
+        return state
+    # Only the schedules' counters: Adam's own count belongs to its moments, which do restart.
+    schedules = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+    return jax.tree.map(
+        lambda s: s._replace(count=steps_done.astype(jnp.int32)) if isinstance(s, schedules) else s,
+        state,
+        is_leaf=lambda s: isinstance(s, schedules),
+    )
+
+
+def train(
+    task: Task,
+    training: LocalTraining,
+    key: jax.Array,
+    params: PyTree,
+    examples: Batch,
+    size: jax.Array,
+    opt_state: PyTree,
+    *,
+    anchor: PyTree | None = None,
+) -> Trained:
+    """Trains one client's model on its own examples.
+
+    Args:
+      task: loss and model.
+      training: from `local_training`.
+      key: this client's key for this round.
+      params: the model to start from.
+      examples: pytree of `[M, ...]`.
+      size: `[]` int32, how many of them are real. With 0 nothing is learnt.
+      opt_state: from `start_optimizer`, or this client's last.
+      anchor: the model that the proximal term pulls to; `params` if None.
+
+    Returns:
+      `Trained`. Cost: `num_steps` forward and backward passes over a batch.
+    """
+    anchor = params if anchor is None else anchor
+    m = jax.tree.leaves(examples)[0].shape[0]
+    batch_size = m if training.batch_size is None else min(training.batch_size, m)
+    full_batch = batch_size == m
+    if full_batch:
+        examples = blank_padding(examples, size)
+    order_key, augment_key = jax.random.split(key)
+
+    def pull(grads, params):
+        return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
+
+    def step(t, carry, batch, real):
+        params, opt_state, total = carry
+        if training.augment is not None:
+            batch = training.augment(jax.random.fold_in(augment_key, t), batch)
+        loss, grads = jax.value_and_grad(lambda p: masked_mean(task.loss(p, batch), real))(params)
+        if not (is_concrete(training.prox) and training.prox == 0):
+            grads = pull(grads, params)
+        updates, opt_state = training.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, total + loss
+
+    def shuffled(key):
+        """The rows of the real examples in random order; padding behind them."""
+        draws = jax.random.uniform(key, (m,))
+        return jnp.argsort(jnp.where(jnp.arange(m) < size, draws, jnp.full_like(draws, 2)))
+
+    def take(order, positions):
+        return jax.tree.map(lambda x: x[order[positions]], examples)
+
+    slots = jnp.arange(batch_size)
+
+    def full_step(t, carry):
+        return step(t, carry, examples, jnp.arange(m) < size)
+
+    carry = (params, opt_state, jnp.zeros(()))
+    num_steps = steps_per_round(training, size, m)
+    if full_batch:
+        # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
+        carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
+    elif training.num_steps is not None:
+        order = shuffled(order_key)
+        cycle = jnp.maximum(size, 1)
+        carry = jax.lax.fori_loop(
+            0,
+            training.num_steps,
+            lambda t, c: step(t, c, take(order, (t * batch_size + slots) % cycle), slots < size),
+            carry,
+        )
+    else:
+        batches = -(-size // batch_size)
+
+        def epoch(e, carry):
+            order = shuffled(jax.random.fold_in(order_key, e))
+
+            def one(b, c):
+                positions = b * batch_size + slots
+                return step(e * batches + b, c, take(order, jnp.minimum(positions, m - 1)), positions < size)
+
+            return jax.lax.fori_loop(0, batches, one, carry)
+
+        carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
+    params, opt_state, total = carry
+    return Trained(params, total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state)

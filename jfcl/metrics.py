@@ -1,0 +1,164 @@
+"""How good the models are, and whether the clusters were found.
+
+`evaluate` runs on the device, for one model per client. Which model that is, the caller says through `cluster`:
+`state.cluster` for what the method serves (a *cluster* model, or under local training the client's own), zeros for one
+*global* model, `None` for the model of lowest loss on the evaluated data (IFCA's inference for clients never seen).
+Everything else is NumPy on the host.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+from jfcl import mapping
+from jfcl.algorithms.ifca import losses_under_all
+from jfcl.core import Clients, PyTree, Task
+from jfcl.local import blank_padding, masked_mean
+
+
+def evaluate(
+    task: Task,
+    params: PyTree,
+    clients: Clients,
+    cluster: jax.Array | None,
+    *,
+    client_axis: mapping.Mapping | None = None,
+) -> dict[str, jax.Array]:
+    """Loss and accuracy of every client's model on that client's examples.
+
+    Args:
+      task: says what a loss and a correct prediction is.
+      params: pytree of `[K, ...]`, the models.
+      clients: the data to evaluate on, e.g. held-out examples; any number of clients.
+      cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
+      client_axis: a mapping; default: what suits the backend.
+
+    Returns:
+      `loss` `[N]`, `accuracy` `[N]` (where the task knows one) and `cluster` `[N]`; NaN for clients without examples.
+      Cost: one forward pass over all examples, `K` if `cluster` is None.
+    """
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    size = jnp.asarray(clients.size)
+
+    def client(examples, size, k):
+        if k is None:
+            k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
+        model = jax.tree.map(lambda p: p[k], params)
+        examples = blank_padding(examples, size)
+        real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
+        result = {"loss": masked_mean(task.loss(model, examples), real)}
+        if task.correct is not None:
+            result["accuracy"] = masked_mean(task.correct(model, examples), real)
+        result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
+        return result | {"cluster": k}
+
+    if cluster is None:
+        return client_axis(lambda examples, size: client(examples, size, None))(clients.examples, size)
+    return client_axis(client)(clients.examples, size, cluster)
+
+
+def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:
+    """One number each for a client evaluation.
+
+    Args:
+      evaluation: what `evaluate` returned, for one seed.
+      size: `[N]`, the number of examples each client was evaluated on; clients with none are left out.
+
+    Returns:
+      `loss` and `accuracy`: means over clients. `pooled_accuracy`: over examples. `worst_client_accuracy` and
+      `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one client).
+
+    Example:
+      >>> import numpy as np
+      >>> result = summarize({"loss": np.array([1.0, 3.0]), "accuracy": np.array([1.0, 0.5])}, np.array([30, 10]))
+      >>> result["accuracy"], result["pooled_accuracy"], result["worst_client_accuracy"]
+      (0.75, 0.875, 0.5)
+    """
+    real = np.asarray(size) > 0
+    summary = {"loss": float(np.mean(np.asarray(evaluation["loss"], np.float64)[real]))}
+    if "accuracy" in evaluation:
+        accuracy = np.asarray(evaluation["accuracy"], np.float64)[real]
+        worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
+        summary |= {
+            "accuracy": float(accuracy.mean()),
+            "pooled_accuracy": float(np.average(accuracy, weights=np.asarray(size)[real])),
+            "worst_client_accuracy": float(worst[0]),
+            "worst_decile_accuracy": float(worst.mean()),
+        }
+    return summary
+
+
+def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[int, dict[str, float]]:
+    """The mean loss and accuracy over the clients of each cluster, and how many they are.
+
+    Example:
+      >>> per_cluster({"loss": [1.0, 2.0, 6.0]}, [0, 1, 1])
+      {0: {'clients': 1, 'loss': 1.0}, 1: {'clients': 2, 'loss': 4.0}}
+    """
+    cluster = np.asarray(cluster)
+    names = [name for name in ("loss", "accuracy") if name in evaluation]
+    return {
+        int(k): {"clients": int((cluster == k).sum())}
+        | {name: float(np.nanmean(np.asarray(evaluation[name], np.float64)[cluster == k])) for name in names}
+        for k in np.unique(cluster)
+    }
+
+
+def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """`[found clusters, true clusters]` int: how many clients they share; clusters in ascending order, empty ones left out."""
+    _, rows = np.unique(found, return_inverse=True)
+    _, columns = np.unique(true, return_inverse=True)
+    table = np.zeros((rows.max() + 1, columns.max() + 1), np.int64)
+    np.add.at(table, (rows, columns), 1)
+    return table
+
+
+def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """How well found clusters agree with the true ones; names of clusters do not matter.
+
+    Args:
+      found, true: `[N]` integers.
+
+    Returns:
+      `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian
+      method; IFCA's figure 4). `adjusted_rand` (1 at agreement, 0 by chance), `nmi`, `purity` (share of clients in the
+      majority of their found cluster), `clusters_in_use`.
+
+    Example:
+      >>> cluster_recovery([2, 2, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
+      1.0
+      >>> cluster_recovery([0, 0, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
+      0.5
+    """
+    found, true = np.asarray(found), np.asarray(true)
+    if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
+    table = contingency(found, true)
+    matched = table[linear_sum_assignment(table, maximize=True)].sum()
+    return {
+        "cluster_accuracy": float(matched / len(found)),
+        "adjusted_rand": float(adjusted_rand_score(true, found)),
+        "nmi": float(normalized_mutual_info_score(true, found)),
+        "purity": float(table.max(axis=1).sum() / len(found)),
+        "clusters_in_use": int(len(table)),
+    }
+
+
+def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = 0.99) -> int | None:
+    """The first evaluated round from which on `cluster_accuracy` never falls below `level`; `None` if there is none.
+
+    Example:
+      >>> rounds_to_recovery([1, 2, 3, 4], [1.0, 0.5, 0.99, 1.0])
+      3
+    """
+    first = None
+    for r, accuracy in zip(rounds, cluster_accuracy, strict=True):
+        if accuracy < level:
+            first = None
+        elif first is None:
+            first = r
+    return first

@@ -1,0 +1,155 @@
+"""A run's folder: configuration, metrics line by line, checkpoints. Written so that killing the process loses nothing.
+
+    config.json     what was asked for          metrics.jsonl   a line per seed and evaluated round
+    summary.json    the result                  clients.csv     final results of every client
+    checkpoints/    the last two states         plots/*.png
+
+Only the process that runs a simulation writes here; everything is written to a new file and renamed, or appended in
+whole lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.core import PyTree
+
+FREE = ("num_rounds", "out", "resume", "progress", "data_dir")  # may differ between a run and its resumption
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON, whole or not at all."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    os.replace(scratch, path)
+
+
+def finite_or_none(value: Any) -> Any:
+    """`value` with NaN and infinities, which JSON does not have, as `None`; NumPy scalars and arrays as Python's."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [finite_or_none(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+class RunFolder:
+    """The files of one run. Open it with `create` for a new run or `reopen` to go on with one."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self._manager = None
+
+    @classmethod
+    def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
+        """A new run in `path`; `ValueError` if another one is there already."""
+        folder = cls(path)
+        if (folder.path / "config.json").exists():
+            raise ValueError(
+                f"{folder.path} already holds a run: resume it (--resume on the command line, resume=True in Python),"
+                " or choose another folder"
+            )
+        if folder.path.exists() and not folder.path.is_dir():
+            raise ValueError(f"{folder.path} is a file; the output folder must be a new or empty folder")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.metrics_path.write_text("")
+        write_json(folder.path / "config.json", finite_or_none(config))
+        return folder
+
+    @classmethod
+    def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
+        """The run in `path`; `ValueError` if there is none or it was started with another configuration."""
+        folder = cls(path)
+        try:
+            old = json.loads((folder.path / "config.json").read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{folder.path} holds no run to resume: config.json is missing") from None
+        new = finite_or_none(config)
+        missing = object()
+        names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n, missing) != new.get(n, missing)]
+        if names:
+            said = "; ".join(f"{n}: it has {old.get(n)!r}, asked for {new.get(n)!r}" for n in names)
+            raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
+        return folder
+
+    @property
+    def metrics_path(self) -> Path:
+        """`metrics.jsonl`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def manager(self):
+        """The orbax manager of `checkpoints/`."""
+        if self._manager is None:
+            import orbax.checkpoint as ocp  # takes a second to import, and most uses of jfcl need no checkpoint
+
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
+            self._manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+        return self._manager
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Adds lines to `metrics.jsonl`."""
+        with self.metrics_path.open("a") as f:
+            f.write("".join(json.dumps(finite_or_none(r), allow_nan=False) + "\n" for r in records))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out."""
+        records = []
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return records
+
+    def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:
+        """A checkpoint of `state` after `round_` rounds, atomically; the two latest are kept."""
+        import orbax.checkpoint as ocp
+
+        if self.manager.latest_step() == round_:
+            return
+        leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), totals=ocp.args.JsonSave(totals))
+        self.manager.save(round_, args=args)
+        self.manager.wait_until_finished()
+
+    def restore(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+        """The latest checkpoint as `(round, state of the structure of like, totals)`; `None` if there is none.
+
+        Lines of `metrics.jsonl` from after it are dropped: those rounds are run again.
+        """
+        import orbax.checkpoint as ocp
+
+        round_ = self.manager.latest_step()
+        if round_ is None:
+            self._truncate(0)
+            return None
+        wanted = {f"{i:04d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(jax.tree.leaves(like))}
+        stored = self.manager.item_metadata(round_)["state"].tree
+        shapes = {name: tuple(leaf.shape) for name, leaf in stored.items()}
+        if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
+            raise ValueError(
+                f"the checkpoint of round {round_} in {self.path} is of another model or number of clients; nothing was"
+                " changed"
+            )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), totals=ocp.args.JsonRestore())
+        saved = self.manager.restore(round_, args=args)
+        self._truncate(round_)
+        leaves = [saved.state[name] for name in sorted(wanted)]
+        return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), dict(saved.totals)
+
+    def _truncate(self, round_: int) -> None:
+        kept = [r for r in self.records() if r["round"] <= round_]
+        scratch = self.metrics_path.with_name("metrics.jsonl.tmp")
+        scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        os.replace(scratch, self.metrics_path)

@@ -1,0 +1,411 @@
+"""Running an algorithm: `rollout`, a pure scan over rounds, and `simulate`, the same with everything a person wants.
+
+Rounds are numbered from 1. The key of round `t` is `fold_in(key, t)`, that of `init` is `fold_in(key, 0)`; so a run that
+was stopped and resumed, or evaluated at other rounds, equals one that was not, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jfcl import mapping, metrics
+from jfcl.aggregate import is_finite
+from jfcl.core import Algorithm, Clients, PyTree, check, check_clients, check_count, check_state, num_clients
+from jfcl.runs import RunFolder
+
+SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite")  # over rounds; of all else a record has the last round's
+MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
+
+
+class DivergedError(RuntimeError):
+    """A model, or everything that the clients sent in a round, is no longer finite."""
+
+
+class History(NamedTuple):
+    """What a simulation leaves behind.
+
+    Attributes:
+      records: a dict per evaluated round and seed, plain numbers: ready for `pandas.DataFrame(history.records)`.
+      state: the algorithm's last state; with a leading seed axis if several keys were given.
+      clients: final per-client arrays: `cluster`, and of the test examples `loss` and `accuracy`, `[R, N]` each.
+      rounds: rounds done.
+      seconds: wall time of this call, without compilation.
+      compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
+      client_steps: local steps of all clients, rounds and seeds of this call.
+    """
+
+    records: list[dict[str, Any]]
+    state: Any
+    clients: dict[str, np.ndarray]
+    rounds: int
+    seconds: float
+    compile_seconds: float
+    client_steps: float
+
+    def series(self, name: str, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """`(rounds [E], values [E])` of one metric for `seed` (default: the first)."""
+        seed = self.records[0]["seed"] if seed is None else seed
+        chosen = [r for r in self.records if r["seed"] == seed]
+        return np.array([r["round"] for r in chosen]), np.array([r[name] for r in chosen], np.float64)
+
+
+def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_rounds: int, state: Any = None):
+    """`num_rounds` rounds as one pure `lax.scan`: jit it, vmap it over keys and over anything that made `algorithm`.
+
+    Args:
+      algorithm: any `Algorithm`.
+      clients: the training data.
+      key: of the whole run.
+      num_rounds: `T`, static.
+      state: to start from instead of `algorithm.init`.
+
+    Returns:
+      `(state, metrics)`, metrics stacked over rounds `[T, ...]`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}, np.full(2, 4))
+      >>> def final(lr):  # a factory takes tracers: one compiled program, three learning rates
+      ...     algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(lr), num_steps=1))
+      ...     return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=2)[0].params["b"][0]
+      >>> jax.jit(jax.vmap(final))(jax.numpy.array([0.0, 0.25, 0.5])).tolist()
+      [0.0, 0.75, 1.0]
+    """
+    check_count("num_rounds", num_rounds)
+    if state is None:
+        state = algorithm.init(jax.random.fold_in(key, 0), clients)
+
+    def body(state, t):
+        return algorithm.step(jax.random.fold_in(key, t), state, clients)
+
+    return jax.lax.scan(body, state, jnp.arange(1, num_rounds + 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The compiled parts of `simulate`. Algorithm, task and mappings are static: the same objects again compile nothing.
+
+
+def _made(algorithm, hyperparams) -> Algorithm:
+    return algorithm if hyperparams is None else algorithm(**hyperparams)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis"))
+def _init(keys, clients, hyperparams, *, algorithm, seed_axis):
+    algorithm = _made(algorithm, hyperparams)
+    state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
+    jax.vmap(lambda s: check_state(s, clients))(state)
+    return state
+
+
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis"))
+def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis):
+    """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
+    algorithm = _made(algorithm, hyperparams)
+    n = num_clients(clients)
+
+    def shorten(values):  # per-client metrics as their mean over the clients that took part
+        return {
+            name: jnp.nanmean(v.astype(jnp.float32)) if v.ndim and v.shape[0] == n else v for name, v in values.items()
+        }
+
+    def one_seed(key, state):
+        def one_round(t, carry):
+            state, _, sums = carry
+            state, values = algorithm.step(jax.random.fold_in(key, t), state, clients)
+            sums = {name: sums[name] + values[name].astype(jnp.float32) for name in sums}
+            return state, values, sums
+
+        like = jax.eval_shape(algorithm.step, key, state, clients)[1]
+        last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+        sums = {name: jnp.zeros(()) for name in SUMMED if name in like}
+        state, last, sums = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums))
+        return state, shorten(last), sums, is_finite(state.params)
+
+    return seed_axis(one_seed)(keys, state)
+
+
+@partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
+def _evaluate(params, cluster, clients, *, task, seed_axis, client_axis, by_loss):
+    def one_seed(params, cluster):
+        chosen = None if by_loss else cluster
+        return metrics.evaluate(task, params, clients, chosen, client_axis=client_axis)
+
+    return seed_axis(one_seed)(params, cluster)
+
+
+class _CompileClock:
+    """Sums the seconds that jax spends tracing, lowering and compiling while it is open."""
+
+    def __enter__(self):
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def _listen(self, event: str, duration: float, **_):
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def _progress_bar(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        disable=not shown,
+        transient=True,
+    )
+
+
+def simulate(
+    algorithm: Algorithm | Callable[..., Algorithm],
+    clients: Clients,
+    *,
+    key: jax.Array,
+    num_rounds: int,
+    test_clients: Clients | None = None,
+    newcomers: Clients | None = None,
+    true_cluster: np.ndarray | None = None,
+    hyperparams: dict[str, Any] | None = None,
+    eval_every: int = 1,
+    seeds: list[int] | None = None,
+    seed_axis: mapping.Mapping | None = None,
+    client_axis: mapping.Mapping | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    config: dict[str, Any] | None = None,
+    checkpoint_seconds: float = 30.0,
+    progress: bool = False,
+    description: str = "rounds",
+    stop_after: int | None = None,
+) -> History:
+    """Runs `algorithm` for `num_rounds` rounds, evaluating on the way; optionally keeps everything in a folder.
+
+    Args:
+      algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. The same object again
+        compiles nothing, and with `hyperparams` other values neither.
+      clients: training data.
+      key: one key, or `[R]` of them: seeds, run together.
+      num_rounds: `T`.
+      test_clients: held-out examples, row `i` of client `i`; evaluated under the model that the client is served.
+      newcomers: clients that took no part, each evaluated under the model of lowest loss on its examples (IFCA's
+        test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
+      true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records.
+      hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
+      eval_every: rounds between evaluations; the last round is always evaluated.
+      seeds: names of the `R` keys in the records; default `0 .. R-1`.
+      seed_axis: mapping over seeds; default: `jax.vmap`, and one after another where there is one seed.
+      client_axis: mapping used to evaluate; default: what suits the backend.
+      out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
+      resume: go on from the last checkpoint in `out` (from the start if there is none yet).
+      config: JSON-like description of the run, kept in `config.json`; resuming with another one is refused.
+      checkpoint_seconds: least time between two checkpoints; one is always made at the end and on Ctrl-C.
+      progress: show a bar with rate and time left.
+      description: what the bar calls the run.
+      stop_after: stop as if interrupted once this many rounds are done (to run in instalments); default: never.
+
+    Returns:
+      `History`.
+
+    Raises:
+      ValueError: bad input, before anything is compiled.
+      DivergedError: a model went non-finite, or no client sent a finite update; the last good checkpoint stays.
+      KeyboardInterrupt: on Ctrl-C, after saving.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}, np.full(2, 4))
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.25), num_steps=1))
+      >>> history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
+      >>> [round(r["loss"], 4) for r in history.records]
+      [0.25, 0.0625]
+    """
+    check_count("num_rounds", num_rounds)
+    check_count("eval_every", eval_every)
+    check_clients(clients)
+    n = num_clients(clients)
+    for name, extra in (("test_clients", test_clients), ("newcomers", newcomers)):
+        if extra is not None:
+            check_clients(extra, name=name, allow_empty=True)
+    if test_clients is not None:
+        rows = num_clients(test_clients)
+        check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
+    if true_cluster is not None:
+        true_cluster = np.asarray(true_cluster)
+        check(true_cluster.shape == (n,), "true_cluster", true_cluster.shape, f"of shape ({n},)")
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    single = key.ndim == 0
+    keys = key[None] if single else key
+    seeds = list(range(len(keys))) if seeds is None else list(seeds)
+    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
+    if seed_axis is None:
+        seed_axis = mapping.chunked(1) if len(keys) == 1 else jax.vmap
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    if hyperparams is not None:
+        hyperparams = {name: jnp.asarray(value) for name, value in hyperparams.items()}
+
+    folder = None
+    if out is not None:
+        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config or {})
+
+    with _CompileClock() as compiling:
+        started = time.perf_counter()
+        task = _made(algorithm, hyperparams).task
+        clients = jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+        static = {"algorithm": algorithm, "seed_axis": seed_axis}
+        done, totals, records = 0, {}, []
+        init = partial(_init, keys, clients, hyperparams, **static)
+        restored = folder.restore(jax.eval_shape(init)) if resume else None
+        if restored is not None:
+            done, state, totals = restored
+            state = jax.tree.map(jnp.asarray, state)
+            records = folder.records()
+            check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
+        else:
+            state = init()
+        resumed_at, totals_before = done, dict(totals)
+        saved_at = time.perf_counter()
+        num_models = jax.tree.leaves(state.params)[0].shape[1]
+        warned = set()
+
+        def assess(state, data: Clients | None, *, by_loss: bool):
+            if data is None or task is None:
+                return None
+            axes = {"seed_axis": seed_axis, "client_axis": client_axis}
+            return _evaluate(state.params, state.cluster, data, task=task, by_loss=by_loss, **axes)
+
+        def judge(state, t: int, values, sums) -> list[dict[str, Any]]:
+            """The records of round `t`, one per seed."""
+            held_out, new, values, cluster = jax.device_get(
+                (
+                    assess(state, test_clients, by_loss=False),
+                    assess(state, newcomers, by_loss=True),
+                    values,
+                    state.cluster,
+                )
+            )
+            rows = []
+            for s, seed in enumerate(seeds):
+                row = {"seed": seed, "round": t}
+                if held_out is not None:
+                    row |= metrics.summarize({k: v[s] for k, v in held_out.items()}, np.asarray(test_clients.size))
+                if new is not None:
+                    summary = metrics.summarize({k: v[s] for k, v in new.items()}, np.asarray(newcomers.size))
+                    row |= {f"newcomer_{name}": value for name, value in summary.items()}
+                row["train_loss"] = float(values["loss"][s])
+                row["clusters_in_use"] = len(np.unique(cluster[s]))
+                if true_cluster is not None:
+                    row |= metrics.cluster_recovery(cluster[s], true_cluster)
+                row |= {name: v[s].tolist() for name, v in values.items() if name != "loss" and name not in SUMMED}
+                row |= {name: totals[name][s] for name in sums}
+                if n <= MOST_CLUSTERS_KEPT:
+                    row["cluster"] = cluster[s].tolist()
+                rows.append(row)
+            return rows
+
+        latest: dict[str, Any] = {}
+        with _progress_bar(progress) as bar:
+            line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
+            until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+            try:
+                while done < until:
+                    count = min(eval_every - done % eval_every, until - done)
+                    new_state, values, sums, finite = jax.block_until_ready(
+                        _advance(keys, state, done + 1, count, clients, hyperparams, **static)
+                    )
+                    _stop_if_diverged(finite, values, done + count, seeds, folder)
+                    state, done = new_state, done + count
+                    for name, v in jax.device_get(sums).items():
+                        old = totals.get(name, [0.0] * len(seeds))
+                        totals[name] = [a + float(b) for a, b in zip(old, v, strict=True)]
+                    if done % eval_every == 0 or done == num_rounds:
+                        rows = judge(state, done, values, sums)
+                        records += rows
+                        if folder is not None:
+                            folder.append(rows)
+                        _warn_once(warned, rows, num_models, n)
+                        latest = rows[0]
+                    elapsed = time.perf_counter() - started - compiling.seconds
+                    rate = f"{(done - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
+                    note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
+                    bar.update(line, completed=done, rate=rate, note=note)
+                    due = time.perf_counter() - saved_at >= checkpoint_seconds
+                    if folder is not None and (due or done == until):
+                        folder.save(done, state, totals)
+                        saved_at = time.perf_counter()
+            except KeyboardInterrupt:
+                if folder is not None:
+                    folder.save(done, state, totals)
+                raise
+        final = {"cluster": state.cluster} | (assess(state, test_clients, by_loss=False) or {})
+        final = {name: np.asarray(value) for name, value in final.items()}
+        seconds = time.perf_counter() - started - compiling.seconds
+    steps = sum(totals.get("client_steps", [])) - sum(totals_before.get("client_steps", []))
+    if single:
+        state = jax.tree.map(lambda x: x[0], state)
+    return History(records, state, final, done, seconds, compiling.seconds, steps)
+
+
+def _stop_if_diverged(finite, values, t: int, seeds: list, folder: RunFolder | None) -> None:
+    kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
+    remedy = "a lower learning rate usually helps"
+    for s, ok in enumerate(np.asarray(finite)):
+        if not ok:
+            raise DivergedError(f"round {t}, seed {seeds[s]}: a model is no longer finite; {remedy}{kept}")
+    if "nonfinite" in values and "participants" in values:
+        bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
+        for s in np.flatnonzero((bad == present) & (present > 0)):
+            raise DivergedError(f"round {t}, seed {seeds[s]}: no client sent a finite update; {remedy}{kept}")
+
+
+def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int) -> None:
+    """Says once what a person would want to know: collapsed models, updates left out."""
+    for row in rows:
+        if 1 < num_models < n and row["clusters_in_use"] == 1 and "collapse" not in warned:
+            warned.add("collapse")
+            warnings.warn(
+                f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"
+                " a warm start (init_params) can prevent that",
+                stacklevel=3,
+            )
+        if row.get("nonfinite") and "nonfinite" not in warned:
+            warned.add("nonfinite")
+            warnings.warn(
+                f"round {row['round']}, seed {row['seed']}: {row['nonfinite']:.0f} client update(s) so far held NaN or"
+                " infinity and were left out",
+                stacklevel=3,
+            )
+
+
+def environment() -> dict[str, Any]:
+    """The device and versions that a figure was measured on: `{"device": ..., "versions": {...}}`."""
+    import platform
+    from importlib.metadata import version
+
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
+    names = ("jfcl", "jax", "jaxlib", "flax", "optax", "numpy")
+    versions = {name: version(name) for name in names} | {"python": platform.python_version()}
+    return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}
