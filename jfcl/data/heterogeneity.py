@@ -1,0 +1,259 @@
+"""Known clusters: how the data of cluster `k` differs from that of the others.
+
+Each function has the signature `(x, y, cluster, num_clusters, num_classes, seed) -> (x, y)` for the examples
+of one
+client: `x` `[n, ...]`, `y` `[n]` integer labels, `cluster` its true cluster `k` in `0..K-1`. Most change
+every example; `by_class` and `by_topic` keep only the examples the cluster owns. `seed` decides what is
+random for all clusters together (which labels are swapped), never anything about a client.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import scipy.ndimage
+
+from jfcl.core import check, check_count
+
+
+def _check_cluster(cluster, num_clusters) -> None:
+    check_count("num_clusters", num_clusters)
+    check_count("cluster", cluster, least=0)
+    check(
+        cluster < num_clusters,
+        "cluster",
+        cluster,
+        f"at most {num_clusters - 1} (num_clusters={num_clusters})",
+    )
+
+
+def _check_classes(num_classes, heterogeneity: str) -> None:
+    check(num_classes is not None, "num_classes", num_classes, f"known: {heterogeneity!r} needs labels")
+    check_count("num_classes", num_classes)
+
+
+def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
+    """All clusters see the same distribution.
+
+    Example:
+      >>> none(np.ones(3), np.arange(3), 1, 2)[1].tolist()
+      [0, 1, 2]
+    """
+    _check_cluster(cluster, num_clusters)
+    return x, y
+
+
+def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
+    """Cluster `k` sees its images turned counter-clockwise by `360 k / K` degrees.
+
+    Quarter turns are exact (`np.rot90`); other angles are bilinear, corners outside the image become 0.
+
+    Args:
+      x: `[n, H, W, C]` images; square, unless the turn is by 0 or 180 degrees.
+
+    Raises:
+      ValueError: not images; a turn of images that are not square.
+
+    Source: IFCA, section 6.2 (K=4: 0, 90, 180, 270 degrees; K=2: 0, 180).
+
+    Example:
+      >>> image = np.float32([[1, 2], [3, 4]])[None, :, :, None]
+      >>> rotation(image, np.zeros(1), 1, 4)[0][0, :, :, 0].tolist()
+      [[2.0, 4.0], [1.0, 3.0]]
+    """
+    _check_cluster(cluster, num_clusters)
+    if np.ndim(x) != 4:
+        raise ValueError(
+            f"heterogeneity 'rotation' needs images [n, H, W, C], got examples of shape {np.shape(x)}"
+        )
+    angle = 360.0 * cluster / num_clusters
+    if x.shape[1] != x.shape[2] and angle not in (0.0, 180.0):
+        raise ValueError(
+            f"heterogeneity 'rotation' by {angle:g} degrees needs square images, got height {x.shape[1]} and "
+            f"width {x.shape[2]}; num_clusters=2 (0 and 180 degrees) works for any image"
+        )
+    if (4 * cluster) % num_clusters == 0:
+        return np.rot90(x, 4 * cluster // num_clusters, axes=(1, 2)), y
+    return scipy.ndimage.rotate(x, angle, axes=(2, 1), reshape=False, order=1).astype(x.dtype), y
+
+
+def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
+    """`[K, 2]`: the two labels each cluster exchanges.
+
+    With 10 classes the first two clusters have the CFL paper's examples, 1 and 7, 3 and 5. The others are
+    drawn from `seed`: no label is in two pairs as long as `K <= num_classes // 2`, and no pair occurs twice
+    beyond that.
+
+    Raises:
+      ValueError: more clusters than pairs of labels.
+
+    Example:
+      >>> swapped_labels(2, 10).tolist()
+      [[1, 7], [3, 5]]
+    """
+    check_count("num_clusters", num_clusters)
+    _check_classes(num_classes, "label_swap")
+    most = num_classes * (num_classes - 1) // 2
+    if num_clusters > most:
+        raise ValueError(
+            f"num_clusters must be at most {most} (pairs of {num_classes} labels), got {num_clusters}"
+        )
+    rng = np.random.default_rng(seed)
+    pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
+    rest = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
+    pairs += [tuple(sorted(pair)) for pair in rest[: len(rest) // 2 * 2].reshape(-1, 2).tolist()]
+    others = [pair for pair in itertools.combinations(range(num_classes), 2) if pair not in pairs]
+    pairs += [others[i] for i in rng.permutation(len(others))]
+    return np.array(pairs[:num_clusters], np.int32)
+
+
+def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Cluster `k` exchanges the two labels `swapped_labels(K, num_classes, seed)[k]`.
+
+    Source: CFL, section VI-B (figures 5 to 7).
+
+    Example:
+      >>> label_swap(np.zeros(4), np.int32([1, 7, 3, 0]), 0, 2, 10)[1].tolist()
+      [7, 1, 3, 0]
+    """
+    _check_cluster(cluster, num_clusters)
+    a, b = swapped_labels(num_clusters, num_classes, seed)[cluster]
+    table = np.arange(num_classes, dtype=np.int32)
+    table[[a, b]] = b, a
+    return x, _relabel(y, table)
+
+
+def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
+    """`[K, num_classes]`: a random permutation of the labels for every cluster (0 too), all different.
+
+    Raises:
+      ValueError: more clusters than there are permutations.
+
+    Example:
+      >>> sorted(map(tuple, label_permutations(2, 2).tolist()))
+      [(0, 1), (1, 0)]
+    """
+    check_count("num_clusters", num_clusters)
+    _check_classes(num_classes, "label_permutation")
+    most = math.factorial(min(num_classes, 20))
+    if num_clusters > most:
+        raise ValueError(
+            f"num_clusters must be at most {most} (permutations of {num_classes} labels), got {num_clusters}"
+        )
+    rng = np.random.default_rng(seed)
+    if num_classes <= 6:  # few permutations: drawing until they differ could take long
+        every = np.array(list(itertools.permutations(range(num_classes))), np.int32)
+        return every[rng.permutation(len(every))[:num_clusters]]
+    found: dict[tuple, None] = {}
+    while len(found) < num_clusters:
+        found.setdefault(tuple(rng.permutation(num_classes).tolist()))
+    return np.array(list(found), np.int32)
+
+
+def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Cluster `k` renames label `c` to `label_permutations(K, num_classes, seed)[k, c]`.
+
+    Source: CFL, section VI-C (figure 8).
+
+    Example:
+      >>> y = label_permutation(np.zeros(3), np.int32([0, 1, 2]), 1, 2, 3)[1]
+      >>> sorted(y.tolist())
+      [0, 1, 2]
+    """
+    _check_cluster(cluster, num_clusters)
+    return x, _relabel(y, label_permutations(num_clusters, num_classes, seed)[cluster])
+
+
+def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Cluster `k` renames label `c` to `(c + k) mod num_classes`; all differ, as `K <= num_classes`.
+
+    Source: FC, section 5.2 (table 1, figures 4 and 6).
+
+    Example:
+      >>> private_label(np.zeros(2), np.int32([0, 9]), 3, 4, 10)[1].tolist()
+      [3, 2]
+    """
+    _check_cluster(cluster, num_clusters)
+    _check_classes(num_classes, "private_label")
+    check(
+        num_clusters <= num_classes,
+        "num_clusters",
+        num_clusters,
+        f"at most {num_classes}, the number of labels",
+    )
+    return x, _relabel(y, (np.arange(num_classes, dtype=np.int32) + cluster) % num_classes)
+
+
+def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarray:
+    """The labels that cluster `k` owns under `by_class`: the `k`-th of `K` runs of consecutive labels.
+
+    Example:
+      >>> class_labels(1, 2, 10).tolist()
+      [5, 6, 7, 8, 9]
+    """
+    _check_cluster(cluster, num_clusters)
+    _check_classes(num_classes, "class")
+    check(
+        num_clusters <= num_classes,
+        "num_clusters",
+        num_clusters,
+        f"at most {num_classes}, the number of labels",
+    )
+    return np.array_split(np.arange(num_classes, dtype=np.int32), num_clusters)[cluster]
+
+
+def by_class(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Cluster `k` holds only examples with labels in `class_labels(k, K, num_classes)`.
+
+    Source: CFL, figure 7 (digits 0-4 and 5-9); FC, figure 5 (10 clusters of 10 labels).
+
+    Example:
+      >>> by_class(np.arange(4), np.int32([0, 5, 9, 4]), 1, 2, 10)[0].tolist()
+      [1, 2]
+    """
+    keep = np.isin(y, class_labels(cluster, num_clusters, num_classes))
+    return x[keep], y[keep]
+
+
+def by_topic(x, y, cluster, num_clusters, num_classes, seed=0):
+    """Cluster `k` holds only examples of topic (label) `k`; topics `K` and above stay unused.
+
+    Source: CFL, figure 9 (AG News, clients of one topic each).
+
+    Example:
+      >>> by_topic(np.arange(4), np.int32([0, 1, 3, 1]), 1, 4, 4)[0].tolist()
+      [1, 3]
+    """
+    _check_cluster(cluster, num_clusters)
+    _check_classes(num_classes, "topic")
+    check(
+        num_clusters <= num_classes,
+        "num_clusters",
+        num_clusters,
+        f"at most {num_classes}, the number of topics",
+    )
+    keep = np.asarray(y) == cluster
+    return x[keep], y[keep]
+
+
+def _relabel(y, table: np.ndarray) -> np.ndarray:
+    y = np.asarray(y)
+    check(y.dtype.kind in "iu", "y", y.dtype, "integer labels")
+    if y.size and (y.min() < 0 or y.max() >= len(table)):
+        raise ValueError(f"labels must lie in 0..{len(table) - 1}, got {y.min()}..{y.max()}")
+    return table[y].astype(np.int32)
+
+
+HETEROGENEITY = {
+    "none": (none, "one distribution for all"),
+    "rotation": (rotation, "images turned by 360 k / K degrees"),
+    "label_swap": (label_swap, "two labels exchanged, another pair in every cluster"),
+    "label_permutation": (label_permutation, "all labels renamed by a random permutation"),
+    "private_label": (private_label, "label c is called (c + k) mod C"),
+    "class": (by_class, "every cluster has its own labels"),
+    "topic": (by_topic, "every cluster has one label (topic)"),
+}
+# These choose among the examples instead of changing them.
+SELECTIVE = ("class", "topic")

@@ -1,0 +1,262 @@
+"""Who holds which examples: each partitioner returns one array of example indices per client.
+
+All of them return a list of `N` disjoint `np.int64` index arrays, none empty, and are functions of their
+arguments and `seed` alone: an integer, or a sequence of integers, given to `np.random.default_rng`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jfcl.core import check, check_count
+
+Seed = int | Sequence[int]
+
+
+def _check_enough(num_examples: int, num_clients: int, each: int = 1) -> None:
+    check_count("num_clients", num_clients)
+    check_count("num_examples", num_examples)
+    if num_clients * each > num_examples:
+        raise ValueError(
+            f"num_clients must be at most {num_examples // each} ({num_examples} examples, at least {each} a "
+            f"client), got {num_clients}"
+        )
+
+
+def _as_labels(labels) -> np.ndarray:
+    labels = np.asarray(labels)
+    check(
+        labels.ndim == 1 and labels.dtype.kind in "iu",
+        "labels",
+        f"{labels.dtype} {labels.shape}",
+        "a vector of integers",
+    )
+    return labels
+
+
+def iid(
+    num_examples: int, num_clients: int, *, seed: Seed, examples_per_client: int | None = None
+) -> list[np.ndarray]:
+    """A random permutation dealt out in equal parts.
+
+    Args:
+      examples_per_client: every client gets exactly that many and the rest stays unused; `None`: all examples
+        are dealt, and sizes differ by at most one.
+
+    Returns:
+      List of `N` sorted index arrays. Cost: O(examples).
+
+    Raises:
+      ValueError: fewer examples than the clients need.
+
+    Example:
+      >>> [len(part) for part in iid(10, 3, seed=0)]
+      [4, 3, 3]
+    """
+    each = 1 if examples_per_client is None else examples_per_client
+    check_count("examples_per_client", each)
+    _check_enough(num_examples, num_clients, each)
+    order = np.random.default_rng(seed).permutation(num_examples)
+    if examples_per_client is not None:
+        order = order[: num_clients * each]
+    return [np.sort(part) for part in np.array_split(order, num_clients)]
+
+
+def by_writer(writer, *, num_clients: int | None = None, seed: Seed) -> list[np.ndarray]:
+    """One client per writer (or user, speaker, ...): real, unequal clients.
+
+    Args:
+      writer: `[n]` integers; negative ones belong to nobody.
+      num_clients: so many writers are drawn at random; `None`: all of them, in the order of their ids.
+
+    Returns:
+      List of `N` sorted index arrays; the writer of client `i` is `writer[parts[i][0]]`.
+
+    Raises:
+      ValueError: more clients than writers.
+
+    Example:
+      >>> [part.tolist() for part in by_writer([7, 3, 7, -1], seed=0)]
+      [[1], [0, 2]]
+    """
+    writer = np.asarray(writer)
+    check(writer.ndim == 1 and writer.dtype.kind in "iu", "writer", writer.dtype, "a vector of integers")
+    ids = np.unique(writer[writer >= 0])
+    if num_clients is not None:
+        check_count("num_clients", num_clients)
+        if num_clients > len(ids):
+            raise ValueError(
+                f"num_clients must be at most {len(ids)}, the number of writers, got {num_clients}"
+            )
+        ids = np.sort(np.random.default_rng(seed).permutation(ids)[:num_clients])
+    check(len(ids) > 0, "writer", "no writer id", "at least one writer with examples")
+    order = np.argsort(writer, kind="stable")
+    first = np.searchsorted(writer[order], ids, side="left")
+    last = np.searchsorted(writer[order], ids, side="right")
+    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
+
+
+def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
+    """Shards: the examples sorted by label, cut into `N * labels_per_client` equal pieces, dealt out.
+
+    A shard that straddles the border between two labels holds both, so a client may see a few labels more
+    than `labels_per_client`; with classes of equal size, and as many shards as divide them, it sees no more.
+
+    Args:
+      labels: `[n]` integers.
+
+    Returns:
+      List of `N` sorted index arrays that together hold every example; sizes differ by at most
+      `labels_per_client`.
+
+    Raises:
+      ValueError: fewer examples than shards.
+
+    Source: McMahan et al. 2017, section 3 ("pathological non-iid").
+
+    Example:
+      >>> parts = by_label([0, 1, 2, 3] * 10, 4, labels_per_client=1, seed=0)
+      >>> sorted({int(i % 4) for i in part}.pop() for part in parts)
+      [0, 1, 2, 3]
+    """
+    labels = _as_labels(labels)
+    check_count("labels_per_client", labels_per_client)
+    _check_enough(len(labels), num_clients, labels_per_client)
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(labels))  # which examples of a label go to which shard is left to chance
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    shards = np.array_split(order, num_clients * labels_per_client)
+    dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
+    return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
+
+
+def dirichlet(
+    labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1
+) -> list[np.ndarray]:
+    """Every label's examples are divided among clients in proportions drawn from Dirichlet(alpha, ...,
+    alpha).
+
+    The usual recipe draws again until no client is too small, which for small `alpha` never ends. Here there
+    is one draw; then, while a client has fewer than `min_size` examples, the client that has most gives it
+    one of its own, chosen at random. Proportions are as drawn but for these few, and it always terminates.
+
+    Args:
+      labels: `[n]` integers.
+      alpha: positive; small is skewed (one client holds nearly all of a label), large is iid.
+      min_size: the least number of examples of a client.
+
+    Returns:
+      List of `N` sorted index arrays that together hold every example. Cost: O(examples + labels * N).
+
+    Raises:
+      ValueError: `alpha` not positive and finite; fewer than `N * min_size` examples.
+
+    Source: Hsu, Qi, Brown 2019 ("Measuring the effects of non-identical data distribution").
+
+    Example:
+      >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
+      100
+    """
+    labels = _as_labels(labels)
+    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
+    check_count("min_size", min_size)
+    _check_enough(len(labels), num_clients, min_size)
+    rng = np.random.default_rng(seed)
+    owner = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        of_label = rng.permutation(np.flatnonzero(labels == label))
+        share = rng.dirichlet(np.full(num_clients, float(alpha)))
+        if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one client
+            share = np.eye(num_clients)[rng.integers(num_clients)]
+        cuts = np.floor(np.cumsum(share) * len(of_label) + 1e-9).astype(np.int64)
+        cuts[-1] = len(of_label)
+        owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
+    parts = [rng.permutation(np.flatnonzero(owner == i)).tolist() for i in range(num_clients)]
+    size = np.array([len(part) for part in parts])
+    for i in np.flatnonzero(size < min_size):
+        while size[i] < min_size:
+            giver = int(size.argmax())  # has more than min_size, since there are N * min_size examples in all
+            parts[i].append(parts[giver].pop())
+            size[i] += 1
+            size[giver] -= 1
+    return [np.sort(np.array(part, np.int64)) for part in parts]
+
+
+def power_law_sizes(
+    num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
+) -> np.ndarray:
+    """Client sizes that fall off as `rank ** -exponent`: a few large clients, many small ones.
+
+    Args:
+      exponent: at least 0; 0 gives equal sizes.
+      min_size: what every client gets beforehand; the rest is divided by the power law.
+
+    Returns:
+      `[N]` int64, in random order, whose sum is `num_examples`.
+
+    Raises:
+      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
+
+    Example:
+      >>> sorted(power_law_sizes(110, 4, exponent=1.0, seed=0, min_size=5).tolist())
+      [16, 19, 27, 48]
+    """
+    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
+    check_count("min_size", min_size)
+    _check_enough(num_examples, num_clients, min_size)
+    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
+    share = (num_examples - num_clients * min_size) * weight / weight.sum()
+    sizes = np.floor(share).astype(np.int64)
+    left = num_examples - num_clients * min_size - sizes.sum()
+    sizes[np.argsort(sizes - share, kind="stable")[:left]] += 1
+    return np.random.default_rng(seed).permutation(sizes + min_size)
+
+
+def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
+    """A random permutation dealt out in parts of the given sizes.
+
+    Args:
+      sizes: `[N]` positive integers with a sum of at most `num_examples`; what is over stays unused.
+
+    Raises:
+      ValueError: a client without examples; more examples wanted than there are.
+
+    Example:
+      >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
+      [5, 1, 2]
+    """
+    sizes = np.asarray(sizes)
+    check(
+        sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0,
+        "sizes",
+        sizes,
+        "a vector of integers",
+    )
+    check(sizes.min() >= 1, "sizes", sizes, "positive: every client needs an example")
+    check(sizes.sum() <= num_examples, "sizes", int(sizes.sum()), f"at most {num_examples} in all")
+    order = np.random.default_rng(seed).permutation(num_examples)[: sizes.sum()]
+    return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
+
+
+def power_law(
+    num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
+) -> list[np.ndarray]:
+    """`by_sizes` with `power_law_sizes`: iid content, sizes by a power law.
+
+    Example:
+      >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
+      100
+    """
+    sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
+    return by_sizes(num_examples, sizes, seed=seed)
+
+
+PARTITIONS = {
+    "iid": (iid, "equal parts at random"),
+    "writer": (by_writer, "one client per real writer (data sets with writer ids)"),
+    "label": (by_label, "a few labels per client (shards, McMahan et al.)"),
+    "dirichlet": (dirichlet, "label proportions drawn from a Dirichlet distribution"),
+    "power_law": (power_law, "random content, sizes that follow a power law"),
+}
