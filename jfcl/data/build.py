@@ -1,11 +1,9 @@
-"""From a data set to clients: hold out, partition, assign to clusters, and make every cluster's data
-different.
+"""From a data set to clients: hold out, partition, assign to clusters, and transform every cluster's data.
 
 The order of things is what keeps test data out of training. First the *base* examples are split into a
-training and a
-test pool: the official test split where there is one, else `test_fraction` of the examples, stratified by
-label (by writer, if clients are writers). Only then are examples given to clients and transformed, so a base
-example that some client trains on, under any rotation, is in nobody's test set.
+training and a test pool: the official test split where there is one, else `test_fraction` of the examples,
+stratified by label (by writer, if clients are writers). Only then are examples given to clients and
+transformed, so a base example that some client trains on, under any rotation, is in nobody's test set.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_label, by_sizes, by_writer, dirichlet, iid, power_law_sizes
 from jfcl.data.sources import Dataset, load
 
-# One stream of random numbers per decision, `default_rng([seed, stream, ...])`, so that no decision shifts
-another._HOLD_OUT, _SUBSAMPLE, _PARTITION, _ALLOT, _NEWCOMERS, _TRANSFORM = range(6)
+# One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
+_HOLD_OUT, _SUBSAMPLE, _PARTITION, _ALLOT, _NEWCOMERS, _TRANSFORM = range(6)
 
 
 class Federation(NamedTuple):
@@ -304,8 +302,8 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
             own = pool[np.isin(kind[pool], train_kinds[i])]
             if not len(own):
                 raise ValueError(
-                    f"no test examples for client {i}: none of the labels (or writers) it trains on is in the "
-                    f"test pool of {len(pool)} examples; hold out more (test_fraction)"
+                    f"no test examples for client {i}: none of the labels (or writers) it trains on is in "
+                    f"the test pool of {len(pool)} examples; hold out more (test_fraction)"
                 )
             parts[i] = rng.choice(own, 1)
     return parts
