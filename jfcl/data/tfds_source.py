@@ -1,0 +1,157 @@
+"""tensorflow-datasets (TFDS) as a source: reads prepared sets without TensorFlow, prepares with it.
+
+Two habits of TFDS are guarded against. Its extraction cache names unpacked files by their file name alone, so
+that MNIST and Fashion-MNIST, whose files have the same names, are silently mixed; hence one download
+directory per data set. And it tries an unreachable address for minutes; hence a short look first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jfcl.data.sources import Dataset
+
+_TIMEOUT = 5.0  # seconds to reach a download host
+_OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files, where jfcl reads those"
+
+
+def tfds_dir() -> Path:
+    """Where TFDS keeps prepared data sets: `TFDS_DATA_DIR`, else `~/tensorflow_datasets`."""
+    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
+
+
+def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
+    """Reads a TFDS data set with "image" (or text) and "label" features, preparing it if need be.
+
+    Args:
+      name: TFDS's name, with its config if it has any ("emnist/balanced").
+      data_dir: a TFDS directory to look in first, or `None`.
+      known: further names to suggest when there is none like `name`.
+
+    Returns:
+      A `Dataset`; its test set is the split "test" if there is one.
+
+    Raises:
+      ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
+        reached; no "train" split, image (or text) or label; images of different sizes.
+    """
+    roots = [Path(data_dir)] if data_dir else []
+    for root in [*roots, tfds_dir()]:
+        folder = prepared_folder(root, name)
+        if folder is not None:
+            return _read_folder(name, folder)
+    _check_known(name, known)
+    if importlib.util.find_spec("tensorflow") is None:
+        looked = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
+        raise ValueError(
+            f"data set {name!r} is not prepared (looked for array_record files under {looked}), and preparing "
+            f"it needs TensorFlow: pip install 'jfcl[tfds]'. {_OFFICIAL}"
+        )
+    return _read_folder(name, _prepare(name))
+
+
+def prepared_folder(root: Path, name: str) -> Path | None:
+    """`root/name[/config]/version` of the newest version that holds array_record files, or `None`."""
+    infos = list((root / name).glob("*/dataset_info.json")) or list((root /
+    name).glob("*/*/dataset_info.json")) found = []
+    for folder in [info.parent for info in infos]:
+        version = folder.name.split(".")
+        if all(part.isdigit() for part in version) and any(folder.glob("*.array_record*")):
+            found.append(([int(part) for part in version], folder))
+    if len({folder.parent for _, folder in found}) > 1:
+        configs = sorted(f"{name}/{folder.parent.name}" for _, folder in found)
+        raise ValueError(f"data set {name!r} is prepared in several configs: name one of {', '.join(configs)}")
+    return max(found)[1] if found else None
+
+
+def _check_known(name: str, known: Iterable[str]) -> None:
+    import tensorflow_datasets as tfds
+
+    builders = tfds.list_builders(with_community_datasets=False)
+    if name.split("/")[0] not in builders:
+        near = difflib.get_close_matches(name, [*known, *builders], n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of "
+            "tensorflow-datasets"
+        )
+
+
+def _prepare(name: str) -> Path:
+    import tensorflow_datasets as tfds
+
+    root = tfds_dir()
+    downloads = root / "downloads" / name.replace("/", "_")
+    builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
+    check_reachable(name, builder.url_infos or {}, downloads)
+    builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
+    folder = prepared_folder(root, name)
+    if folder is None:
+        raise ValueError(f"tensorflow-datasets left no array_record files of {name!r} in {root / name}")
+    return folder
+
+
+def check_reachable(name: str, urls: Iterable[str], downloads: Path) -> None:
+    """Asks for the head of every file (16 at most) that is not in the download directory yet.
+
+    Raises:
+      ValueError: a file that is gone, or a host that does not answer within seconds.
+    """
+    have = set()
+    for info in downloads.glob("*.INFO"):
+        have.update(json.loads(info.read_text()).get("urls", []))
+    for url in [url for url in urls if url not in have][:16]:
+        request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "jfcl"})
+        try:
+            urllib.request.urlopen(request, timeout=_TIMEOUT).close()
+            continue
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 410):  # some hosts refuse HEAD; that host is there
+                continue
+            problem = f"is gone (HTTP {error.code})"
+        except (OSError, ValueError) as error:
+            problem = f"cannot be reached ({getattr(error, 'reason', error)})"
+        raise ValueError(f"data set {name!r}: {url} {problem}. Check the network. {_OFFICIAL}")
+
+
+def _read_folder(name: str, folder: Path) -> Dataset:
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_from_directory(str(folder))
+    features = builder.info.features
+    text = [key for key in ("title", "text", "description") if key in features]
+    if "label" not in features or not ("image" in features or text) or "train" not in builder.info.splits:
+        raise ValueError(
+            f"data set {name!r} needs a split 'train' with features 'image' (or 'text') and 'label', got "
+            f"splits {sorted(builder.info.splits)} with {sorted(features)}"
+        )
+
+    def read(split):
+        source = builder.as_data_source(split)
+        rows = [source[i] for i in range(len(source))]
+        y = np.array([row["label"] for row in rows], np.int32)
+        if "image" not in features:
+            return {
+                "x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object),
+                "y": y,
+            }
+        shapes = {row["image"].shape for row in rows}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"data set {name!r}: images must have one size, got {len(shapes)} in split {split!r}"
+            )
+        return {"x": np.divide(np.stack([row["image"] for row in rows]), np.float32(255)), "y": y}
+
+    test = read("test") if "test" in builder.info.splits else None
+    classes = features["label"].num_classes
+    return Dataset(name, read("train"), test, classes, None, f"tensorflow-datasets {builder.info.full_name}")
