@@ -54,23 +54,24 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
     if importlib.util.find_spec("tensorflow") is None:
         looked = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
         raise ValueError(
-            f"data set {name!r} is not prepared (looked for array_record files under {looked}), and preparing "
-            f"it needs TensorFlow: pip install 'jfcl[tfds]'. {_OFFICIAL}"
+            f"data set {name!r} is not prepared (looked for array_record files under {looked}), and "
+            f"preparing it needs TensorFlow: pip install 'jfcl[tfds]'. {_OFFICIAL}"
         )
     return _read_folder(name, _prepare(name))
 
 
 def prepared_folder(root: Path, name: str) -> Path | None:
     """`root/name[/config]/version` of the newest version that holds array_record files, or `None`."""
-    infos = list((root / name).glob("*/dataset_info.json")) or list((root /
-    name).glob("*/*/dataset_info.json")) found = []
+    top = root / name
+    infos = list(top.glob("*/dataset_info.json")) or list(top.glob("*/*/dataset_info.json"))
+    found = []
     for folder in [info.parent for info in infos]:
         version = folder.name.split(".")
         if all(part.isdigit() for part in version) and any(folder.glob("*.array_record*")):
             found.append(([int(part) for part in version], folder))
     if len({folder.parent for _, folder in found}) > 1:
         configs = sorted(f"{name}/{folder.parent.name}" for _, folder in found)
-        raise ValueError(f"data set {name!r} is prepared in several configs: name one of {', '.join(configs)}")
+        raise ValueError(f"data set {name!r} is prepared in several configs: name one, {configs}")
     return max(found)[1] if found else None
 
 
