@@ -8,7 +8,6 @@ directory per data set. And it tries an unreachable address for minutes; hence a
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import json
 import os
@@ -51,11 +50,14 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
         if folder is not None:
             return _read_folder(name, folder)
     _check_known(name, known)
-    if importlib.util.find_spec("tensorflow") is None:
+    # TFDS imports importlib_resources to find its builders' files, but does not declare it.
+    needed = ["tensorflow", "importlib_resources"]
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    if missing:
         looked = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
         raise ValueError(
             f"data set {name!r} is not prepared (looked for array_record files under {looked}), and "
-            f"preparing it needs TensorFlow: pip install 'jfcl[tfds]'. {_OFFICIAL}"
+            f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'. {_OFFICIAL}"
         )
     return _read_folder(name, _prepare(name))
 
