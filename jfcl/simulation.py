@@ -41,9 +41,9 @@ class History(NamedTuple):
       state: the algorithm's last state; with a leading seed axis if several keys were given.
       clients: final per-client arrays: `cluster`, and of the test examples `loss` and `accuracy`, `[R, N]` each.
       rounds: rounds done.
-      seconds: wall time of this call, without compilation.
+      seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
-      client_steps: local steps of all clients, rounds and seeds of this call.
+      client_steps: local steps of all clients, rounds and seeds.
     """
 
     records: list[dict[str, Any]]
@@ -285,7 +285,8 @@ def simulate(
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
         else:
             state = init()
-        resumed_at, totals_before = done, dict(totals)
+        resumed_at = done
+        before = totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
         saved_at = time.perf_counter()
         num_models = jax.tree.leaves(state.params)[0].shape[1]
         warned = set()
@@ -325,6 +326,10 @@ def simulate(
                 rows.append(row)
             return rows
 
+        def clock() -> tuple[float, float]:
+            elapsed = time.perf_counter() - started - compiling.seconds
+            return before[0] + elapsed, before[1] + compiling.seconds
+
         latest: dict[str, Any] = {}
         with _progress_bar(progress) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
@@ -353,19 +358,19 @@ def simulate(
                     bar.update(line, completed=done, rate=rate, note=note)
                     due = time.perf_counter() - saved_at >= checkpoint_seconds
                     if folder is not None and (due or done == until):
-                        folder.save(done, state, totals)
+                        folder.save(done, state, totals | {"time": clock()})
                         saved_at = time.perf_counter()
             except KeyboardInterrupt:
                 if folder is not None:
-                    folder.save(done, state, totals)
+                    folder.save(done, state, totals | {"time": clock()})
                 raise
         final = {"cluster": state.cluster} | (assess(state, test_clients, by_loss=False) or {})
         final = {name: np.asarray(value) for name, value in final.items()}
-        seconds = time.perf_counter() - started - compiling.seconds
-    steps = sum(totals.get("client_steps", [])) - sum(totals_before.get("client_steps", []))
+        seconds, compile_seconds = clock()
     if single:
         state = jax.tree.map(lambda x: x[0], state)
-    return History(records, state, final, done, seconds, compiling.seconds, steps)
+    steps = sum(totals.get("client_steps", []))
+    return History(records, state, final, done, seconds, compile_seconds, steps)
 
 
 def _stop_if_diverged(finite, values, t: int, seeds: list, folder: RunFolder | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,11 @@ class Method(NamedTuple):
     make: Callable[..., Algorithm]
     summary: str
     serves: str
+
+    @property
+    def options(self) -> list[str]:
+        """The names of the factory's keyword arguments."""
+        return [p.name for p in inspect.signature(self.make).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 METHODS = {

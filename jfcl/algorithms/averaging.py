@@ -163,7 +163,7 @@ def averaging(
         )
 
     def draw_cohort(key: jax.Array, clients: Clients) -> jax.Array:
-        draws = jax.random.uniform(key, (num_clients(clients),))
+        draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
         return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2)))[:cohort]
 
     def step(key: jax.Array, state: AveragingState, clients: Clients):

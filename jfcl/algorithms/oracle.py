@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import averaging
-from jfcl.core import Algorithm, PyTree, Task, check, is_concrete, num_clients
+from jfcl.core import Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.local import LocalTraining
 from jfcl.mapping import Mapping
 
@@ -27,7 +27,7 @@ def oracle(
     """FedAvg with one model per true cluster ("ground truth" in the FC paper).
 
     Args:
-      cluster: `[N]` integers in `0..K-1`, the true cluster of every client.
+      cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
       num_clusters: `K`; default: the largest of `cluster` plus one.
       task, training, weights, server_optimizer, cohort, init_params, client_axis: as in `jfcl.fedavg`.
 
@@ -58,8 +58,9 @@ def oracle(
 
     def start(params, clients):
         n = num_clients(clients)
-        check(cluster.shape == (n,), "cluster", cluster.shape, f"of shape ({n},), one entry per client")
-        return cluster
+        fits = clients.id is not None or cluster.shape == (n,)
+        check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
+        return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
     return averaging(
         task,

@@ -1,0 +1,7 @@
+"""`python -m jfcl` is `jfcl`."""
+
+import sys
+
+from jfcl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,340 @@
+"""The command line: `jfcl run`, `compare`, `list`, `demo` (also `python -m jfcl`)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+import typing
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+EXAMPLES = """examples:
+  jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
+  jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
+  jfcl compare runs/ifca runs/fedavg
+  jfcl run ifca --dataset mnist --data-dir DATA --clients 1200 --examples-per-client 200 --rounds 30 --out runs/mnist
+  jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
+  jfcl run ifca --config runs/x/config.json --out runs/x --resume      go on with a run that was stopped
+"""
+GROUPS = {
+    "data": "data: who holds what",
+    "training": "training: model, rounds, local steps",
+    "method": "method: options that some methods take",
+    "run": "run: seeds, evaluation, memory",
+}
+DEMO = {
+    "fedavg": {},
+    "local": {},
+    "ifca": {"restarts": 5, "restart_rounds": 5},
+    "oracle": {},
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that names the nearest option instead of only refusing one."""
+
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [s for action in _all_actions(self) for s in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+            raise ValueError(f"unknown option {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
+        return parsed
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def _all_actions(parser: argparse.ArgumentParser):
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _all_actions(sub)
+
+
+def _kind(field: dataclasses.Field, hints: dict[str, Any]) -> type:
+    """The type a field's text is read as: of `int | None`, `int`."""
+    return next(t for t in (*typing.get_args(hints[field.name]), hints[field.name]) if t is not type(None))
+
+
+def _fields() -> dict[str, tuple[dataclasses.Field, type]]:
+    from jfcl.experiments import Config
+
+    hints = typing.get_type_hints(Config)
+    return {f.name: (f, _kind(f, hints)) for f in dataclasses.fields(Config)}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `run`'s options come from `jfcl.experiments.Config`."""
+    from jfcl import __version__
+
+    parser = _Parser(
+        prog="jfcl",
+        description="Simulate clustered federated learning: many clients, hidden groups among them, one model per group.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jfcl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    run = commands.add_parser(
+        "run",
+        help="run one method and keep its results in a folder",
+        description="Run one method. Options left out have the value in brackets.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run.add_argument("method", metavar="METHOD", help="fedavg, local, oracle, ifca, ...; 'jfcl list methods' shows all")
+    groups = {name: run.add_argument_group(title) for name, title in GROUPS.items()}
+    for name, (field, kind) in _fields().items():
+        if name == "method":
+            continue
+        shown = "" if field.default is None else f" [{field.default}]"
+        groups[field.metadata["group"]].add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar={int: "N", float: "X", str: "NAME"}[kind],
+            help=field.metadata["help"].replace("%", "%%") + shown,
+        )
+    files = run.add_argument_group("files")
+    files.add_argument("--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS")
+    files.add_argument("--out", metavar="DIR", help="folder for results, checkpoints and plots; default: none are kept")
+    files.add_argument("--resume", action="store_true", help="go on with the run in --out from its last checkpoint")
+    files.add_argument("--config", metavar="FILE", help="TOML (or a run's config.json) with the names above; flags override")
+    files.add_argument("--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two [30]")
+    files.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
+    compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
+    compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: beside the first run, compare/")
+
+    listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
+    listing.add_argument("what", nargs="?", metavar="WHAT", help="methods, datasets, models, heterogeneities, partitions")
+
+    demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
+    demo.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds [5]")
+    demo.add_argument("--rounds", type=int, default=100, metavar="N", help="rounds [100]")
+    return parser
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Options from a TOML file or a run's `config.json`, checked for unknown names and wrong types."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"--config {path}: no such file")
+    try:
+        raw = json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    fields = _fields()
+    if file.suffix == ".json":
+        raw.pop("split_hash", None)
+        raw["rounds"] = raw.pop("num_rounds", None)
+        raw = {name: value for name, value in raw.items() if value is not None}
+    options = {}
+    for name, value in raw.items():
+        name = name.replace("-", "_")
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            raise ValueError(f"--config {path}: unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        kind = fields[name][1]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"--config {path}: {name} must be of type {kind.__name__}, got {value!r}")
+        options[name] = value
+    return options
+
+
+def _number(value: float | None, std: float | None = None, digits: int = 3) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
+    """One row per run: mean ± standard deviation over seeds."""
+    # Two lines a heading, so that the table fits a terminal of 100 columns.
+    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    table.add_column("run")
+    heads = ("client\naccuracy", "worst\nclient", "identity\naccuracy", "adj. Rand", "clusters\nin use", "rounds to\nrecovery")
+    for head in (*heads, "up /\ndown", "client-\nsteps/s"):
+        table.add_column(head, justify="right")
+    for name, summary in summaries.items():
+        mean, std = summary["mean"], summary["std"]
+        recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
+        found = [r for r in recovered if r is not None]
+        rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
+        if found and len(found) < len(recovered):
+            rounds += f" ({len(found)}/{len(recovered)})"
+        several = len(summary["per_seed"]) > 1
+        cells = [
+            _number(mean[metric], std[metric] if several else None)
+            for metric in ("accuracy", "worst_client_accuracy", "cluster_accuracy", "adjusted_rand")
+        ]
+        traffic = f"{_bytes(summary['bytes_up'])} /\n{_bytes(summary['bytes_down'])}"
+        steps = f"{summary['client_steps_per_second']:,.0f}"
+        table.add_row(name, *cells, _number(mean["clusters_in_use"], None, 1), rounds, traffic, steps)
+    return table
+
+
+def _say_seeds(summary: dict[str, Any]) -> str:
+    count = len(summary["per_seed"])
+    return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
+
+
+def command_run(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl run`."""
+    from jfcl.experiments import Config, run
+
+    own = {name: value for name, value in vars(args).items() if name in _fields()}
+    options = (read_config(args.config) if args.config else {}) | own
+    summary, history, _ = run(
+        Config(**options),
+        out=args.out,
+        resume=args.resume,
+        data_dir=args.data_dir,
+        progress=not args.quiet,
+        checkpoint_seconds=args.checkpoint_seconds,
+    )
+    console.print(results_table({summary["method"]: summary}, f"{summary['description']}; {_say_seeds(summary)}"))
+    console.print(
+        f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
+        f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
+    )
+    if args.out:
+        console.print(f"kept in {args.out}: summary.json, metrics.jsonl, clients.csv, plots/")
+
+
+def command_compare(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl compare`."""
+    from jfcl import plots
+    from jfcl.experiments import read_run
+
+    runs = {}
+    for folder in args.runs:
+        name = Path(folder).name
+        runs[name if name not in runs else str(folder)] = read_run(folder)
+    summaries = {name: summary for name, (summary, _) in runs.items()}
+    console.print(results_table(summaries, f"{len(runs)} runs; " + _say_seeds(next(iter(summaries.values())))))
+    splits = {summary["split_hash"] for summary in summaries.values()}
+    if len(splits) > 1:
+        console.print(f"note: these runs are on {len(splits)} different splits of the data")
+    out = Path(args.out) if args.out else Path(args.runs[0]).parent / "compare"
+    records = {name: rows for name, (_, rows) in runs.items()}
+    plots.save(plots.curves(records), out / "accuracy.png")
+    plots.save(plots.bars(records), out / "methods.png")
+    console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}")
+
+
+def command_list(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl list`."""
+    from jfcl import data, models
+    from jfcl.algorithms import METHODS
+    from jfcl.core import check_choice
+
+    tables = {
+        "methods": {name: method.summary for name, method in METHODS.items()},
+        "datasets": {name: entry[1] for name, entry in data.DATASETS.items()}
+        | {"tfds:NAME": "any image classification set of tensorflow-datasets"},
+        "models": {name: entry[1] for name, entry in models.MODELS.items()},
+        "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
+        "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
+    }
+    if args.what is not None:
+        check_choice("list", args.what, tables)
+    for title, rows in tables.items():
+        if args.what in (None, title):
+            table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+            for name, text in rows.items():
+                table.add_row(f"  {name}", text)
+            console.print(table, "")
+
+
+def command_demo(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl demo`: the README's main job."""
+    from jfcl.experiments import Config, run
+
+    base = Path(args.out)
+    out, number = base, 1
+    while out.exists():  # never over an earlier demo
+        number += 1
+        out = base.with_name(f"{base.name}-{number}")
+    console.print(
+        "1,797 real handwritten digits on 40 clients; each client sees them rotated by 0, 90, 180 or 270 degrees and\n"
+        "nobody is told by how much. Who recognises held-out digits of its own kind best?"
+    )
+    for method, options in DEMO.items():
+        config = Config(method, seeds=args.seeds, rounds=args.rounds, eval_every=2, **options)
+        run(config, out=out / method, progress=True)
+    command_compare(argparse.Namespace(runs=[str(out / m) for m in DEMO], out=str(out / "compare")), console)
+    console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
+
+
+COMMANDS = {"run": command_run, "compare": command_compare, "list": command_list, "demo": command_demo}
+
+
+def _compilation_cache() -> None:
+    """Compiled programs are kept between runs: the second start of the same run compiles next to nothing."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "jfcl" / "xla"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
+    warnings.showwarning = lambda message, *_, **__: errors.print(f"[yellow]note:[/] {message}")
+    args = None
+    try:
+        parser = build_parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        from jfcl.simulation import DivergedError
+
+        _compilation_cache()
+        try:
+            COMMANDS[args.command](args, console)
+        except DivergedError as error:
+            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
+            return 1
+    except ValueError as error:
+        errors.print("[red]jfcl: error:[/]", end=" ")
+        errors.print(str(error), markup=False)
+        return 2
+    except KeyboardInterrupt:
+        kept = getattr(args, "out", None)
+        how = f"; saved in {kept}, go on with the same command and --resume" if kept and args.command == "run" else ""
+        errors.print(f"\ninterrupted{how}", markup=False)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""One configured run: from names and numbers to data, task, algorithm and simulation, and a folder of results.
+
+`Config` is the single list of options: the command line's flags, the names in a TOML file, and `config.json` are all
+made from it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import data, mapping, models, plots
+from jfcl.algorithms import METHODS
+from jfcl.core import Algorithm, PyTree, Task, check, check_choice, check_count, check_labels, max_examples, num_clients
+from jfcl.local import KEEP, LocalTraining, local_training
+from jfcl.metrics import rounds_to_recovery
+from jfcl.runs import RunFolder, finite_or_none, write_json
+from jfcl.simulation import History, environment, simulate
+
+SERVER_OPTIMIZERS = {
+    "average": lambda lr: optax.sgd(lr),
+    "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
+    "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
+}
+SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
+
+
+def _option(default: Any, text: str, group: str = "method") -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, "group": group})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's result. See `jfcl run --help` for the same list with explanations."""
+
+    method: str
+    dataset: str = _option("digits", "data set; 'jfcl list datasets' shows them", "data")
+    heterogeneity: str = _option("rotation", "how the hidden clusters differ; 'jfcl list heterogeneities'", "data")
+    clients: int = _option(40, "number of clients", "data")
+    clusters: int = _option(4, "number of hidden clusters, and of models where the method has one per cluster", "data")
+    examples_per_client: int | None = _option(None, "training examples per client; default: as many as there are", "data")
+    test_fraction: float = _option(0.2, "share of examples held out where there is no official test set", "data")
+    partition: str = _option("iid", "how a cluster's examples are dealt to its clients; 'jfcl list partitions'", "data")
+    alpha: float | None = _option(None, "concentration of --partition dirichlet", "data")
+    labels_per_client: int | None = _option(None, "labels per client of --partition by_label", "data")
+    reuse: str = _option(
+        "auto", "may an image be used once per cluster (cluster), or only once (none)? auto: once if enough", "data"
+    )
+    newcomer_examples: int | None = _option(
+        None, "also make new clients of so many test examples each, served the model of lowest loss", "data"
+    )
+    data_seed: int = _option(0, "seed of the split into clients; the same for all --seeds", "data")
+    model: str = _option("mlp", "model; 'jfcl list models' shows them", "training")
+    rounds: int = _option(100, "communication rounds", "training")
+    local_steps: int | None = _option(None, "local steps per round (default 10 if --local-epochs is not given)", "training")
+    local_epochs: int | None = _option(None, "passes over the client's examples per round, instead of steps", "training")
+    batch_size: int | None = _option(None, "examples per local step; default: all of the client's", "training")
+    lr: float = _option(0.1, "local learning rate", "training")
+    momentum: float = _option(0.0, "local momentum", "training")
+    lr_decay: float = _option(1.0, "factor on the learning rate after every round (for clients that do equal steps)", "training")
+    weight_decay: float = _option(0.0, "weight decay added to the gradient", "training")
+    prox: float = _option(0.0, "FedProx's mu", "training")
+    keep: str = _option(
+        "nothing", "what clients carry over to the next round: nothing, schedule or everything (momentum too)", "training"
+    )
+    weights: str | None = _option(None, "what a client counts in a mean: size or equal; default: as in the method's paper")
+    cohort: int | None = _option(None, "clients per round; default: all")
+    server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
+    server_lr: float = _option(1.0, "the server's learning rate")
+    num_models: int | None = _option(None, "number of models, if not --clusters (ifca)")
+    average: str = _option("models", "models (option II) or gradients (option I; needs --local-steps 1) (ifca)")
+    share: str | None = _option(None, "share parameters whose path starts with one of these, comma separated (ifca)")
+    stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
+    restarts: int = _option(1, "initialisations to try (ifca)")
+    restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
+    init_from: str | None = _option(None, "folder of a run of the same model to start from (warm start)")
+    seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
+    seed: int | None = _option(None, "run with this seed alone", "run")
+    eval_every: int | None = _option(None, "rounds between evaluations; default: about 50 in all", "run")
+    chunk: int | None = _option(None, "clients trained at once; default: 1 on a CPU, all on an accelerator", "run")
+
+
+class Setup(NamedTuple):
+    """What a `Config` stands for."""
+
+    federation: Any
+    task: Task
+    algorithm: Algorithm
+    seeds: list[int]
+    client_axis: mapping.Mapping
+
+
+def validate(config: Config) -> None:
+    """Every mistake that can be seen without data, as a `ValueError`."""
+    check_choice("method", config.method, METHODS)
+    check_choice("dataset", config.dataset, [*data.DATASETS, config.dataset] if "/" in config.dataset else data.DATASETS)
+    check_choice("heterogeneity", config.heterogeneity, data.HETEROGENEITY)
+    check_choice("partition", config.partition, data.PARTITIONS)
+    check_choice("model", config.model, models.MODELS)
+    check_choice("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
+    check_choice("keep", config.keep, KEEP)
+    counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
+    maybe = ("examples_per_client", "local_steps", "local_epochs", "batch_size", "cohort", "num_models", "stable_rounds")
+    for name in (*counts, *maybe, "eval_every", "chunk", "labels_per_client", "newcomer_examples"):
+        value = getattr(config, name)
+        if name in counts or value is not None:
+            check_count(name, value)
+    for name in ("lr", "server_lr", "lr_decay"):
+        check(getattr(config, name) > 0, name, getattr(config, name), "positive")
+    for name in ("weight_decay", "prox"):
+        check(getattr(config, name) >= 0, name, getattr(config, name), "0 or more")
+    check(0 <= config.momentum < 1, "momentum", config.momentum, "in [0, 1)")
+    check(0 < config.test_fraction < 1, "test_fraction", config.test_fraction, "between 0 and 1")
+    check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
+    both = config.local_steps is not None and config.local_epochs is not None
+    check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
+    if config.cohort is not None:
+        check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
+    check(config.seed is None or config.seed >= 0, "seed", config.seed, "0 or more")
+
+
+def make_training(config: Config, steps_per_round: int) -> LocalTraining:
+    """The local optimiser and its schedule; `steps_per_round` makes `lr_decay` a factor per round."""
+    lr: Any = config.lr
+    keep = config.keep
+    if config.lr_decay != 1:
+        lr = optax.exponential_decay(config.lr, steps_per_round, config.lr_decay, staircase=True)
+        keep = "schedule" if keep == "nothing" else keep
+    optimizer = optax.sgd(lr, momentum=config.momentum or None)
+    if config.weight_decay:
+        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
+    return local_training(
+        optimizer,
+        num_steps=10 if config.local_steps is None and config.local_epochs is None else config.local_steps,
+        num_epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        prox=config.prox,
+        keep=keep,
+    )
+
+
+def load_params(folder: str) -> PyTree:
+    """The models `[K, ...]` of the last checkpoint of a run (of its first seed), as nested dicts, for a warm start."""
+    saved = Path(folder) / "params.npz"
+    if not saved.exists():
+        raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
+    params: dict[str, Any] = {}
+    with np.load(saved) as arrays:
+        for path in arrays.files:
+            *parents, name = path.split("/")
+            node = params
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = arrays[path]
+    return params
+
+
+def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
+    """The method of `config`, given those of its options that it takes; `ValueError` for options it does not have."""
+    method = METHODS[config.method]
+    options: dict[str, Any] = {"client_axis": client_axis}
+    if config.weights is not None:
+        options["weights"] = config.weights
+    if config.cohort is not None:
+        options["cohort"] = config.cohort
+    if config.server_optimizer != "average" or config.server_lr != 1:
+        options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
+    if config.average != "models":
+        options["average"] = config.average
+    if config.share is not None:
+        prefixes = tuple(p.strip() for p in config.share.split(","))
+        paths = ["/".join(str(getattr(k, "key", k)) for k in path) for path, _ in _leaves(task)]
+        for prefix in prefixes:
+            known = any(path.startswith(prefix) for path in paths)
+            check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+        options["shared"] = lambda path: path.startswith(prefixes)
+    if config.stable_rounds is not None:
+        options["stable_rounds"] = config.stable_rounds
+    if config.restarts != 1:
+        options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
+    if config.init_from is not None:
+        options["init_params"] = load_params(config.init_from)
+    if config.num_models is not None:
+        options["num_clusters"] = config.num_models
+    unknown = sorted(set(options) - set(method.options))
+    if unknown:
+        takers = {o: [name for name, m in METHODS.items() if o in m.options] for o in unknown}
+        said = "; ".join(f"{o} (only {', '.join(names)})" for o, names in takers.items())
+        raise ValueError(f"method {config.method} has no option {said}")
+    if "num_clusters" in method.options:
+        options.setdefault("num_clusters", config.clusters)
+    if "cluster" in method.options:
+        options["cluster"] = federation.cluster
+    return method.make(task, training, **options)
+
+
+def _leaves(task: Task):
+    return jax.tree_util.tree_leaves_with_path(jax.eval_shape(task.init, jax.random.key(0)))
+
+
+def setup(config: Config, *, data_dir: str | None = None) -> Setup:
+    """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
+    validate(config)
+    dataset = data.load(config.dataset, data_dir=data_dir)
+    extra = {"alpha": config.alpha, "labels_per_client": config.labels_per_client}
+    federation = data.build(
+        dataset,
+        num_clients=config.clients,
+        num_clusters=config.clusters,
+        heterogeneity=config.heterogeneity,
+        partition=config.partition,
+        examples_per_client=config.examples_per_client,
+        test_fraction=config.test_fraction,
+        reuse=config.reuse,
+        newcomer_examples=config.newcomer_examples,
+        seed=config.data_seed,
+        **{name: value for name, value in extra.items() if value is not None},
+    )
+    check_labels(federation.train, federation.num_classes)
+    module = models.MODELS[config.model][0](federation.num_classes)
+    task = models.classification(module, federation.input_shape, federation.num_classes)
+    m = max_examples(federation.train)
+    passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
+    training = make_training(config, passes or config.local_steps or 10)
+    client_axis = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
+    algorithm = make_algorithm(config, task, training, federation, client_axis)
+    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+    return Setup(federation, task, algorithm, seeds, client_axis)
+
+
+def run(
+    config: Config,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    data_dir: str | None = None,
+    progress: bool = False,
+    checkpoint_seconds: float = 30.0,
+) -> tuple[dict[str, Any], History, Setup]:
+    """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz` and plots beside the records.
+
+    Returns:
+      `(summary, history, setup)`.
+
+    Raises:
+      ValueError: before anything is computed, for anything in `config` that does not fit.
+    """
+    if out is not None and not resume and (Path(out) / "config.json").exists():
+        RunFolder.create(out, {})  # refuses, before data are loaded
+    parts = setup(config, data_dir=data_dir)
+    federation = parts.federation
+    every = config.eval_every or max(1, config.rounds // 50)
+    described = dataclasses.asdict(config) | {"split_hash": federation.split_hash, "num_rounds": config.rounds}
+    del described["rounds"]
+    history = simulate(
+        parts.algorithm,
+        federation.train,
+        key=jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32)),
+        num_rounds=config.rounds,
+        test_clients=federation.test,
+        newcomers=federation.newcomers,
+        true_cluster=federation.cluster,
+        eval_every=every,
+        seeds=parts.seeds,
+        client_axis=parts.client_axis,
+        out=out,
+        resume=resume,
+        config=described,
+        checkpoint_seconds=checkpoint_seconds,
+        progress=progress,
+        description=config.method,
+    )
+    summary = summarize_run(config, history, parts)
+    if out is not None:
+        write_results(Path(out), summary, history, parts)
+    return summary, history, parts
+
+
+def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
+    """What stands in `summary.json`: plain JSON, `None` for what is not a number."""
+    last = [r for r in history.records if r["round"] == history.rounds]
+    per_seed = []
+    for record in last:
+        mine = [r for r in history.records if r["seed"] == record["seed"]]
+        recovered = rounds_to_recovery([r["round"] for r in mine], [r["cluster_accuracy"] for r in mine])
+        row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
+        row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
+        row |= {name: value for name, value in record.items() if name.startswith("newcomer_")}
+        per_seed.append(row)
+
+    def over_seeds(statistic) -> dict[str, float | None]:
+        names = [name for name in per_seed[0] if name != "seed"]
+        columns = {name: [row[name] for row in per_seed] for name in names}
+        return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
+
+    summary = {
+        "method": config.method,
+        "dataset": config.dataset,
+        "heterogeneity": config.heterogeneity,
+        "description": parts.federation.description,
+        "num_clients": num_clients(parts.federation.train),
+        "num_clusters": parts.federation.num_clusters,
+        "num_rounds": history.rounds,
+        "seconds": history.seconds,
+        "compile_seconds": history.compile_seconds,
+        "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),
+        "rounds_per_second": history.rounds * len(parts.seeds) / max(history.seconds, 1e-9),
+        "bytes_up": float(np.mean([row["bytes_up"] for row in per_seed])),
+        "bytes_down": float(np.mean([row["bytes_down"] for row in per_seed])),
+        **environment(),
+        "split_hash": parts.federation.split_hash,
+        "per_seed": per_seed,
+        "mean": over_seeds(np.mean),
+        "std": over_seeds(np.std),
+    }
+    return finite_or_none(summary)
+
+
+def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
+    """`summary.json`, `clients.csv`, `params.npz` and the plots of one run."""
+    write_json(out / "summary.json", summary)
+    federation = parts.federation
+    names = [name for name in ("accuracy", "loss") if name in history.clients]
+    with (out / "clients.csv").open("w", newline="") as f:
+        table = csv.writer(f)
+        table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *names])
+        for s, seed in enumerate(parts.seeds):
+            for i in range(num_clients(federation.train)):
+                found = [int(federation.train.size[i]), int(federation.cluster[i]), int(history.clients["cluster"][s, i])]
+                table.writerow([seed, i, *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
+    first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
+    np.savez(out / "params.npz", **{"/".join(str(k.key) for k in path): leaf for path, leaf in first})
+    name = summary["method"]
+    plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
+    plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
+    plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
+    if "cluster" in history.records[0]:
+        plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
+
+
+def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`(summary, records)` of a finished run; `ValueError` for a folder that holds none."""
+    folder = Path(folder)
+    if not (folder / "summary.json").exists():
+        raise ValueError(f"{folder} holds no finished run: summary.json is missing")
+    return json.loads((folder / "summary.json").read_text()), RunFolder(folder).records()

@@ -1,0 +1,137 @@
+"""Pictures of runs. Every function takes records (dicts as in `History.records`) and returns a matplotlib `Figure`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from scipy.optimize import linear_sum_assignment
+
+from jfcl.metrics import contingency
+
+Records = Sequence[dict[str, Any]]
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes `figure` as PNG, making its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    return path
+
+
+def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """`(rounds [E], values [E, R])`; a seed without a value at a round counts as NaN."""
+    rounds = sorted({r["round"] for r in records})
+    seeds = sorted({r["seed"] for r in records})
+    values = np.full((len(rounds), len(seeds)), np.nan)
+    for r in records:
+        value = r.get(metric)
+        values[rounds.index(r["round"]), seeds.index(r["seed"])] = np.nan if value is None else value
+    return np.array(rounds), values
+
+
+def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None) -> Figure:
+    """One metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
+
+    Example:
+      >>> figure = curves({"ifca": [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]})
+      >>> figure.axes[0].get_ylabel()
+      'mean client accuracy'
+    """
+    figure = Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    for name, records in runs.items():
+        rounds, values = _by_round(records, metric)
+        (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
+        axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
+    axes.set_xlabel("round")
+    axes.set_ylabel(label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "worst_client_accuracy")) -> Figure:
+    """Methods side by side: the last round's metrics, mean over seeds with standard deviation."""
+    figure = Figure(figsize=(1.6 + 1.1 * len(runs), 3.8))
+    axes = figure.subplots()
+    width = 0.8 / len(metrics)
+    for j, metric in enumerate(metrics):
+        last = [_by_round(records, metric)[1][-1] for records in runs.values()]
+        at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
+        means = [v.mean() for v in last]
+        shown = axes.bar(at, means, width * 0.92, yerr=[v.std() for v in last], label=metric.replace("_", " "), capsize=3)
+        axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8)
+    axes.set_xticks(np.arange(len(runs)), list(runs))
+    axes.set_ylim(0, 1.18)
+    axes.legend(loc="upper left", ncols=len(metrics), frameon=False)
+    axes.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
+    """Names found clusters after the true ones they share most clients with; the rest get the numbers left over.
+
+    Example:
+      >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
+      {3: 1, 7: 0}
+    """
+    names = np.unique(found).tolist()
+    rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
+    truth = np.unique(true)
+    matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
+    free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))
+    return {name: matched[name] if name in matched else next(free) for name in names}
+
+
+def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None = None) -> Figure:
+    """The heat-map client x round: the colour is the cluster, clients are sorted by their true cluster (left strip).
+
+    Args:
+      records: with `cluster`, as kept for up to 1,000 clients.
+      true_cluster: `[N]`.
+      seed: default: the first.
+    """
+    seed = records[0]["seed"] if seed is None else seed
+    chosen = [r for r in records if r["seed"] == seed]
+    found = np.array([r["cluster"] for r in chosen]).T  # [N, E]
+    true_cluster = np.asarray(true_cluster)
+    names = match_clusters(found[:, -1], true_cluster)
+    free = max([*names.values(), int(true_cluster.max())]) + 1
+    for k in np.unique(found):
+        if int(k) not in names:
+            names[int(k)] = free
+            free += 1
+    order = np.argsort(true_cluster, kind="stable")
+    renamed = np.vectorize(names.get)(found)[order]
+    figure = Figure(figsize=(6.4, 3.8))
+    strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
+    look = {"cmap": colormaps["tab10"] if free <= 10 else colormaps["turbo"], "vmin": 0, "vmax": max(9, free - 1)}
+    look |= {"aspect": "auto", "interpolation": "nearest"}
+    strip.imshow(true_cluster[order][:, None], **look)
+    strip.set(xticks=[], ylabel="client, sorted by true cluster", title="true")
+    axes.imshow(renamed, **look)
+    rounds = [r["round"] for r in chosen]
+    ticks = np.unique(np.linspace(0, len(rounds) - 1, 8).astype(int))
+    axes.set_xticks(ticks, [rounds[t] for t in ticks])
+    axes.set(yticks=[], xlabel="round", title="cluster of each client")
+    return figure
+
+
+def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
+    """Every client's final accuracy, sorted, a line per run; `runs` maps names to `[N]` or `[R, N]` (seeds pooled)."""
+    figure = Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    for name, values in runs.items():
+        values = np.sort(np.asarray(values, np.float64).reshape(-1))
+        values = values[np.isfinite(values)]
+        axes.plot(np.linspace(0, 100, len(values)), values, label=name)
+    axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's held-out examples")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

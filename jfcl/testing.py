@@ -1,0 +1,216 @@
+"""`check_algorithm`: the conformance test that every method of the library passes, for users' own methods too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
+from jfcl.local import LocalTraining, local_training
+from jfcl.mapping import chunked
+from jfcl.simulation import rollout
+
+
+class Problem(NamedTuple):
+    """A small regression problem with two clusters, which a right method solves in a few rounds.
+
+    Attributes:
+      clients: 7 clients of 3 to 6 examples, 4 inputs.
+      cluster: `[7]`, which of two linear models made a client's targets.
+      task: linear regression, started near zero.
+      training: 3 full-batch steps of gradient descent.
+    """
+
+    clients: Clients
+    cluster: np.ndarray
+    task: Task
+    training: LocalTraining
+
+
+def problem() -> Problem:
+    """The problem that `check_algorithm` uses."""
+    rng = np.random.default_rng(0)
+    cluster = np.array([0, 1, 0, 1, 0, 1, 1], np.int32)
+    truth = np.array([[2, 2, -2, 1], [-2, -2, 2, -1]], np.float32)
+    x = rng.normal(size=(7, 6, 4)).astype(np.float32)
+    size = np.array([6, 5, 6, 3, 4, 6, 6], np.int32)
+    y = np.einsum("nmd,nd->nm", x, truth[cluster]).astype(np.float32)
+    real = np.arange(6) < size[:, None]
+    clients = Clients({"x": x * real[:, :, None], "y": y * real}, size)
+
+    def predict(params, x):
+        return x @ params["w"] + params["b"]
+
+    task = Task(
+        init=lambda key: {"w": 0.3 * jax.random.normal(key, (4,)), "b": jnp.zeros(())},
+        loss=lambda params, batch: 0.5 * (predict(params, batch["x"]) - batch["y"]) ** 2,
+        predict=predict,
+    )
+    return Problem(clients, cluster, task, local_training(optax.sgd(0.1), num_steps=3))
+
+
+class count_compilations:  # noqa: N801 - used like a function
+    """Context manager whose `count` is how many programs XLA compiled inside it.
+
+    Example:
+      >>> import jax
+      >>> f = jax.jit(lambda x: x + 1)
+      >>> _ = f(jax.numpy.ones(3))
+      >>> with count_compilations() as compiled:
+      ...     _ = f(jax.numpy.ones(3))
+      >>> compiled.count
+      0
+    """
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def _listen(self, event: str, duration: float, **_):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b), f"{what}: the structure differs"
+    for path, x in jax.tree_util.tree_leaves_with_path(a):
+        y = dict(jax.tree_util.tree_leaves_with_path(b))[path]
+        where = f"{what}: {jax.tree_util.keystr(path)}"
+        if tolerance:
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=where)
+        else:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=where)
+
+
+def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
+    """`clients` with `extra` rows of `fill` behind every client's examples."""
+
+    def pad(x):
+        x = np.asarray(x)
+        value = fill if np.issubdtype(x.dtype, np.floating) else 0
+        return np.concatenate([x, np.full((x.shape[0], extra, *x.shape[2:]), value, x.dtype)], axis=1)
+
+    return clients._replace(examples=jax.tree.map(pad, clients.examples))
+
+
+def pad_clients(clients: Clients, extra: int) -> Clients:
+    """`clients` with `extra` clients behind them that have no examples."""
+    rows = [(0, extra)]
+    examples = jax.tree.map(lambda x: np.pad(x, rows + [(0, 0)] * (np.ndim(x) - 1)), clients.examples)
+    ids = np.asarray(client_ids(clients))
+    ids = np.concatenate([ids, ids.max() + 1 + np.arange(extra, dtype=ids.dtype)])
+    return Clients(examples, np.pad(clients.size, rows), ids)
+
+
+def check_algorithm(make_algorithm: Callable[..., Algorithm], *, recovers: bool = False, num_rounds: int = 20) -> None:
+    """Runs a method on a small problem and asserts everything that the library promises of every method.
+
+    That is: the signature; the state contract; that `step` keeps the state's structure and reports `loss`, `bytes_up`
+    and `bytes_down`; the same bits from the same key; no second compilation; eager like compiled; chunked and sharded
+    like vmapped; padding examples and padding clients without effect; clients in another order give the same models;
+    exact resumption; several seeds under `vmap` like each alone.
+
+    Args:
+      make_algorithm: `(task, training, client_axis=...) -> Algorithm`; use `functools.partial` for further options.
+        Without a `client_axis` argument the mappings are not compared.
+      recovers: also assert that the two clusters of the problem are found within `num_rounds` rounds, from at least
+        one of four seeds.
+      num_rounds: see `recovers`.
+
+    Raises:
+      AssertionError: says what does not hold.
+
+    Example:
+      >>> import jfcl
+      >>> check_algorithm(jfcl.fedavg)
+    """
+    clients, cluster, task, training = problem()
+    algorithm = make_algorithm(task, training)
+    key, n = jax.random.key(0), num_clients(clients)
+
+    assert isinstance(algorithm, Algorithm), f"the factory must return an Algorithm, got {type(algorithm).__name__}"
+    for fn, wanted in ((algorithm.init, 2), (algorithm.step, 3)):
+        count = len(inspect.signature(fn).parameters)
+        assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
+
+    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
+    state = init(key, clients)
+    check_state(state, clients)
+    new, metrics = step(key, state, clients)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, new)]
+    assert shapes[0] == shapes[1], f"step must keep the state's shapes and types: {shapes[0]} became {shapes[1]}"
+    assert {"loss", "bytes_up", "bytes_down"} <= set(metrics), f"metrics must have loss, bytes_*; got {sorted(metrics)}"
+    assert metrics["loss"].shape == (n,), f"the metric loss must be [N], got {metrics['loss'].shape}"
+    assert metrics["bytes_up"].shape == metrics["bytes_down"].shape == (), "bytes_up and bytes_down must be scalars"
+    k = jax.tree.leaves(new.params)[0].shape[0]
+    assert bool(((new.cluster >= 0) & (new.cluster < k)).all()), f"cluster must lie in 0..{k - 1}"
+
+    with count_compilations() as compiled:
+        again, _ = step(key, init(key, clients), clients)
+    assert compiled.count == 0, f"a second call compiled {compiled.count} program(s)"
+    _assert_equal(new, again, "the same key must give the same bits")
+    _assert_equal(new, algorithm.step(key, state, clients)[0], "eager and compiled", tolerance=1e-5)
+
+    run = jax.jit(lambda key, clients, a=algorithm: rollout(a, clients, key=key, num_rounds=4)[0])
+    whole = run(key, clients)
+
+    if "client_axis" in inspect.signature(make_algorithm).parameters:
+        for axis in (jax.vmap, chunked(1), chunked(3), chunked(n)):
+            other = make_algorithm(task, training, client_axis=axis)
+            mapped = jax.jit(lambda key, a=other: rollout(a, clients, key=key, num_rounds=4)[0])(key)
+            _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
+
+    devices = jax.devices()
+    if len(devices) > 1:
+        mesh = jax.make_mesh((2,), ("clients",), devices=devices[:2], axis_types=(jax.sharding.AxisType.Auto,))
+        even = pad_clients(clients, n % 2)
+        sharded = jax.device_put(even, NamedSharding(mesh, PartitionSpec("clients")))
+        _assert_equal(run(key, even), run(key, sharded), "sharded over two devices", tolerance=1e-4)
+
+    padded = run(key, pad_examples(clients, 2, np.nan))
+    _assert_equal(whole, padded, "padding examples must not change a bit")
+    more = run(key, pad_clients(clients, 2))
+    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # one model per client: n + 2 of them
+    _assert_equal(whole.params, models, "padding clients must not change a model")
+    _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
+
+    order = np.random.default_rng(1).permutation(n)
+    ids = np.asarray(client_ids(clients))[order]
+    shuffled = Clients(jax.tree.map(lambda x: x[order], clients.examples), clients.size[order], ids)
+    first = jax.tree.map(lambda p: p[whole.cluster], whole.params)
+    other = run(key, shuffled)
+    second = jax.tree.map(lambda p: p[other.cluster], other.params)
+    _assert_equal(jax.tree.map(lambda p: p[order], first), second, "clients in another order", tolerance=1e-4)
+
+    one = jax.jit(lambda state, t: algorithm.step(jax.random.fold_in(key, t), state, clients)[0])
+    start = init(jax.random.fold_in(key, 0), clients)
+    straight, stopped = start, start
+    for t in range(1, 5):
+        straight = one(straight, t)
+    for t in range(1, 3):
+        stopped = one(stopped, t)
+    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through the host, as a checkpoint goes
+    for t in range(3, 5):
+        stopped = one(stopped, t)
+    _assert_equal(straight, stopped, "a resumed run must equal an uninterrupted one")
+
+    keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
+    many = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=4)[0]))(keys)
+    for s in range(2):
+        _assert_equal(run(keys[s], clients), jax.tree.map(lambda x: x[s], many), f"seed {s} under vmap", tolerance=1e-4)
+
+    if recovers:
+        final = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=num_rounds)[0].cluster))(keys)
+        same = (cluster[:, None] == cluster[None, :])[None]
+        found = np.asarray(final)[:, :, None] == np.asarray(final)[:, None, :]
+        assert (found == same).all(axis=(1, 2)).any(), f"no seed found the clusters {cluster.tolist()}: {final.tolist()}"

@@ -1,0 +1,58 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jfcl.aggregate import cluster_mean, is_finite, num_bytes, ravel_clients, weighted_mean
+
+
+def loop_cluster_mean(x, cluster, weights, k):
+    """Sums in float64, one client after another."""
+    out = np.zeros((k, *x.shape[1:]))
+    for c in range(k):
+        total = sum(weights[i] for i in range(len(x)) if cluster[i] == c)
+        for i in range(len(x)):
+            if cluster[i] == c and weights[i] > 0:
+                out[c] += weights[i] * x[i].astype(np.float64) / total
+    return out
+
+
+@given(n=st.integers(1, 12), k=st.integers(1, 4), seed=st.integers(0, 999))
+def test_cluster_mean_against_a_loop(n, k, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 3, 2)).astype(np.float32)
+    cluster = rng.integers(0, k, n).astype(np.int32)
+    weights = (rng.integers(0, 4, n)).astype(np.float32)
+    got = cluster_mean({"x": x}, cluster, jnp.asarray(weights), k)["x"]
+    np.testing.assert_allclose(got, loop_cluster_mean(x, cluster, weights, k), rtol=1e-4, atol=1e-5)
+
+
+@given(n=st.integers(2, 10), seed=st.integers(0, 999))
+def test_mean_ignores_order_and_scale_of_weights(n, seed):
+    rng = np.random.default_rng(seed)
+    x, w = rng.normal(size=(n, 5)).astype(np.float32), rng.uniform(0.5, 2, n).astype(np.float32)
+    order = rng.permutation(n)
+    mean = weighted_mean(x, jnp.asarray(w))
+    np.testing.assert_allclose(mean, weighted_mean(x[order], jnp.asarray(3 * w[order])), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_weight_may_hold_anything():
+    x = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
+    assert weighted_mean(x, jnp.array([2.0, 0.0, 0.0])).tolist() == [1.0]
+    assert weighted_mean(x, jnp.zeros(3)).tolist() == [0.0]
+
+
+def test_ravel_and_back():
+    tree = {"a": jnp.arange(12.0).reshape(2, 3, 2), "b": (jnp.ones((2, 1)), jnp.zeros((2,)))}
+    matrix, unravel = ravel_clients(tree)
+    assert matrix.shape == (2, 8)
+    back = unravel(matrix)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), tree, back))
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+
+
+def test_is_finite_and_bytes():
+    assert bool(is_finite({"a": jnp.ones(2), "b": jnp.zeros(())}))
+    assert not bool(is_finite({"a": jnp.ones(2), "b": jnp.array(jnp.nan)}))
+    assert num_bytes({"a": jnp.ones((2, 3)), "b": jnp.zeros((), jnp.int8)}) == 25

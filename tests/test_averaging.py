@@ -1,0 +1,365 @@
+"""FedAvg, the oracle, local training and IFCA against loops in float64, written from the papers."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jfcl
+from jfcl.algorithms.ifca import lowest_loss
+from jfcl.core import Clients, Task
+from jfcl.mapping import chunked
+
+D = 3
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
+    predict=lambda p, x: x @ p["w"],
+)
+
+
+def regression(seed=0, n=6, m=5):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    truth = rng.normal(size=(2, D))[np.arange(n) % 2]
+    y = (np.einsum("nmd,nd->nm", x, truth) + 0.01 * rng.normal(size=(n, m))).astype(np.float32)
+    return Clients({"x": x, "y": y}, size)
+
+
+def loss64(w, x, y):
+    return 0.5 * np.mean((x @ w - y) ** 2)
+
+
+def local64(w, x, y, lr, steps):
+    for _ in range(steps):
+        w = w - lr * x.T @ (x @ w - y) / len(y)
+    return w
+
+
+def rows(clients):
+    for x, y, s in zip(clients.examples["x"], clients.examples["y"], clients.size, strict=True):
+        yield x[:s].astype(np.float64), y[:s].astype(np.float64), int(s)
+
+
+def algorithm2(models, clients, *, lr, steps, option, weights, rounds):
+    """IFCA's Algorithm 2, one client after another. With one model it is FedAvg."""
+    models = np.array(models, np.float64)
+    for _ in range(rounds):
+        chosen, results, counts = [], [], []
+        for x, y, size in rows(clients):
+            j = int(np.argmin([loss64(w, x, y) for w in models]))
+            chosen.append(j)
+            counts.append(size if weights == "size" else 1)
+            results.append(local64(models[j], x, y, lr, steps))
+        new = models.copy()
+        for j in range(len(models)):
+            mine = [i for i, c in enumerate(chosen) if c == j]
+            if mine and option == "models":
+                new[j] = sum(counts[i] * results[i] for i in mine) / sum(counts[i] for i in mine)
+            elif mine:  # (gamma / m) * sum of gradients; a step of gradient descent moves by -gamma * gradient
+                new[j] = models[j] + sum(counts[i] * (results[i] - models[j]) for i in mine) / sum(counts)
+        models = new
+    return models, chosen
+
+
+@cache
+def compiled_ifca(num_clusters, steps, option, weights):
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=steps)
+
+    @jax.jit
+    def run(start, clients):
+        options = {"num_clusters": num_clusters, "average": option, "weights": weights, "init_params": {"w": start}}
+        return jfcl.rollout(jfcl.ifca(LINEAR, training, **options), clients, key=jax.random.key(0), num_rounds=3)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("weights", ["equal", "size"])
+@pytest.mark.parametrize(("option", "steps"), [("models", 1), ("models", 4), ("gradients", 1)])
+@given(seed=st.integers(0, 50), num_clusters=st.sampled_from([2, 4]))
+def test_ifca_is_algorithm_2(option, steps, weights, seed, num_clusters):
+    clients = regression(seed)
+    start = np.random.default_rng(seed + 1).normal(size=(num_clusters, D)).astype(np.float32)
+    want, chosen = algorithm2(start, clients, lr=0.1, steps=steps, option=option, weights=weights, rounds=3)
+    state = compiled_ifca(num_clusters, steps, option, weights)(start, clients)
+    np.testing.assert_allclose(state.params["w"], want, rtol=2e-3, atol=2e-4)
+    assert state.cluster.tolist() == chosen
+
+
+@pytest.mark.parametrize("weights", ["equal", "size"])
+def test_fedavg_is_ifca_with_one_model(weights):
+    clients = regression(3)
+    start = np.ones((1, D), np.float32)
+    want, _ = algorithm2(start, clients, lr=0.1, steps=4, option="models", weights=weights, rounds=5)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=4)
+    key = jax.random.key(5)
+    fed, _ = jfcl.rollout(
+        jfcl.fedavg(LINEAR, training, weights=weights, init_params={"w": start[0]}), clients, key=key, num_rounds=5
+    )
+    np.testing.assert_allclose(fed.params["w"], want, rtol=1e-4, atol=1e-5)
+    a, _ = jfcl.rollout(jfcl.fedavg(LINEAR, training, weights=weights), clients, key=key, num_rounds=5)
+    b, _ = jfcl.rollout(jfcl.ifca(LINEAR, training, num_clusters=1, weights=weights), clients, key=key, num_rounds=5)
+    assert (a.params["w"] == b.params["w"]).all()
+
+
+def test_oracle_is_fedavg_inside_each_cluster():
+    clients, cluster = regression(4), np.array([0, 1, 0, 1, 0, 1])
+    start = np.zeros(D, np.float32)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=4)
+    state, _ = jfcl.rollout(
+        jfcl.oracle(LINEAR, training, cluster=cluster, init_params={"w": start}), clients, key=jax.random.key(0), num_rounds=3
+    )
+    for k in range(2):
+        mine = np.flatnonzero(cluster == k)
+        part = Clients(jax.tree.map(lambda x, m=mine: x[m], clients.examples), clients.size[mine])
+        want, _ = algorithm2(start[None], part, lr=0.1, steps=4, option="models", weights="size", rounds=3)
+        np.testing.assert_allclose(state.params["w"][k], want[0], rtol=1e-4, atol=1e-5)
+    assert state.cluster.tolist() == cluster.tolist()
+
+
+def test_local_training_is_each_client_alone():
+    clients = regression(5)
+    training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=2, keep="everything")
+    state, metrics = jfcl.rollout(
+        jfcl.local_only(LINEAR, training, init_params={"w": np.zeros(D, np.float32)}), clients, key=jax.random.key(0), num_rounds=3
+    )
+    for i, (x, y, _) in enumerate(rows(clients)):
+        w, b = np.zeros(D), np.zeros(D)
+        for _ in range(6):  # momentum carried over the three rounds
+            b = 0.9 * b + x.T @ (x @ w - y) / len(y)
+            w = w - 0.1 * b
+        np.testing.assert_allclose(state.params["w"][i], w, rtol=1e-4, atol=1e-5)
+    assert float(metrics["bytes_up"].sum()) == 0 and metrics["client_steps"].tolist() == [12, 12, 12]
+
+
+def test_server_optimizer_steps_along_the_mean_update():
+    clients = regression(6)
+    start = np.ones(D, np.float32)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    algorithm = jfcl.fedavg(LINEAR, training, server_optimizer=optax.sgd(0.5, momentum=0.9), init_params={"w": start})
+    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    w, buffer = start.astype(np.float64), np.zeros(D)
+    for _ in range(3):
+        after, _ = algorithm2(w[None], clients, lr=0.1, steps=2, option="models", weights="size", rounds=1)
+        buffer = 0.9 * buffer - (after[0] - w)
+        w = w - 0.5 * buffer
+    np.testing.assert_allclose(state.params["w"][0], w, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unused_model_keeps_its_parameters():
+    clients = regression(7)
+    start = np.stack([np.zeros(D), np.full(D, 1e3)]).astype(np.float32)
+    algorithm = jfcl.ifca(
+        LINEAR,
+        jfcl.local_training(optax.sgd(0.1), num_steps=1),
+        num_clusters=2,
+        init_params={"w": start},
+        server_optimizer=optax.sgd(1.0, momentum=0.9),
+    )
+    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=4)
+    assert (state.params["w"][1] == 1e3).all() and (state.params["w"][0] != 0).any()
+    assert state.cluster.tolist() == [0] * 6
+
+
+def test_shared_layers_are_averaged_over_everyone_and_the_rest_per_cluster():
+    task = Task(
+        init=lambda key: {"body": jax.random.normal(key, (D, 2)), "head": jax.random.normal(key, (2,))},
+        loss=lambda p, b: 0.5 * (b["x"] @ p["body"] @ p["head"] - b["y"]) ** 2,
+        predict=lambda p, x: x @ p["body"] @ p["head"],
+    )
+    clients = regression(8)
+    training = jfcl.local_training(optax.sgd(0.05), num_steps=2)
+    begin = {"body": np.ones((D, 2), np.float32), "head": np.array([[1, 1], [-1, -1]], np.float32)}
+    options = {"num_clusters": 2, "weights": "size", "init_params": begin}
+    shared = jfcl.ifca(task, training, shared=lambda path: path == "body", **options)
+    state = shared.init(jax.random.key(1), clients)
+    assert (state.params["body"][0] == state.params["body"][1]).all()
+    new, metrics = shared.step(jax.random.key(2), state, clients)
+    plain = jfcl.ifca(task, training, **options)
+    apart, _ = plain.step(jax.random.key(2), plain.init(jax.random.key(1), clients), clients)
+    assert (new.cluster == apart.cluster).all() and set(new.cluster.tolist()) == {0, 1}
+    np.testing.assert_allclose(new.params["head"], apart.params["head"], rtol=1e-5)
+    weight = np.array([clients.size[np.asarray(new.cluster) == k].sum() for k in range(2)], np.float64)
+    want = np.tensordot(weight / weight.sum(), np.asarray(apart.params["body"], np.float64), axes=1)
+    np.testing.assert_allclose(new.params["body"][0], want, rtol=1e-4)
+    assert (new.params["body"][0] == new.params["body"][1]).all()
+    body, head = 4 * 2 * D, 4 * 2
+    assert float(metrics["bytes_down"]) == 6 * (body + 2 * head) and float(metrics["bytes_up"]) == 6 * (body + head)
+
+
+def test_stable_identities_save_downloads_and_change_nothing_else():
+    clients = regression(9)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    start = {"w": np.random.default_rng(0).normal(size=(2, D)).astype(np.float32)}
+    runs = {}
+    for stable in (None, 3):
+        algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, stable_rounds=stable, init_params=start)
+        runs[stable] = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=12)
+    (state, metrics), (short, saving) = runs[None], runs[3]
+    assert (state.params["w"] == short.params["w"]).all() and (state.cluster == short.cluster).all()
+    assert set(metrics["bytes_down"].tolist()) == {6 * 2 * 4.0 * D}
+    down = saving["bytes_down"].tolist()
+    assert down[:3] == [6 * 2 * 4.0 * D] * 3 and down[-1] == 6 * 4.0 * D
+    assert saving["bytes_up"].tolist() == metrics["bytes_up"].tolist()
+
+
+def test_restarts_keep_the_best_and_cost_what_they_cost():
+    clients = regression(10, n=8)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    plain = jfcl.ifca(LINEAR, training, num_clusters=2)
+    tried = jfcl.ifca(LINEAR, training, num_clusters=2, restarts=4, restart_rounds=3)
+    key = jax.random.key(11)
+    state = tried.init(key, clients)
+    losses = []
+    for i in range(4):  # the same four runs, by hand
+        init_key, rounds_key = jax.random.split(jax.random.fold_in(key, i))
+        s = plain.init(init_key, clients)
+        for r in range(3):
+            s, metrics = plain.step(jax.random.fold_in(rounds_key, r), s, clients)
+        losses.append((float(np.average(metrics["loss"], weights=clients.size)), s))
+    best = min(losses, key=lambda pair: pair[0])[1]
+    np.testing.assert_allclose(state.params["w"], best.params["w"], rtol=1e-5)
+    assert max(loss for loss, _ in losses) > min(loss for loss, _ in losses)
+    after, first = tried.step(jax.random.key(0), state, clients)
+    _, second = tried.step(jax.random.key(0), after, clients)
+    assert first["bytes_down"] == 13 * second["bytes_down"] and first["client_steps"] == 13 * 16
+
+
+def test_a_cohort_takes_part_and_the_others_rest():
+    clients = regression(12, n=9)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, cohort=4, weights="size")
+    state = algorithm.init(jax.random.key(0), clients)
+    seen = []
+    for t in range(6):
+        new, metrics = jax.jit(algorithm.step)(jax.random.fold_in(jax.random.key(1), t), state, clients)
+        present = np.flatnonzero(~np.isnan(metrics["loss"]))
+        assert len(present) == 4 and metrics["participants"] == 4
+        part = Clients(jax.tree.map(lambda x, p=present: x[p], clients.examples), clients.size[present])
+        want, chosen = algorithm2(state.params["w"], part, lr=0.1, steps=2, option="models", weights="size", rounds=1)
+        np.testing.assert_allclose(new.params["w"], want, rtol=1e-3, atol=1e-4)
+        assert new.cluster[present].tolist() == chosen
+        rest = np.setdiff1d(np.arange(9), present)
+        assert (new.cluster[rest] == state.cluster[rest]).all()
+        seen.append(tuple(present))
+        state = new
+    assert len(set(seen)) > 1
+
+
+def test_clients_without_examples_are_never_drawn():
+    clients = regression(13, n=8)
+    size = clients.size.copy()
+    size[[1, 4, 6]] = 0
+    algorithm = jfcl.fedavg(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=1), cohort=5)
+    clients = clients._replace(size=size)
+    _, metrics = algorithm.step(jax.random.key(0), algorithm.init(jax.random.key(1), clients), clients)
+    assert sorted(np.flatnonzero(~np.isnan(metrics["loss"]))) == [0, 2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_non_finite_updates_are_left_out_and_counted(bad):
+    clients = regression(14)
+    x = clients.examples["x"].copy()
+    x[2, 0] = bad
+    spoiled = Clients({"x": x, "y": clients.examples["y"]}, clients.size)
+    keep = np.array([0, 1, 3, 4, 5])
+    rest = Clients(jax.tree.map(lambda v: v[keep], clients.examples), clients.size[keep])
+    algorithm = jfcl.fedavg(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=2), init_params={"w": np.ones(D, np.float32)})
+    results = [jfcl.rollout(algorithm, c, key=jax.random.key(0), num_rounds=2) for c in (spoiled, rest)]
+    np.testing.assert_allclose(results[0][0].params["w"], results[1][0].params["w"], rtol=1e-6)
+    assert results[0][1]["nonfinite"].tolist() == [1, 1] and results[1][1]["nonfinite"].tolist() == [0, 0]
+
+
+def test_learning_rates_sweep_in_one_program():
+    clients = regression(15)
+    traces = []
+
+    @jax.jit
+    def final(lr):
+        traces.append(lr)
+        algorithm = jfcl.ifca(LINEAR, jfcl.local_training(optax.sgd(lr), num_steps=2), num_clusters=2)
+        return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)[0].params["w"]
+
+    rates = np.linspace(0.01, 0.1, 10, dtype=np.float32)
+    swept = jax.jit(jax.vmap(final))(rates)
+    each = [final(lr) for lr in rates]
+    assert len(traces) == 1  # neither vmap nor another rate traces anew
+    np.testing.assert_allclose(swept, np.stack(each), rtol=1e-4, atol=1e-5)
+    assert (np.asarray(each[0]) != np.asarray(each[-1])).any()
+
+
+def test_memory_does_not_grow_with_the_number_of_clients():
+    """A round holds K models and a chunk of updates, not N of them."""
+    big = Task(
+        init=lambda key: {"w": jax.random.normal(key, (1000, D))},
+        loss=lambda p, b: 0.5 * ((b["x"] @ p["w"].T).sum(axis=-1) - b["y"]) ** 2,
+        predict=lambda p, x: x @ p["w"].T,
+    )
+    used = {}
+    for n in (32, 256):
+        clients = regression(0, n=n)
+        algorithm = jfcl.ifca(
+            big, jfcl.local_training(optax.sgd(0.1), num_steps=1), num_clusters=2, client_axis=chunked(1)
+        )
+        state = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
+        compiled = jax.jit(algorithm.step).lower(jax.random.key(0), state, clients).compile()
+        used[n] = compiled.memory_analysis().temp_size_in_bytes
+    assert used[256] < used[32] + 100_000 < 256 * 4 * 1000 * D
+
+
+def test_lowest_loss_takes_the_first_of_equals_and_never_a_broken_model():
+    clients = regression(16)
+    params = {"w": jnp.stack([jnp.full(D, jnp.nan), jnp.zeros(D), jnp.zeros(D)])}
+    assert lowest_loss(LINEAR, params, clients, client_axis=jax.vmap).tolist() == [1] * 6
+
+
+def test_warm_start_from_one_model_is_copied():
+    algorithm = jfcl.ifca(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=1), num_clusters=2, init_params={"w": np.ones(D)})
+    assert algorithm.init(jax.random.key(0), regression()).params["w"].tolist() == [[1] * D] * 2
+
+
+ONE = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=0), "num_clusters must be an integer, at least 1, got 0"),
+        (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
+        (lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"), "training.num_steps must be 1"),
+        (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5), "stable_rounds must be more"),
+        (lambda: jfcl.fedavg(LINEAR, ONE, weights="sizes"), "did you mean 'size'"),
+        (lambda: jfcl.fedavg(LINEAR, ONE, cohort=0), "cohort must be an integer, at least 1"),
+        (lambda: jfcl.oracle(LINEAR, ONE, cluster=[0, -1]), "cluster must be in 0"),
+        (lambda: jfcl.oracle(LINEAR, ONE, cluster=[0.5, 1]), "a vector of integers"),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, shared=lambda p: True, server_optimizer=optax.adam(0.1)),
+            "server_optimizer must be left out",
+        ),
+    ],
+)
+def test_factories_refuse(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (jfcl.ifca(LINEAR, ONE, num_clusters=7), "num_clusters must be at most the 6 clients"),
+        (jfcl.fedavg(LINEAR, ONE, cohort=7), "cohort must be at most the 6 clients"),
+        (jfcl.oracle(LINEAR, ONE, cluster=[0, 1]), r"cluster must be of shape \(6,\)"),
+        (jfcl.fedavg(LINEAR, ONE, init_params={"w": np.ones(4)}), r"init_params\['w'\] must have shape"),
+        (jfcl.fedavg(LINEAR, ONE, init_params={"v": np.ones(3)}), "structure of the task's parameters"),
+    ],
+)
+def test_init_refuses(algorithm, words):
+    with pytest.raises(ValueError, match=words):
+        algorithm.init(jax.random.key(0), regression())

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfcl.core import (
+    Clients,
+    check,
+    check_choice,
+    check_clients,
+    check_count,
+    check_labels,
+    client_keys,
+    mask,
+    stack_clients,
+    take_clients,
+)
+
+
+def small(size=(3, 2)):
+    x = np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)
+    return Clients({"x": x, "y": np.array([[0, 1, 2], [1, 0, 9]], np.int32)}, np.array(size, np.int32))
+
+
+def test_mask_marks_real_examples():
+    assert mask(small()).tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_a_clients_key_depends_on_its_id_alone():
+    clients = small()
+    key = jax.random.key(3)
+    swapped = take_clients(clients, jnp.array([1, 0]))
+    a, b = (jax.random.key_data(client_keys(key, c)) for c in (clients, swapped))
+    assert (a[::-1] == b).all()
+    assert (a[0] != a[1]).any()
+
+
+def test_stack_clients_pads_with_zeros_and_keeps_order():
+    clients = stack_clients([{"x": np.ones((2, 3)), "y": np.ones(2)}, {"x": np.full((1, 3), 5.0), "y": np.ones(1)}], pad_to=4)
+    assert clients.examples["x"].shape == (2, 4, 3)
+    assert clients.size.tolist() == [2, 1]
+    assert clients.examples["x"][1].sum() == 15 and clients.examples["x"][0, 2:].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("clients", "words"),
+    [
+        (small((3, 0)), "have no examples"),
+        (small((3, 4)), "between 0 and M=3"),
+        (small((-1, 2)), "between 0 and M=3"),
+        (Clients({"x": np.zeros((2, 3)), "y": np.zeros((2, 4))}, np.array([1, 1])), "share their leading axes"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1, 1])), "clients.size must be of shape"),
+        (Clients({"x": np.array([[1.0, np.nan]])}, np.array([2])), "NaN or infinite values at client"),
+        (Clients({"x": np.array([[[1.0, -np.inf]]])}, np.array([1])), "NaN or infinite"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.arange(3)), "clients.id must be of shape"),
+        (Clients({}, np.array([1])), "at least one array"),
+    ],
+)
+def test_bad_clients_are_named(clients, words):
+    with pytest.raises(ValueError, match=words):
+        check_clients(clients)
+
+
+def test_nan_in_padding_is_no_ones_business():
+    check_clients(Clients({"x": np.array([[1.0, np.nan]])}, np.array([1])))
+
+
+def test_labels_out_of_range():
+    check_labels(small((3, 2)), 3)
+    with pytest.raises(ValueError, match=r"0\.\.2, got 9 at client 1"):
+        check_labels(small((3, 3)), 3)
+
+
+def test_stack_clients_refuses():
+    with pytest.raises(ValueError, match="at least one client"):
+        stack_clients([])
+    with pytest.raises(ValueError, match="client 1: its arrays must have one length"):
+        stack_clients([{"x": np.zeros(2), "y": np.zeros(2)}, {"x": np.zeros(2), "y": np.zeros(3)}])
+    with pytest.raises(ValueError, match="pad_to must be at least the largest client's 3"):
+        stack_clients([{"x": np.zeros(3)}], pad_to=2)
+
+
+def test_choices_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'ifca'"):
+        check_choice("method", "ifac", ["ifca", "fedavg"])
+    with pytest.raises(ValueError, match="Accepted: ifca, fedavg"):
+        check_choice("method", "zzz", ["ifca", "fedavg"])
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_counts(value):
+    with pytest.raises(ValueError, match="num_rounds must be an integer, at least 1"):
+        check_count("num_rounds", value)
+
+
+def test_tracers_pass_validation():
+    assert jax.jit(lambda lr: (check(lr > 0, "lr", lr, "positive"), lr)[1])(-1.0) == -1.0

@@ -1,0 +1,187 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jfcl.core import Task
+from jfcl.local import local_training, mean_loss, start_optimizer, steps_per_round, train
+
+LINEAR = Task(
+    init=lambda key: {"w": jnp.zeros(3)},
+    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
+    predict=lambda p, x: x @ p["w"],
+)
+# Its gradient says which examples a batch held: a step of rate 1 lowers w[i] by (times i is in it) / (batch length).
+COUNTING = Task(
+    init=lambda key: {"w": jnp.zeros(16)},
+    loss=lambda p, batch: p["w"][batch["x"]],
+    predict=lambda p, x: x,
+)
+
+
+def do(task, training, params, examples, size, key=0, **options):
+    size = jnp.asarray(size, jnp.int32)
+    opt_state = options.pop("opt_state", None)
+    if opt_state is None:
+        opt_state = start_optimizer(training, params, options.pop("steps_done", jnp.zeros((), jnp.int32)))
+    return jax.jit(lambda e, s: train(task, training, jax.random.key(key), params, e, s, opt_state, **options))(examples, size)
+
+
+def regression(seed=0, m=6):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(m, 3)).astype(np.float32), "y": rng.normal(size=m).astype(np.float32)}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("prox", [0.0, 0.7])
+def test_full_batch_steps_against_float64(momentum, prox):
+    data, size, start = regression(), 4, np.array([1.0, -1.0, 0.5])
+    x, y = data["x"][:size].astype(np.float64), data["y"][:size].astype(np.float64)
+    w, buffer, losses = start.copy(), np.zeros(3), []
+    for _ in range(5):
+        residual = x @ w - y
+        losses.append(0.5 * np.mean(residual**2))
+        gradient = x.T @ residual / size + prox * (w - start)
+        buffer = momentum * buffer + gradient
+        w = w - 0.1 * buffer
+    training = local_training(optax.sgd(0.1, momentum=momentum), num_steps=5, prox=prox)
+    out = do(LINEAR, training, {"w": jnp.asarray(start, jnp.float32)}, data, size)
+    np.testing.assert_allclose(out.params["w"], w, rtol=1e-5)
+    np.testing.assert_allclose(out.loss, np.mean(losses), rtol=1e-5)
+    assert out.num_steps == 5
+
+
+@given(size=st.integers(1, 16), batch=st.integers(1, 15), epochs=st.integers(1, 3))
+def test_an_epoch_visits_every_example_once(size, batch, epochs):
+    training = local_training(optax.sgd(1.0), num_epochs=epochs, batch_size=batch)
+    out = do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, size)
+    batches = -(-size // batch)
+    assert out.num_steps == epochs * batches
+    last = size - (batches - 1) * batch  # the last batch is smaller: its examples weigh 1 / last
+    visits = -np.asarray(out.params["w"], np.float64)
+    assert (visits[size:] == 0).all()
+    assert np.all(visits[:size] > 0)
+    np.testing.assert_allclose(visits.sum(), epochs * batches, rtol=1e-5)
+    if last == batch:
+        np.testing.assert_allclose(visits[:size], epochs / batch, rtol=1e-5)
+    else:
+        full, short = 1 / batch, 1 / last
+        shares = (visits[:size] - epochs * full) / (short - full)  # how often each was in a short batch
+        np.testing.assert_allclose(shares, np.round(shares), atol=1e-3)
+        np.testing.assert_allclose(np.round(shares).sum(), epochs * last)
+
+
+@given(size=st.integers(1, 16), batch=st.integers(1, 15), steps=st.integers(1, 6))
+def test_steps_deal_examples_out_evenly(size, batch, steps):
+    training = local_training(optax.sgd(1.0), num_steps=steps, batch_size=batch)
+    out = do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, size)
+    used = min(batch, size)  # a client smaller than the batch uses all it has
+    visits = -np.asarray(out.params["w"], np.float64) * used
+    np.testing.assert_allclose(visits, np.round(visits), atol=1e-3)
+    visits = np.round(visits)
+    assert visits.sum() == steps * used and (visits[size:] == 0).all()
+    assert visits[:size].max() - visits[:size].min() <= (1 if batch <= size else 0)
+
+
+def test_epochs_are_reshuffled_and_clients_shuffle_differently():
+    """One full epoch each: the order shows in what a batch of one, with momentum, leaves behind."""
+    training = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=1, batch_size=1)
+    results = [do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16, key=k).params["w"] for k in (0, 0, 1)]
+    assert (results[0] == results[1]).all() and (results[0] != results[2]).any()
+    two = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=2, batch_size=1)
+    twice = do(COUNTING, two, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16).params["w"]
+    orders = np.argsort(np.asarray(results[0])), np.argsort(np.asarray(twice))
+    assert (orders[0] != orders[1]).any()
+
+
+@pytest.mark.parametrize("options", [{"num_steps": 3}, {"num_steps": 3, "batch_size": 2}, {"num_epochs": 2, "batch_size": 2}])
+def test_padding_is_never_looked_at(options):
+    training = local_training(optax.sgd(0.1, momentum=0.9), **options)
+    data = regression()
+    clean = do(LINEAR, training, {"w": jnp.ones(3)}, data, 4)
+    dirty = {k: v.copy() for k, v in data.items()}
+    dirty["x"][4:], dirty["y"][4:] = np.nan, np.inf
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(do(LINEAR, training, {"w": jnp.ones(3)}, dirty, 4)), strict=True):
+        assert (a == b).all()
+
+
+def test_a_client_without_examples_learns_nothing():
+    for options in ({"num_steps": 3}, {"num_epochs": 2, "batch_size": 2}):
+        out = do(LINEAR, local_training(optax.sgd(0.1), **options), {"w": jnp.ones(3)}, regression(), 0)
+        assert (out.params["w"] == 1).all() and out.loss == 0
+
+
+def test_anchor_pulls():
+    training = local_training(optax.sgd(0.5), num_steps=200, prox=1e3 * 1e-3)
+    far = {"w": jnp.array([5.0, 5.0, 5.0])}
+    zero = {"x": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.float32)}
+    out = do(LINEAR, training, {"w": jnp.zeros(3)}, zero, 2, anchor=far)
+    np.testing.assert_allclose(out.params["w"], 5.0, rtol=1e-4)
+
+
+def test_augment_gets_another_key_at_every_step():
+    seen = Task(LINEAR.init, lambda p, b: b["x"] * p["w"][0], LINEAR.predict)
+
+    def noise(key, batch):
+        return {"x": jnp.broadcast_to(jax.random.normal(key), batch["x"].shape)}
+
+    one, two = (
+        do(seen, local_training(optax.sgd(1.0), num_steps=t, augment=noise), {"w": jnp.zeros(3)}, {"x": np.zeros(4, np.float32)}, 4)
+        for t in (1, 2)
+    )
+    first, second = -one.params["w"][0], -(two.params["w"][0] - one.params["w"][0])
+    assert first != 0 and second != 0 and first != second
+
+
+def test_schedules_restart_or_count_on():
+    def schedule(count):  # rate 1 for three steps, then 0
+        return jnp.where(count < 3, 1.0, 0.0)
+
+    params, data = {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}
+    moved = {}
+    for keep in ("nothing", "schedule"):
+        training = local_training(optax.sgd(schedule), num_steps=2, keep=keep)
+        moved[keep] = -float(do(COUNTING, training, params, data, 16, steps_done=jnp.asarray(2)).params["w"].sum())
+    assert moved["nothing"] == pytest.approx(2) and moved["schedule"] == pytest.approx(1)
+
+
+def test_adam_restarts_its_moments_under_schedule():
+    training = local_training(optax.adam(optax.constant_schedule(0.1)), num_steps=1, keep="schedule")
+    adam, scale = start_optimizer(training, {"count": jnp.zeros(2)}, jnp.asarray(7))
+    assert adam.count == 0 and scale.count == 7
+
+
+def test_steps_per_round():
+    sizes = jnp.array([0, 1, 5, 6])
+    epochs = local_training(optax.sgd(1.0), num_epochs=2, batch_size=5)
+    assert jax.vmap(lambda s: steps_per_round(epochs, s, 6))(sizes).tolist() == [0, 2, 2, 4]
+    whole = local_training(optax.sgd(1.0), num_epochs=2)
+    assert jax.vmap(lambda s: steps_per_round(whole, s, 6))(sizes).tolist() == [0, 2, 2, 2]
+
+
+def test_mean_loss_masks():
+    data = regression()
+    data["x"][2:] = np.nan
+    got = mean_loss(LINEAR, {"w": jnp.ones(3)}, data, jnp.asarray(2))
+    want = np.mean(0.5 * (data["x"][:2].astype(np.float64).sum(axis=1) - data["y"][:2]) ** 2)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "one given"),
+        ({"num_steps": 1, "num_epochs": 1}, "one given"),
+        ({"num_steps": 0}, "num_steps must be an integer, at least 1"),
+        ({"num_epochs": 0}, "num_epochs"),
+        ({"num_steps": 1, "batch_size": 0}, "batch_size"),
+        ({"num_steps": 1, "prox": -1.0}, "prox must be 0 or more"),
+        ({"num_steps": 1, "keep": "evrything"}, "did you mean 'everything'"),
+    ],
+)
+def test_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        local_training(optax.sgd(0.1), **options)
