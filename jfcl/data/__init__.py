@@ -2,8 +2,38 @@
 
 from jfcl.data.build import Federation, build
 from jfcl.data.heterogeneity import HETEROGENEITY
-from jfcl.data.partition import PARTITIONS
+from jfcl.data.partition import (
+    PARTITIONS,
+    by_label,
+    by_sizes,
+    by_writer,
+    dirichlet,
+    iid,
+    power_law,
+    power_law_sizes,
+)
 from jfcl.data.sources import DATASETS, Dataset, load
+from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
 from jfcl.data.text import tokenize
 
-__all__ = ["DATASETS", "HETEROGENEITY", "PARTITIONS", "Dataset", "Federation", "build", "load", "tokenize"]
+__all__ = [
+    "DATASETS",
+    "HETEROGENEITY",
+    "PARTITIONS",
+    "Dataset",
+    "Federation",
+    "blobs",
+    "build",
+    "by_label",
+    "by_sizes",
+    "by_writer",
+    "dirichlet",
+    "fc_regression",
+    "ifca_regression",
+    "iid",
+    "load",
+    "power_law",
+    "power_law_sizes",
+    "tokenize",
+    "xor_toy",
+]

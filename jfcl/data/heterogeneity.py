@@ -112,7 +112,7 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
 def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
     """Cluster `k` exchanges the two labels `swapped_labels(K, num_classes, seed)[k]`.
 
-    Source: CFL, section VI-B (figures 5 to 7).
+    Source: CFL, section VI (figures 5 to 7).
 
     Example:
       >>> label_swap(np.zeros(4), np.int32([1, 7, 3, 0]), 0, 2, 10)[1].tolist()
@@ -169,7 +169,7 @@ def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
 def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
     """Cluster `k` renames label `c` to `(c + k) mod num_classes`; all differ, as `K <= num_classes`.
 
-    Source: FC, section 5.2 (table 1, figures 4 and 6).
+    Source: FC, section 4.2 (table 1, figures 4 and 6).
 
     Example:
       >>> private_label(np.zeros(2), np.int32([0, 9]), 3, 4, 10)[1].tolist()

@@ -1,0 +1,294 @@
+"""The papers' synthetic problems: federations whose truth is known, as functions of their arguments and
+`seed`.
+
+In all but `blobs` client `i` is in cluster `i mod K`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jfcl.core import Clients, check, check_choice, check_count
+from jfcl.data.build import Federation, check_enough_clients, split_hash
+
+
+def ifca_regression(
+    *,
+    num_clients: int = 100,
+    examples_per_client: int = 100,
+    dim: int = 1000,
+    num_clusters: int = 2,
+    radius: float = 1.0,
+    noise: float = 0.1,
+    reading: str = "norm",
+    test_examples: int = 10,
+    seed: int = 0,
+) -> Federation:
+    """Linear regression with one true parameter vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0,
+    I)`.
+
+    Args:
+      radius: the paper's R. `reading="norm"` (the paper): `theta*` is a Bernoulli(0.5) vector scaled to norm
+        R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
+      noise: standard deviation sigma of the noise.
+      test_examples: held-out examples per client, drawn the same way.
+
+    Returns:
+      A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The
+      vectors are drawn until none is zero and all differ, which for `d` above 20 or so never needs a second
+      draw.
+
+    Raises:
+      ValueError: a count below 1; more clusters than clients, or than non-zero vectors in `{0, 1}^d`; a
+        negative or infinite `radius` or `noise`.
+
+    Source: IFCA, section 6.1 (figure 3).
+
+    Example:
+      >>> fed = ifca_regression(num_clients=4, examples_per_client=5, dim=50, radius=2.0, noise=0.0)
+      >>> bool(np.allclose(np.linalg.norm(fed.truth, axis=1), 2.0)), fed.train.examples["x"].shape
+      (True, (4, 5, 50))
+    """
+    check_choice("reading", reading, ["norm", "coordinate"])
+    _check_scale("radius", radius)
+    rng = np.random.default_rng([seed, 0])
+    theta = _binary_vectors(rng, num_clusters, dim)
+    scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
+    return _regression(
+        f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})",
+        theta * scale,
+        np.zeros(num_clusters),
+        num_clients,
+        examples_per_client,
+        test_examples,
+        noise,
+        seed,
+    )
+
+
+def fc_regression(
+    *,
+    num_clusters: int = 4,
+    clients_per_cluster: int = 75,
+    examples_per_client: int = 9,
+    dim: int = 10,
+    radius: float = 100.0,
+    noise: float = 0.0,
+    test_examples: int = 10,
+    seed: int = 0,
+) -> Federation:
+    """Linear regression whose inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
+
+    `k` counts from 1 here; the paper does not say where it starts.
+
+    Args:
+      radius: `theta*_k` has coordinates 0 or `radius` (R = 100 in the paper), each with probability 0.5.
+      noise: standard deviation of noise on `y`; none in the paper.
+
+    Returns:
+      A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than
+      dimensions (the paper's 9 and 10) no client can find its `theta*` alone.
+
+    Raises:
+      ValueError: as `ifca_regression`.
+
+    Source: FC, section 4.1 (figures 2 and 3).
+
+    Example:
+      >>> fed = fc_regression(clients_per_cluster=4)
+      >>> fed.train.examples["x"].shape, fed.truth.shape, sorted(set(fed.truth.ravel().tolist()))
+      ((16, 9, 10), (4, 10), [0.0, 100.0])
+    """
+    check_count("clients_per_cluster", clients_per_cluster)
+    check_count("num_clusters", num_clusters)
+    _check_scale("radius", radius)
+    theta = radius * _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
+    return _regression(
+        f"FC's linear regression (R={radius:g}, sigma={noise:g})",
+        theta,
+        np.arange(1, num_clusters + 1),
+        num_clusters * clients_per_cluster,
+        examples_per_client,
+        test_examples,
+        noise,
+        seed,
+    )
+
+
+def xor_toy(
+    *,
+    num_clients: int = 20,
+    examples_per_client: int = 50,
+    kind: str = "xor",
+    spread: float = 0.3,
+    test_examples: int = 50,
+    seed: int = 0,
+) -> Federation:
+    """Two clusters in the plane that no single linear model can serve, though each alone is easily separated.
+
+    Args:
+      kind: "xor": the four corners of a square, each a Gaussian of standard deviation `spread`; cluster 0 has
+        the upper two, cluster 1 the lower two, and the labels are those of XOR, so that the vertical line
+        separates each cluster, with opposite signs, and nothing linear separates both. "opposite": both
+        clusters have the left and the right point cloud, with opposite labels, so that no model at all fits
+        both.
+      spread: at least 0.
+
+    Returns:
+      A `Federation` of two clusters, `x` `[N, M, 2]` float32, `y` `[N, M]` int32 in {0, 1}.
+
+    Raises:
+      ValueError: an unknown `kind`; fewer than 2 clients; a count below 1; a negative `spread`.
+
+    Source: CFL, figure 1 (left: "xor", right: "opposite"); its numbers are not given, these are ours.
+
+    Example:
+      >>> fed = xor_toy(num_clients=2, spread=0.0)
+      >>> x, y = fed.train.examples["x"], fed.train.examples["y"]
+      >>> [sorted({(*point, label) for point, label in zip(x[i].tolist(), y[i].tolist())}) for i in (0, 1)]
+      [[(-1.0, 1.0, 0), (1.0, 1.0, 1)], [(-1.0, -1.0, 1), (1.0, -1.0, 0)]]
+    """
+    check_choice("kind", kind, ["xor", "opposite"])
+    check_count("num_clients", num_clients)
+    check_enough_clients(num_clients, 2)
+    _check_scale("spread", spread)
+    cluster = (np.arange(num_clients) % 2).astype(np.int32)
+
+    def draw(stream, examples):
+        check_count("examples per client", examples)
+        rng = np.random.default_rng([seed, stream])
+        side = rng.choice([-1.0, 1.0], (num_clients, examples))  # left or right
+        height = np.where(cluster == 0, 1.0, -1.0)[:, None] * (1.0 if kind == "xor" else 0.0)
+        center = np.stack([side, np.broadcast_to(height, side.shape)], axis=-1)
+        x = center + spread * rng.standard_normal(center.shape)
+        y = (side > 0) ^ (cluster == 1)[:, None]
+        return Clients(
+            {"x": x.astype(np.float32), "y": y.astype(np.int32)}, np.full(num_clients, examples, np.int32)
+        )
+
+    train = draw(1, examples_per_client)
+    return Federation(
+        train=train,
+        test=draw(2, test_examples),
+        cluster=cluster,
+        num_clusters=2,
+        num_classes=2,
+        input_shape=(2,),
+        split_hash=_hash(["xor_toy", kind, spread, seed], cluster, train),
+        description=f"CFL's toy problem ({kind}): {num_clients} clients of {examples_per_client} points",
+    )
+
+
+def blobs(
+    *,
+    num_points: int = 90,
+    num_clusters: int = 10,
+    dim: int = 10,
+    std: float = 1.0,
+    seed: int = 0,
+) -> Federation:
+    """Gaussian blobs, one point per client: scikit-learn's `make_blobs`.
+
+    Args:
+      std: standard deviation of every blob; centres are uniform in `[-10, 10]^dim`.
+
+    Returns:
+      A `Federation` of `num_points` clients with one example each, `x` `[N, 1, d]` float32 (`y` is 0, and
+      there is no test set); `cluster` is the blob of each point (in scikit-learn's order, shuffled), `truth`
+      the centres `[K, d]`.
+
+    Raises:
+      ValueError: a count below 1; more clusters than points; a negative `std`.
+
+    Source: FC, figure 7 (10 centres, 10 dimensions, 90 points).
+
+    Example:
+      >>> fed = blobs(num_points=20, num_clusters=4, std=0.0)
+      >>> bool(np.array_equal(fed.train.examples["x"][:, 0], fed.truth[fed.cluster]))
+      True
+    """
+    from sklearn.datasets import make_blobs
+
+    check_count("num_points", num_points)
+    check_count("num_clusters", num_clusters)
+    check_count("dim", dim)
+    check_enough_clients(num_points, num_clusters)
+    _check_scale("std", std)
+    points, cluster, centers = make_blobs(
+        num_points, dim, centers=num_clusters, cluster_std=std, random_state=seed, return_centers=True
+    )
+    cluster = cluster.astype(np.int32)
+    x = points.astype(np.float32)[:, None, :]
+    train = Clients({"x": x, "y": np.zeros((num_points, 1), np.float32)}, np.ones(num_points, np.int32))
+    return Federation(
+        train=train,
+        test=None,
+        cluster=cluster,
+        num_clusters=num_clusters,
+        num_classes=None,
+        input_shape=(dim,),
+        split_hash=_hash(["blobs", std, seed], cluster, train),
+        description=f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}",
+        truth=centers.astype(np.float32),
+    )
+
+
+def _regression(name, theta, mean, num_clients, examples, test_examples, noise, seed) -> Federation:
+    """`x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise`, drawn in float64 client by client."""
+    num_clusters, dim = theta.shape
+    check_count("num_clients", num_clients)
+    check_count("seed", seed, least=0)
+    check_enough_clients(num_clients, num_clusters)
+    _check_scale("noise", noise)
+    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
+
+    def draw(argument, stream, count):
+        check_count(argument, count)
+        x = np.empty((num_clients, count, dim), np.float32)
+        y = np.empty((num_clients, count), np.float32)
+        for i, k in enumerate(cluster):
+            rng = np.random.default_rng([seed, stream, i])
+            x[i] = mean[k] + rng.standard_normal((count, dim))
+            # The target belongs to the rounded inputs, so that without noise the fit is exact to float32.
+            y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
+        return Clients({"x": x, "y": y}, np.full(num_clients, count, np.int32))
+
+    train = draw("examples_per_client", 1, examples)
+    return Federation(
+        train=train,
+        test=draw("test_examples", 2, test_examples),
+        cluster=cluster,
+        num_clusters=num_clusters,
+        num_classes=None,
+        input_shape=(dim,),
+        split_hash=_hash([name, dim, seed], cluster, train),
+        description=f"{name}: {num_clients} clients of {examples} examples, d={dim}, K={num_clusters}",
+        truth=theta.astype(np.float32),
+    )
+
+
+def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
+    """`[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
+    check_count("num_clusters", count)
+    check_count("dim", dim)
+    if dim < 63 and count > 2**dim - 1:
+        raise ValueError(
+            f"num_clusters must be at most {2**dim - 1} (non-zero vectors in {{0, 1}}^{dim}), got {count}"
+        )
+    if dim <= 12:  # few vectors: drawing until they differ could take long
+        numbers = 1 + rng.permutation(2**dim - 1)[:count]
+        return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)
+    while True:
+        vectors = rng.integers(0, 2, (count, dim))
+        if vectors.any(axis=1).all() and len(np.unique(vectors, axis=0)) == count:
+            return vectors.astype(np.float64)
+
+
+def _check_scale(argument: str, value: float) -> None:
+    check(np.isfinite(value) and value >= 0, argument, value, "at least 0 and finite")
+
+
+def _hash(settings: list, cluster, train: Clients) -> str:
+    """Synthetic data have no indices to hash: their first inputs stand for them."""
+    first = np.ascontiguousarray(train.examples["x"][:, 0]).view(np.int32)
+    return split_hash(settings, cluster, [train.size, *first])
