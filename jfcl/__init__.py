@@ -1,6 +1,39 @@
-"""jfcl: clustered federated learning, all clients in one compiled program."""
+"""jfcl: clustered federated learning, all clients in one compiled program.
 
+    state = algorithm.init(key, clients)
+    state, metrics = algorithm.step(key, state, clients)
+"""
+
+from jfcl import data, plots, testing
 from jfcl._version import __version__
+from jfcl.algorithms import fedavg, ifca, local_only, oracle, with_restarts
 from jfcl.core import Algorithm, Clients, Task, stack_clients
+from jfcl.local import local_training
+from jfcl.mapping import auto, chunked
+from jfcl.metrics import cluster_recovery, evaluate
+from jfcl.simulation import DivergedError, History, rollout, simulate
 
-__all__ = ["Algorithm", "Clients", "Task", "__version__", "stack_clients"]
+__all__ = [
+    "Algorithm",
+    "Clients",
+    "DivergedError",
+    "History",
+    "Task",
+    "__version__",
+    "auto",
+    "chunked",
+    "cluster_recovery",
+    "data",
+    "evaluate",
+    "fedavg",
+    "ifca",
+    "local_only",
+    "local_training",
+    "oracle",
+    "plots",
+    "rollout",
+    "simulate",
+    "stack_clients",
+    "testing",
+    "with_restarts",
+]

@@ -43,6 +43,7 @@ def evaluate(
     """
     client_axis = mapping.auto() if client_axis is None else client_axis
     size = jnp.asarray(clients.size)
+    params = jax.tree.map(jnp.asarray, params)
 
     def client(examples, size, k):
         if k is None:
@@ -58,7 +59,7 @@ def evaluate(
 
     if cluster is None:
         return client_axis(lambda examples, size: client(examples, size, None))(clients.examples, size)
-    return client_axis(client)(clients.examples, size, cluster)
+    return client_axis(client)(clients.examples, size, jnp.asarray(cluster))
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:

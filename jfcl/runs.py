@@ -119,7 +119,8 @@ class RunFolder:
         if self.manager.latest_step() == round_:
             return
         leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), totals=ocp.args.JsonSave(totals))
+        about = {"totals": totals, "shapes": {name: list(leaf.shape) for name, leaf in leaves.items()}}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
         self.manager.save(round_, args=args)
         self.manager.wait_until_finished()
 
@@ -135,18 +136,16 @@ class RunFolder:
             self._truncate(0)
             return None
         wanted = {f"{i:04d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(jax.tree.leaves(like))}
-        stored = self.manager.item_metadata(round_)["state"].tree
-        shapes = {name: tuple(leaf.shape) for name, leaf in stored.items()}
-        if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
+        about = self.manager.restore(round_, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        if about["shapes"] != {name: list(leaf.shape) for name, leaf in wanted.items()}:
             raise ValueError(
                 f"the checkpoint of round {round_} in {self.path} is of another model or number of clients; nothing was"
                 " changed"
             )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), totals=ocp.args.JsonRestore())
-        saved = self.manager.restore(round_, args=args)
+        saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
         self._truncate(round_)
         leaves = [saved.state[name] for name in sorted(wanted)]
-        return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), dict(saved.totals)
+        return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
 
     def _truncate(self, round_: int) -> None:
         kept = [r for r in self.records() if r["round"] <= round_]

@@ -264,7 +264,7 @@ def simulate(
         seed_axis = mapping.chunked(1) if len(keys) == 1 else jax.vmap
     client_axis = mapping.auto() if client_axis is None else client_axis
     if hyperparams is not None:
-        hyperparams = {name: jnp.asarray(value) for name, value in hyperparams.items()}
+        hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}  # strongly typed
 
     folder = None
     if out is not None:
@@ -331,6 +331,7 @@ def simulate(
             return before[0] + elapsed, before[1] + compiling.seconds
 
         latest: dict[str, Any] = {}
+        whole = None  # the last round whose records are written too: what an interruption may save
         with _progress_bar(progress) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
             until = num_rounds if stop_after is None else min(num_rounds, stop_after)
@@ -342,6 +343,7 @@ def simulate(
                     )
                     _stop_if_diverged(finite, values, done + count, seeds, folder)
                     state, done = new_state, done + count
+                    totals = dict(totals)
                     for name, v in jax.device_get(sums).items():
                         old = totals.get(name, [0.0] * len(seeds))
                         totals[name] = [a + float(b) for a, b in zip(old, v, strict=True)]
@@ -360,9 +362,10 @@ def simulate(
                     if folder is not None and (due or done == until):
                         folder.save(done, state, totals | {"time": clock()})
                         saved_at = time.perf_counter()
+                    whole = (done, state, totals | {"time": clock()})
             except KeyboardInterrupt:
-                if folder is not None:
-                    folder.save(done, state, totals | {"time": clock()})
+                if folder is not None and whole is not None:
+                    folder.save(*whole)
                 raise
         final = {"cluster": state.cluster} | (assess(state, test_clients, by_loss=False) or {})
         final = {name: np.asarray(value) for name, value in final.items()}

@@ -1,0 +1,116 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jfcl.core import Clients, Task
+from jfcl.mapping import chunked
+from jfcl.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
+
+SIGN = Task(
+    init=lambda key: {"w": jnp.zeros(2)},
+    loss=lambda p, b: (b["x"] @ p["w"] - b["y"]) ** 2,
+    predict=lambda p, x: x @ p["w"],
+    correct=lambda p, b: ((b["x"] @ p["w"] > 0) == (b["y"] > 0)).astype(jnp.float32),
+)
+
+
+def data(n=5, m=4, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, m, 2)).astype(np.float32)
+    y = rng.normal(size=(n, m)).astype(np.float32)
+    size = np.array([4, 1, 0, 3, 2], np.int32)[:n]
+    x[2] = np.nan
+    return Clients({"x": x, "y": y}, size)
+
+
+@pytest.mark.parametrize("axis", [jax.vmap, chunked(2)])
+def test_evaluate_against_a_loop(axis):
+    clients, params = data(), {"w": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)}
+    cluster = np.array([2, 0, 1, 1, 2], np.int32)
+    got = evaluate(SIGN, params, clients, cluster, client_axis=axis)
+    for i in range(5):
+        size = clients.size[i]
+        if size == 0:
+            assert np.isnan(got["loss"][i]) and np.isnan(got["accuracy"][i])
+            continue
+        x, y = clients.examples["x"][i, :size].astype(np.float64), clients.examples["y"][i, :size]
+        out = x @ params["w"][cluster[i]]
+        np.testing.assert_allclose(got["loss"][i], np.mean((out - y) ** 2), rtol=1e-5)
+        np.testing.assert_allclose(got["accuracy"][i], np.mean((out > 0) == (y > 0)), rtol=1e-6)
+    assert got["cluster"].tolist() == cluster.tolist()
+
+
+def test_newcomers_get_the_model_of_lowest_loss():
+    clients, params = data(), {"w": np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)}
+    got = evaluate(SIGN, params, clients, None, client_axis=jax.vmap)
+    each = [evaluate(SIGN, params, clients, np.full(5, k, np.int32), client_axis=jax.vmap) for k in range(3)]
+    losses = np.stack([e["loss"] for e in each])
+    real = clients.size > 0
+    assert (np.asarray(got["cluster"])[real] == losses[:, real].argmin(axis=0)).all()
+    np.testing.assert_allclose(np.asarray(got["loss"])[real], losses[:, real].min(axis=0), rtol=1e-6)
+
+
+def test_summary():
+    accuracy = np.array([0.9, 0.1, np.nan] + [0.5] * 18)
+    size = np.array([10, 30, 0] + [10] * 18)
+    result = summarize({"loss": 1 - accuracy, "accuracy": accuracy}, size)
+    assert result["accuracy"] == pytest.approx((0.9 + 0.1 + 9) / 20)
+    assert result["pooled_accuracy"] == pytest.approx((9 + 3 + 90) / 220)
+    assert result["worst_client_accuracy"] == pytest.approx(0.1)
+    assert result["worst_decile_accuracy"] == pytest.approx(0.3)  # the two worst of twenty
+    assert result["loss"] == pytest.approx(0.5)
+
+
+def test_per_cluster():
+    result = per_cluster({"loss": np.array([1.0, 2.0, 4.0]), "accuracy": np.array([0.0, 0.5, 1.0])}, np.array([3, 1, 1]))
+    assert result == {1: {"clients": 2, "loss": 3.0, "accuracy": 0.75}, 3: {"clients": 1, "loss": 1.0, "accuracy": 0.0}}
+
+
+labels = st.lists(st.integers(0, 3), min_size=1, max_size=9)
+
+
+@given(found=labels, seed=st.integers(0, 99))
+def test_cluster_accuracy_is_the_best_matching(found, seed):
+    found = np.array(found)
+    true = np.random.default_rng(seed).integers(0, 4, len(found))
+    best = max(np.mean(np.array(names)[found] == true) for names in itertools.permutations(range(4)))
+    assert cluster_recovery(found, true)["cluster_accuracy"] == pytest.approx(best)
+
+
+@given(found=labels, seed=st.integers(0, 99))
+def test_recovery_ignores_names(found, seed):
+    found = np.array(found)
+    rng = np.random.default_rng(seed)
+    true = rng.integers(0, 3, len(found))
+    renamed = rng.permutation(10)[found]
+    a, b = cluster_recovery(found, true), cluster_recovery(renamed, true)
+    assert a == pytest.approx(b)
+    assert a["clusters_in_use"] == len(set(found.tolist()))
+    assert cluster_recovery(found, found)["adjusted_rand"] == 1 and cluster_recovery(found, found)["purity"] == 1
+
+
+def test_adjusted_rand_by_pair_counting():
+    rng = np.random.default_rng(0)
+    found, true = rng.integers(0, 3, 30), rng.integers(0, 4, 30)
+    pairs = list(itertools.combinations(range(30), 2))
+    same_found = np.array([found[i] == found[j] for i, j in pairs])
+    same_true = np.array([true[i] == true[j] for i, j in pairs])
+    both, a, b, n = (same_found & same_true).sum(), same_found.sum(), same_true.sum(), len(pairs)
+    expected = a * b / n
+    assert cluster_recovery(found, true)["adjusted_rand"] == pytest.approx((both - expected) / ((a + b) / 2 - expected))
+
+
+def test_rounds_to_recovery():
+    assert rounds_to_recovery([5, 10], [0.5, 0.9]) is None
+    assert rounds_to_recovery([5, 10, 15], [1.0, 1.0, 1.0]) == 5
+    assert rounds_to_recovery([5, 10, 15], [1.0, 0.9, 1.0]) == 15
+
+
+def test_recovery_refuses_other_lengths():
+    with pytest.raises(ValueError, match="vectors of one length"):
+        cluster_recovery([0, 1], [0, 1, 1])

@@ -1,0 +1,236 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl.core import Algorithm, Clients
+from jfcl.mapping import chunked
+from jfcl.testing import count_compilations, problem
+
+CLIENTS, CLUSTER, TASK, TRAINING = problem()
+IFCA = jfcl.ifca(TASK, TRAINING, num_clusters=2)
+KEYS = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: bool(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)), a, b))
+
+
+def sim(**options):
+    options = {"key": jax.random.key(3), "num_rounds": 6, "test_clients": CLIENTS, "true_cluster": CLUSTER} | options
+    return jfcl.simulate(options.pop("algorithm", IFCA), options.pop("clients", CLIENTS), **options)
+
+
+def test_simulate_is_rollout():
+    state, metrics = jax.jit(lambda: jfcl.rollout(IFCA, CLIENTS, key=jax.random.key(3), num_rounds=6))()
+    history = sim()
+    assert equal(history.state, state)
+    assert history.rounds == 6
+    assert history.records[-1]["bytes_up"] == pytest.approx(float(metrics["bytes_up"].sum()))
+    assert history.client_steps == pytest.approx(float(metrics["client_steps"].sum()))
+    np.testing.assert_allclose(history.records[-1]["train_loss"], metrics["loss"][-1].mean(), rtol=1e-6)
+
+
+def test_evaluation_and_seeds_change_nothing():
+    often, rarely = sim(), sim(eval_every=4)
+    assert equal(often.state, rarely.state)
+    assert [r["round"] for r in rarely.records] == [4, 6]
+    assert often.records[3] == rarely.records[0] and often.records[5] == rarely.records[1]
+    together = sim(key=KEYS, seeds=[7, 8, 9], seed_axis=chunked(1))
+    alone = sim(key=KEYS[1])
+    assert equal(jax.tree.map(lambda x: x[1], together.state), alone.state)
+    assert [r["seed"] for r in together.records[:3]] == [7, 8, 9]
+    assert together.series("loss", 8)[1].tolist() == alone.series("loss")[1].tolist()
+    vmapped = sim(key=KEYS)
+    for x, y in zip(jax.tree.leaves(vmapped.state), jax.tree.leaves(together.state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_call_compiles_nothing_and_gives_the_same_bits():
+    first = sim(eval_every=4)
+    with count_compilations() as compiled:
+        second = sim(eval_every=4)
+    assert compiled.count == 0
+    assert equal(first.state, second.state) and first.records == second.records
+
+
+def test_ten_learning_rates_compile_once():
+    def make(lr):
+        return jfcl.ifca(TASK, jfcl.local_training(optax.sgd(lr), num_steps=3), num_clusters=2)
+
+    def final(lr):
+        return sim(algorithm=make, hyperparams={"lr": lr}).records[-1]["loss"]
+
+    losses = [final(0.01)]
+    with count_compilations() as compiled:
+        losses += [final(lr) for lr in np.linspace(0.02, 0.1, 9)]
+    assert compiled.count == 0
+    assert len(set(losses)) == 10 and losses[-1] < losses[0]
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    whole = sim(out=tmp_path / "whole", eval_every=2, key=KEYS)
+    sim(out=tmp_path / "parts", eval_every=2, key=KEYS, stop_after=3)  # not even at an evaluation
+    resumed = sim(out=tmp_path / "parts", eval_every=2, key=KEYS, resume=True)
+    assert equal(whole.state, resumed.state)
+    assert whole.records == resumed.records
+    texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
+    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 9
+    assert resumed.client_steps == whole.client_steps
+    again = sim(out=tmp_path / "parts", eval_every=2, key=KEYS, resume=True)  # nothing left to do
+    assert equal(again.state, whole.state) and again.records == whole.records
+    longer = sim(out=tmp_path / "parts", eval_every=2, key=KEYS, resume=True, num_rounds=8)
+    assert equal(longer.state, sim(key=KEYS, num_rounds=8).state)
+
+
+def test_lines_after_the_checkpoint_are_run_again(tmp_path):
+    sim(out=tmp_path, stop_after=3)
+    with (tmp_path / "metrics.jsonl").open("a") as f:  # a kill after the line and before the checkpoint
+        f.write(json.dumps({"seed": 0, "round": 4, "loss": -1.0}) + '\n{"seed": 0, "rou')
+    assert sim(out=tmp_path, resume=True).records == sim().records
+
+
+SCRIPT = """
+import sys, jax, jfcl
+from jfcl.testing import problem
+clients, cluster, task, training = problem()
+algorithm = jfcl.ifca(task, training, num_clusters=2)
+history = jfcl.simulate(algorithm, clients, key=jax.random.key(3), num_rounds=2000, eval_every=1, test_clients=clients,
+                        out=sys.argv[1], resume=sys.argv[2] == "resume", checkpoint_seconds=0.2)
+print(repr(jax.tree.map(lambda x: x.tolist(), history.state.params)), len(history.records))
+"""
+
+
+def test_kill_minus_nine_and_resume(tmp_path):
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    start = [sys.executable, "-c", SCRIPT]
+    first = subprocess.Popen([*start, str(tmp_path / "a"), "new"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while not list((tmp_path / "a" / "checkpoints").glob("[0-9]*")) and time.time() < deadline:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    done = len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < done < 2000, "it should have been killed on the way"
+    outputs = [
+        subprocess.run([*start, str(tmp_path / folder), how], env=env, capture_output=True, text=True, check=True).stdout
+        for folder, how in (("a", "resume"), ("b", "new"))
+    ]
+    assert outputs[0] == outputs[1] and outputs[0].endswith(" 2000\n")
+
+
+def test_ctrl_c_saves(tmp_path):
+    calls = []
+
+    def interrupt(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    from jfcl import metrics
+
+    original = metrics.summarize
+    metrics.summarize = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sim(out=tmp_path)
+    finally:
+        metrics.summarize = original
+    assert [p.name for p in (tmp_path / "checkpoints").glob("[0-9]*")] == ["2"]  # round 3 has no records yet
+    resumed = sim(out=tmp_path, resume=True)
+    assert equal(resumed.state, sim().state)
+    assert [r["round"] for r in resumed.records] == [1, 2, 3, 4, 5, 6]
+
+
+def exploding(key, state, clients):
+    state, metrics = IFCA.step(key, state, clients)
+    bad = jnp.where(state.round >= 4, jnp.inf, 1.0)
+    return state._replace(params=jax.tree.map(lambda p: p * bad, state.params)), metrics
+
+
+def test_divergence_stops_with_a_clear_error_and_keeps_the_checkpoint(tmp_path):
+    with pytest.raises(jfcl.DivergedError, match=r"round 4, seed 0: a model is no longer finite.*checkpoint stays"):
+        sim(algorithm=Algorithm(IFCA.init, exploding, TASK), out=tmp_path, checkpoint_seconds=0.0)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").glob("[0-9]*")) == [2, 3]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_updates_of_everyone_broken_is_an_error_and_of_one_a_note():
+    x = CLIENTS.examples["x"].copy()
+    x[1] = 3e38  # finite, but its gradient is not
+    spoiled = Clients({"x": x, "y": CLIENTS.examples["y"]}, CLIENTS.size)
+    fed = jfcl.fedavg(TASK, TRAINING)
+    with pytest.warns(UserWarning, match=r"1 client update\(s\) so far held NaN"):
+        sim(algorithm=fed, clients=spoiled, num_rounds=1)
+    x[:] = 3e38
+    with pytest.raises(jfcl.DivergedError, match="no client sent a finite update"):
+        sim(algorithm=fed, clients=Clients({"x": x, "y": CLIENTS.examples["y"]}, CLIENTS.size))
+
+
+def test_collapse_warns_once():
+    far = {"w": np.stack([np.zeros(4), np.full(4, 1e3)]).astype(np.float32), "b": np.zeros(2, np.float32)}
+    algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, init_params=far)
+    with pytest.warns(UserWarning, match="all clients use one of the 2 models") as caught:
+        history = sim(algorithm=algorithm)
+    assert len(caught) == 1 and {r["clusters_in_use"] for r in history.records} == {1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim(algorithm=jfcl.fedavg(TASK, TRAINING))  # one model is no collapse
+
+
+def test_newcomers_are_served_by_lowest_loss():
+    history = sim(newcomers=CLIENTS)
+    last = history.records[-1]
+    assert last["newcomer_loss"] <= last["loss"] + 1e-6
+
+
+def test_records_are_ready_for_pandas():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(sim(key=KEYS).records)
+    assert len(frame) == 18 and frame.groupby("seed")["loss"].last().notna().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
+        ({"eval_every": 0}, "eval_every"),
+        ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
+        ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
+        ({"seeds": [1, 2]}, "one name for each of the 1 keys"),
+        ({"resume": True}, "out must be the folder of the run to resume"),
+        ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "have no examples"),
+    ],
+)
+def test_refuses_before_computing(options, words):
+    with count_compilations() as compiled, pytest.raises(ValueError, match=words):
+        sim(**options)
+    assert compiled.count == 0
+
+
+def test_folders_are_never_overwritten(tmp_path):
+    sim(out=tmp_path, config={"lr": 0.1})
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="already holds a run: resume it"):
+        sim(out=tmp_path, config={"lr": 0.1})
+    with pytest.raises(ValueError, match=r"another configuration \(lr: it has 0.1, asked for 0.2\)"):
+        sim(out=tmp_path, config={"lr": 0.2}, resume=True)
+    with pytest.raises(ValueError, match="of another model or number of clients"):
+        other = jfcl.ifca(TASK, TRAINING, num_clusters=3)
+        sim(out=tmp_path, config={"lr": 0.1}, resume=True, algorithm=other)
+    with pytest.raises(ValueError, match="at least the 6 rounds already done"):
+        sim(out=tmp_path, config={"lr": 0.1}, resume=True, num_rounds=5)
+    with pytest.raises(ValueError, match=r"holds no run to resume"):
+        sim(out=tmp_path / "nothing", resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
