@@ -4,7 +4,7 @@
     state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import data, plots, testing
+from jfcl import data, models, plots, testing
 from jfcl._version import __version__
 from jfcl.algorithms import fedavg, ifca, local_only, oracle, with_restarts
 from jfcl.core import Algorithm, Clients, Task, stack_clients
@@ -29,6 +29,7 @@ __all__ = [
     "ifca",
     "local_only",
     "local_training",
+    "models",
     "oracle",
     "plots",
     "rollout",

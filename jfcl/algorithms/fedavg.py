@@ -45,10 +45,10 @@ def fedavg(
       >>> rng = np.random.default_rng(0)
       >>> x = rng.normal(size=(4, 8, 2)).astype(np.float32)
       >>> clients = jfcl.Clients({"x": x, "y": x @ np.float32([1, -1])}, np.full(4, 8, np.int32))
-      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.2), num_steps=20))
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.2), num_steps=50))
       >>> state = algorithm.init(jax.random.key(0), clients)
       >>> state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
-      >>> state.params["w"].round(1).tolist()
+      >>> np.round(state.params["w"], 1).tolist()
       [[1.0, -1.0]]
     """
     return averaging(

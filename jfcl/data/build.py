@@ -364,6 +364,8 @@ def check_dataset(dataset: Dataset) -> None:
         if x.dtype.kind == "f" and not np.isfinite(x.reshape(len(x), -1).sum(axis=1)).all():
             bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1).sum(axis=1)))
             raise ValueError(f"{where}: NaN or infinite inputs in {len(bad)} example(s), first at {bad[0]}")
+        if dataset.num_classes is not None and y.dtype.kind not in "iu":
+            raise ValueError(f"{where}: labels must be integers, got {y.dtype}")
         if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
             raise ValueError(
                 f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}"

@@ -1,0 +1,192 @@
+"""Convolutions that stay fast when every client has its own weights, and pooling to match.
+
+`conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It computes
+the same numbers, arranged for how clients are mapped:
+
+* One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not bring convolutions inside a loop
+  into the layout its fast kernels need (jax issue 12868), so the gradients that `lax.conv` derives, transposed
+  convolutions, run at a twentieth of the speed. Here both gradients are themselves written as plain NHWC x HWIO
+  convolutions, which need no rearrangement.
+* Under `vmap` over clients with their own weights, a convolution would become one with a group per client, for which
+  no backend has a fast kernel. Here it becomes patches times weights, one batched matrix product.
+* Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+Padding = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _plain(x, w, strides, padding, **dilation):
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=NHWC, **dilation)
+
+
+def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
+    """The windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    (kh, kw), (sh, sw) = kernel, strides
+    height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
+    shifted = [
+        x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw] for i in range(kh) for j in range(kw)
+    ]
+    return jnp.concatenate(shifted, axis=-1)
+
+
+def _forward_patches(x, w, strides, padding):
+    return patches(x, w.shape[:2], strides, padding) @ w.reshape(-1, w.shape[-1])
+
+
+def _input_gradient(g, w, shape, strides, padding):
+    """d loss / d x, as a convolution of the output's gradient with the mirrored kernel."""
+    kh, kw = w.shape[:2]
+    (top, _), (left, _) = padding
+    reach = [(s - 1) * stride + 1 for s, stride in zip(g.shape[1:3], strides, strict=True)]
+    before = (kh - 1 - top, kw - 1 - left)
+    after = tuple(shape[d] - reach[d] + top_left for d, top_left in enumerate((top, left)))
+    mirrored = w[::-1, ::-1].transpose(0, 1, 3, 2)
+    return _plain(g, mirrored, (1, 1), tuple(zip(before, after, strict=True)), lhs_dilation=strides)
+
+
+def _weight_gradient(x, g, kernel, strides, padding):
+    """d loss / d w, as a convolution in which input channels are the batch, and the batch the channels."""
+    (kh, kw), (sh, sw) = kernel, strides
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    x = x[:, : (g.shape[1] - 1) * sh + kh, : (g.shape[2] - 1) * sw + kw]  # what lies beyond no window reached
+    turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
+    return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).transpose(1, 2, 0, 3)
+
+
+def _weight_gradient_patches(x, g, kernel, strides, padding):
+    rows = patches(x, kernel, strides, padding)
+    rows, g = rows.reshape(-1, rows.shape[-1]), g.reshape(-1, g.shape[-1])
+    return (rows.T @ g).reshape(*kernel, x.shape[-1], g.shape[-1])
+
+
+def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = None) -> Callable:
+    """`alone` for one client, `together` vmapped for many; `joins(batched)` true where clients can share its batch axis."""
+    function = custom_vmap(alone)
+
+    @function.def_vmap
+    def rule(size, batched, a, b):
+        if joins is not None and joins(batched):
+            out = function(a.reshape(-1, *a.shape[2:]), b)  # vmapped again, the rule applies again
+            return out.reshape(size, -1, *out.shape[1:]), True
+        return jax.vmap(together, in_axes=[0 if flag else None for flag in batched])(a, b), True
+
+    return function
+
+
+@lru_cache(maxsize=256)
+def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Callable:
+    """The convolution of one geometry: input height and width, kernel, strides, padding."""
+    shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
+    forward = _by_mapping(
+        lambda x, w: _plain(x, w, strides, padding),
+        lambda x, w: _forward_patches(x, w, strides, padding),
+        shared_weights,
+    )
+    input_gradient = _by_mapping(
+        lambda g, w: _input_gradient(g, w, shape, strides, padding),
+        # The transpose of "patches times weights": batched matrix product, then patches added up where they overlap.
+        lambda g, w: jax.linear_transpose(
+            lambda x: _forward_patches(x, w, strides, padding),
+            jax.ShapeDtypeStruct((g.shape[0], *shape, w.shape[2]), g.dtype),
+        )(g)[0],
+        shared_weights,
+    )
+    weight_gradient = _by_mapping(
+        lambda x, g: _weight_gradient(x, g, kernel, strides, padding),
+        lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
+    )
+
+    @jax.custom_vjp
+    def convolve(x, w):
+        return forward(x, w)
+
+    convolve.defvjp(
+        lambda x, w: (forward(x, w), (x, w)),
+        lambda saved, g: (input_gradient(g, saved[1]), weight_gradient(saved[0], g)),
+    )
+    return convolve
+
+
+def conv(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides,
+    padding,
+    lhs_dilation=None,
+    rhs_dilation=None,
+    dimension_numbers=None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision=None,
+    preferred_element_type=None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated`, with gradients and vmaps that are fast for clients with their own weights.
+
+    Two-dimensional NHWC x HWIO convolutions without dilation or groups take the fast ways described above; anything
+    else is handed to `lax` as it is. Reverse-mode derivatives only (as every `custom_vjp`).
+
+    Args:
+      lhs: `[B, H, W, C]`; rhs: `[kh, kw, C, O]`; window_strides, padding, ...: as in `lax.conv_general_dilated`.
+
+    Returns:
+      `[B, H', W', O]`. Cost: the convolution's own; under `vmap` with own weights, `kh * kw` copies of the input.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> layer = nn.Conv(4, (3, 3), conv_general_dilated=conv)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 1)))[0].shape
+      (2, 8, 8, 4)
+    """
+    spatial = lhs.ndim - 2
+    dilated = any(d != 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ())))
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    canonical = spatial == 2 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
+    plain_types = precision is None and preferred_element_type is None and lhs.dtype == rhs.dtype
+    if not canonical or dilated or feature_group_count != 1 or batch_group_count != 1 or not plain_types:
+        return lax.conv_general_dilated(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            preferred_element_type,
+        )
+    strides = tuple(int(s) for s in window_strides)
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
+    pads = tuple((int(a), int(b)) for a, b in padding)
+    return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
+
+
+def max_pool(x: jax.Array, window: int) -> jax.Array:
+    """Max-pooling with stride `window`, no padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
+
+    Written as a reshape and a maximum, whose gradient is far cheaper on a CPU than that of `lax.reduce_window`. Among
+    equal largest values the gradient is divided, where `reduce_window` gives it to the first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0].tolist()
+      [[6.0, 8.0], [16.0, 18.0]]
+    """
+    b, h, w, c = x.shape
+    h, w = h // window, w // window
+    tiles = x[:, : h * window, : w * window].reshape(b, h, window, w, window, c)
+    return tiles.max(axis=(2, 4))

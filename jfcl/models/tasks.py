@@ -1,0 +1,153 @@
+"""A `Task` from any flax.linen module, or from any pair of init and apply functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl.core import PyTree, Task, check_choice
+
+KINDS = ("classification", "regression")
+
+
+def task(
+    init: Callable[[jax.Array], PyTree],
+    apply: Callable[[PyTree, jax.Array], jax.Array],
+    *,
+    kind: str,
+    half: bool = False,
+) -> Task:
+    """A task from two functions.
+
+    Args:
+      init: `(key) -> params`.
+      apply: `(params, x [B, ...]) -> outputs`: logits `[B, num_classes]` for classification, values of the targets'
+        shape for regression.
+      kind: `"classification"`: cross-entropy of integer labels, accuracy of the largest logit. `"regression"`: squared
+        error, summed over the outputs of an example; no accuracy.
+      half: regression with 1/2 of the squared error.
+
+    Returns:
+      `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`.
+
+    Raises:
+      ValueError: an unknown `kind`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> line = task(lambda key: {"w": jnp.ones(2)}, lambda params, x: x @ params["w"], kind="regression")
+      >>> line.loss(line.init(None), {"x": jnp.ones((1, 2)), "y": jnp.zeros(1)}).tolist()
+      [4.0]
+    """
+    check_choice("kind", kind, KINDS)
+
+    def cross_entropy(params, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["x"]), batch["y"])
+
+    def right(params, batch):
+        return (jnp.argmax(apply(params, batch["x"]), axis=-1) == batch["y"]).astype(jnp.float32)
+
+    def squared_error(params, batch):
+        error = jnp.square(apply(params, batch["x"]) - batch["y"])
+        return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
+
+    if kind == "classification":
+        return Task(init, cross_entropy, apply, right)
+    return Task(init, squared_error, apply)
+
+
+@lru_cache(maxsize=64)
+def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
+    def init(key):
+        return module.init(key, jnp.zeros((1, *input_shape)))["params"]
+
+    def apply(params, x):
+        return module.apply({"params": params}, x)
+
+    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, *input_shape))))
+    others = sorted(set(variables) - {"params"})
+    if others:
+        raise ValueError(
+            f"{type(module).__name__} keeps state besides its parameters ({', '.join(others)}), which cannot be averaged"
+            " over clients; use GroupNorm or LayerNorm instead of BatchNorm"
+        )
+    return task(init, apply, kind=kind, half=half)
+
+
+def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def outputs():
+        return task.predict(task.init(jax.random.key(0)), jnp.zeros((2, *input_shape)))
+
+    return jax.eval_shape(outputs).shape
+
+
+def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Task:
+    """Classification by a flax.linen module: cross-entropy on its logits.
+
+    Args:
+      module: maps `[B, *input_shape]` to logits `[B, num_classes]`; parameters only, no batch statistics.
+      input_shape: of one example, e.g. `(28, 28, 1)`.
+      num_classes: number of labels.
+
+    Returns:
+      `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
+      module's "params": a nested dict.
+
+    Raises:
+      ValueError: outputs that do not fit the classes; a module with other state than parameters.
+
+    Example:
+      >>> import jax, jfcl
+      >>> mlp = classification(jfcl.models.MLP(10), (8, 8, 1), 10)
+      >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
+      15010
+    """
+    made = _from_module(module, tuple(input_shape), "classification", False)
+    shape = _output_shape(made, tuple(input_shape))
+    if shape != (2, num_classes):
+        raise ValueError(
+            f"{type(module).__name__} must give {num_classes} logits an example, shape (B, {num_classes}), for"
+            f" {num_classes} classes; it gives {('B', *shape[1:])}"
+        )
+    return made
+
+
+def regression(module: nn.Module, input_shape: tuple[int, ...], *, half: bool = False) -> Task:
+    """Regression by a flax.linen module: the squared error (half of it, if asked).
+
+    Args:
+      module: maps `[B, *input_shape]` to values of the targets' shape.
+      input_shape: of one example.
+      half: use 1/2 of the squared error.
+
+    Returns:
+      `Task` without an accuracy.
+
+    Example:
+      >>> import jfcl
+      >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
+      True
+    """
+    return _from_module(module, tuple(input_shape), "regression", half)
+
+
+def parameter_paths(task: Task) -> list[str]:
+    """The names of a task's parameters, such as `"Dense_0/kernel"`: what IFCA's `shared` is asked about.
+
+    Example:
+      >>> import jfcl
+      >>> parameter_paths(classification(jfcl.models.Linear(10), (4,), 10))
+      ['Dense_0/bias', 'Dense_0/kernel']
+    """
+
+    def name(part: Any) -> str:
+        return str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
+
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    return ["/".join(name(part) for part in path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]

@@ -1,0 +1,286 @@
+"""Federations: nothing leaks from test to train, clients hold what they should, bad input is named."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jfcl.core import check_clients, check_labels
+from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, load
+
+CLASSES = 4
+
+
+def tagged(n=240, n_test=None, seed=0, size=5):
+    """A data set whose images all differ, by a constant that survives every rotation at the central pixel."""
+    rng = np.random.default_rng(seed)
+    total = n + (n_test or 0)
+    tag = (1 + np.arange(total, dtype=np.float32)) / 4096
+    x = np.broadcast_to(tag[:, None, None, None], (total, size, size, 1)).copy()
+    y = rng.permutation(np.arange(total) % CLASSES).astype(np.int32)
+    writer = np.concatenate([np.arange(n) % 12, 100 + np.arange(total - n) % 7]).astype(np.int32)
+    split = lambda a: (a[:n], a[n:] if n_test else None)  # noqa: E731
+    (x, xt), (y, yt), (writer, wt) = split(x), split(y), split(writer)
+    test = None if n_test is None else {"x": xt, "y": yt}
+    return Dataset("tagged", {"x": x, "y": y}, test, CLASSES, {"train": writer, "test": wt}, "tagged images")
+
+
+def tags(clients, client=None):
+    """Base example numbers, read back from the central pixels of real examples."""
+    rows = range(len(clients.size)) if client is None else [client]
+    middle = clients.examples["x"].shape[2] // 2
+    pixels = [clients.examples["x"][i, : clients.size[i], middle, middle, 0] for i in rows]
+    return (np.rint(np.concatenate(pixels) * 4096).astype(int) - 1).tolist()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("heterogeneity", HETEROGENEITY)
+def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
+    for reuse, n_test, each in itertools.product(["none", "cluster", "auto"], [None, 80], [None, 4]):
+        data = tagged(n_test=n_test)
+        newcomers = 3 if partition != "writer" or n_test else None
+        fed = build(
+            data,
+            num_clients=7,
+            num_clusters=3,
+            heterogeneity=heterogeneity,
+            partition=partition,
+            reuse=reuse,
+            examples_per_client=each,
+            newcomer_examples=newcomers,
+            test_fraction=0.3,
+            seed=5,
+        )
+        where = (partition, heterogeneity, reuse, n_test, each)
+        for clients in [fed.train, fed.test] + ([fed.newcomers] if newcomers else []):
+            check_clients(clients)
+            check_labels(clients, CLASSES)
+            assert clients.size.dtype == np.int32 and clients.examples["x"].dtype == np.float32
+        train, test = tags(fed.train), tags(fed.test)
+        assert len(fed.train.size) == len(fed.test.size) == 7
+        assert fed.cluster.tolist() == [0, 1, 2, 0, 1, 2, 0] and fed.cluster.dtype == np.int32
+        assert not set(train) & set(test), where
+        if newcomers:
+            assert not set(train) & set(tags(fed.newcomers)), where
+            assert len(fed.newcomer_cluster) == len(fed.newcomers.size)
+        if reuse == "none" or heterogeneity in ("class", "topic"):
+            assert len(set(train)) == len(train), where
+        for k in range(3):  # whatever the reuse, an image is at one client of a cluster
+            inside = [tag for i in np.flatnonzero(fed.cluster == k) for tag in tags(fed.train, i)]
+            assert len(set(inside)) == len(inside), where
+
+
+@pytest.mark.parametrize("heterogeneity", ["none", "label_swap", "label_permutation", "private_label"])
+def test_labels_are_the_clusters_labels(heterogeneity):
+    data = tagged(n_test=60)
+    fed = build(
+        data, num_clients=6, num_clusters=3, heterogeneity=heterogeneity, newcomer_examples=10, seed=3
+    )
+    base = np.concatenate([data.train["y"], data.test["y"]])
+    tables = [{} for _ in range(3)]
+    everyone = [(fed.train, fed.cluster), (fed.test, fed.cluster), (fed.newcomers, fed.newcomer_cluster)]
+    for clients, cluster in everyone:
+        for i, k in enumerate(cluster):
+            for tag, y in zip(
+                tags(clients, i), clients.examples["y"][i, : clients.size[i]].tolist(), strict=True
+            ):
+                # One renaming per cluster, the same in training, test and newcomers.
+                assert tables[k].setdefault(int(base[tag]), y) == y
+    assert all(sorted(table.values()) == list(range(CLASSES)) for table in tables)
+    if heterogeneity == "none":
+        assert all(a == b for table in tables for a, b in table.items())
+    else:
+        assert len({tuple(sorted(table.items())) for table in tables}) == 3
+
+
+def test_class_and_topic_give_clusters_their_labels():
+    fed = build(tagged(), num_clients=8, num_clusters=2, heterogeneity="class")
+    topic = build(tagged(), num_clients=8, num_clusters=3, heterogeneity="topic")
+    for clients in ("train", "test"):
+        for i in range(8):
+            part = getattr(fed, clients)
+            assert set(part.examples["y"][i, : part.size[i]].tolist()) <= ({0, 1}, {2, 3})[i % 2]
+            part = getattr(topic, clients)
+            assert set(part.examples["y"][i, : part.size[i]].tolist()) == {i % 3}
+
+
+def test_rotated_images_are_the_clusters_turn():
+    digits = load("digits")
+    fed = build(digits, num_clients=8, num_clusters=4, heterogeneity="rotation", examples_per_client=50)
+    originals = {image.tobytes(): int(label) for image, label in zip(*digits.train.values(), strict=True)}
+    for clients in (fed.train, fed.test):
+        for i in range(8):
+            for x, y in zip(
+                clients.examples["x"][i], clients.examples["y"][i, : clients.size[i]], strict=False
+            ):
+                for _ in range(i % 4):  # turn back, a quarter clockwise at a time
+                    x = x.transpose(1, 0, 2)[:, ::-1]
+                assert originals[np.ascontiguousarray(x).tobytes()] == y
+
+
+def test_reuse_cluster_gives_every_cluster_everything_once():
+    """IFCA's arithmetic in small: m n = K * (all images)."""
+    data = tagged(n=120, n_test=40)
+    fed = build(
+        data,
+        num_clients=12,
+        num_clusters=4,
+        heterogeneity="rotation",
+        examples_per_client=40,
+        newcomer_examples=10,
+    )
+    for k in range(4):
+        assert sorted(t for i in range(k, 12, 4) for t in tags(fed.train, i)) == list(range(120))
+        assert sorted(t for i in range(k, 12, 4) for t in tags(fed.test, i)) == list(range(120, 160))
+        rows = np.flatnonzero(fed.newcomer_cluster == k)
+        assert sorted(t for i in rows for t in tags(fed.newcomers, i)) == list(range(120, 160))
+    assert fed.newcomers.size.tolist() == [10] * 16
+
+
+def test_auto_reuses_only_when_it_must():
+    data = tagged(n=120, n_test=40)
+    settings = {"num_clusters": 2, "heterogeneity": "rotation", "examples_per_client": 10}
+    once = tags(build(data, num_clients=12, **settings).train)
+    assert sorted(once) == list(range(120))
+    twice = tags(build(data, num_clients=14, **settings).train)
+    assert len(twice) == 140 and len(set(twice)) < 140
+    with pytest.raises(ValueError, match="need 260 examples, but 'tagged' has 120"):
+        build(data, num_clients=26, reuse="none", **settings)
+    with pytest.raises(ValueError, match="need 130 examples, but 'tagged' has 120"):
+        build(data, num_clients=26, **settings)
+
+
+def test_hold_out_is_stratified():
+    digits = load("digits")
+    fed = build(digits, num_clients=10, test_fraction=0.25)
+    y = fed.test.examples["y"][np.arange(fed.test.size.max()) < fed.test.size[:, None]]
+    for label in range(10):
+        assert (y == label).sum() == round(0.25 * (digits.train["y"] == label).sum())
+
+
+@pytest.mark.parametrize("partition", ["label", "dirichlet"])
+def test_test_labels_follow_the_clients_training_labels(partition):
+    fed = build(load("digits"), num_clients=10, partition=partition, alpha=0.2, test_fraction=0.3, seed=1)
+    shared = 0
+    for i in range(10):
+        train = np.bincount(fed.train.examples["y"][i, : fed.train.size[i]], minlength=10)
+        test = np.bincount(fed.test.examples["y"][i, : fed.test.size[i]], minlength=10)
+        assert not (test[train == 0]).any(), "tested on a label it never trains on"
+        # The share of every label's test examples is the share of its training examples, to within rounding.
+        expected = train * 0.3 / 0.7
+        assert np.abs(test - expected).max() < 2
+        shared += test.sum()
+    assert shared == sum(round(0.3 * c) for c in np.bincount(load("digits").train["y"]))
+
+
+def test_iid_test_sets_have_nearly_equal_sizes():
+    sizes = build(load("digits"), num_clients=40, num_clusters=4, heterogeneity="rotation").test.size
+    assert sizes.min() >= 7 and sizes.max() <= 11
+
+
+def test_more_clients_than_test_examples_still_all_have_one():
+    fed = build(tagged(n=240), num_clients=150, num_clusters=3, test_fraction=0.1, seed=0)
+    assert fed.test.size.min() == 1 and len(set(tags(fed.test))) == 24
+    assert not set(tags(fed.test)) & set(tags(fed.train))
+
+
+def test_writers_are_clients():
+    data = tagged(n=240, n_test=70)
+    fed = build(data, partition="writer", num_clusters=2, heterogeneity="rotation", newcomer_examples=8)
+    assert len(fed.train.size) == 12
+    for i in range(12):
+        own = data.writer["train"][tags(fed.train, i) + tags(fed.test, i)]
+        assert set(own.tolist()) == {i} and len(own) == 20
+        assert fed.test.size[i] == 4
+    for i in range(7):  # newcomers are the official test split's writers
+        assert {int(data.writer["test"][t - 240]) for t in tags(fed.newcomers, i)} == {100 + i}
+    capped = build(data, partition="writer", num_clients=5, examples_per_client=3)
+    assert capped.train.size.tolist() == [3] * 5
+
+
+def test_split_hash_knows_every_decision():
+    base = {"num_clients": 6, "num_clusters": 2, "heterogeneity": "label_permutation", "seed": 1}
+    one = build(tagged(), **base)
+    again = build(tagged(), **base)
+    assert one.split_hash == again.split_hash and len(one.split_hash) == 16
+    np.testing.assert_array_equal(one.train.examples["x"], again.train.examples["x"])
+    changes = [
+        {"seed": 2},
+        {"num_clients": 8},
+        {"num_clusters": 3},
+        {"heterogeneity": "private_label"},
+        {"partition": "dirichlet"},
+        {"test_fraction": 0.5},
+        {"examples_per_client": 5},
+        {"reuse": "cluster"},
+        {"newcomer_examples": 4},
+    ]
+    hashes = {build(tagged(), **(base | change)).split_hash for change in changes}
+    assert len(hashes | {one.split_hash}) == len(changes) + 1
+
+
+def test_regression_data_sets_work():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 3)).astype(np.float32)
+    data = Dataset("lines", {"x": x, "y": x.sum(axis=1)}, None, None, None, "")
+    fed = build(data, num_clients=5)
+    assert fed.num_classes is None and fed.input_shape == (3,)
+    assert fed.train.size.sum() == 40 and fed.test.size.tolist() == [2] * 5
+    np.testing.assert_allclose(fed.train.examples["y"], fed.train.examples["x"].sum(axis=-1), rtol=1e-6)
+    with pytest.raises(ValueError, match="classification data set"):
+        build(data, num_clients=5, partition="label")
+
+
+def spoiled(**changes):
+    data = tagged(n=40)
+    train = {name: values.copy() for name, values in data.train.items()}
+    for name, (index, value) in changes.items():
+        train[name][index] = value
+    return data._replace(train=train)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        (tagged, {"heterogeneity": "rotatoin"}, "unknown heterogeneity 'rotatoin': did you mean 'rotation'?"),
+        (tagged, {"partition": "dirichlett"}, "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
+        (tagged, {"reuse": "always"}, "unknown reuse"),
+        (lambda: "digist", {}, "unknown dataset 'digist': did you mean 'digits'?"),
+        (tagged, {"num_clusters": 7}, "num_clusters must be at most the number of clients, 6, got 7"),
+        (tagged, {"num_clusters": 0}, "num_clusters must be an integer, at least 1"),
+        (tagged, {"num_clients": None}, "num_clients must be an integer"),
+        (tagged, {"num_clients": 241}, "num_clients: 241 clients need 241 examples"),
+        (tagged, {"examples_per_client": 0}, "examples_per_client must be"),
+        (tagged, {"newcomer_examples": 1000}, "newcomer_examples must be at most 48"),
+        (tagged, {"test_fraction": 1.0}, "test_fraction must be strictly between 0 and 1"),
+        (tagged, {"seed": -1}, "seed must be an integer, at least 0, got -1"),
+        (tagged, {"partition": "writer", "num_clients": 13}, "at most 12, the number of writers"),
+        (lambda: load("digits"), {"partition": "writer"}, "'digits' does not have; try 'mnist_writers'"),
+        (
+            lambda: load("digits"),
+            {"heterogeneity": "class", "num_clients": 20, "num_clusters": 11},
+            "at most 10",
+        ),
+        (lambda: spoiled(x=((3, 1, 1, 0), np.nan)), {}, "NaN or infinite inputs in 1 example.s., first at 3"),
+        (lambda: spoiled(x=((3, 1, 1, 0), np.inf)), {}, "NaN or infinite inputs"),
+        (lambda: spoiled(y=(5, CLASSES)), {}, "labels must lie in 0..3, got 0..4"),
+        (lambda: spoiled(y=(5, -1)), {}, "labels must lie in 0..3, got -1..3"),
+    ],
+)
+def test_bad_input_is_named(data, options, words):
+    with pytest.raises(ValueError, match=words):
+        build(data(), **({"num_clients": 6} | options))
+
+
+def test_text_must_be_tokenized_first():
+    data = Dataset("t", {"x": np.array(["a", "b"], object), "y": np.zeros(2, np.int32)}, None, 1, None, "")
+    with pytest.raises(ValueError, match=r"inputs must be numbers.*tokenize"):
+        build(data, num_clients=1)
+
+
+def test_rotation_of_what_is_not_square():
+    data = tagged()
+    wide = data._replace(train={"x": data.train["x"][:, :3], "y": data.train["y"]})
+    with pytest.raises(ValueError, match="needs square images"):
+        build(wide, num_clients=4, num_clusters=4, heterogeneity="rotation")
+    assert build(wide, num_clients=4, num_clusters=2, heterogeneity="rotation").input_shape == (3, 5, 1)

@@ -1,0 +1,438 @@
+"""Data sets against readers written from the formats' definitions; what is missing or corrupted is named."""
+
+import csv
+import gzip
+import io
+import lzma
+import shutil
+import sys
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from jfcl.data import DATASETS, Dataset, build, load, tokenize
+from jfcl.data import tfds_source as source
+
+
+def idx(path):
+    """The idx format, read as its definition says; shares nothing with the package."""
+    content = gzip.open(path, "rb").read()
+    rank = content[3]
+    shape = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(rank)]
+    return np.frombuffer(content, {8: "u1", 12: ">i4"}[content[2]], offset=4 + 4 * rank).reshape(shape)
+
+
+def integers(images):
+    """Pixels back as the integers they were; any deviation from k / 255 in float32 is an error."""
+    raw = np.rint(images.astype(np.float64) * 255)
+    assert images.dtype == np.float32 and images.min() >= 0 and images.max() <= 1
+    np.testing.assert_array_equal(images, (raw / 255).astype(np.float32))
+    return raw.astype(np.uint8)
+
+
+def test_digits_are_scikit_learns():
+    digits, bunch = load("digits"), load_digits()
+    np.testing.assert_array_equal(digits.train["x"][..., 0] * 16, bunch.images)
+    np.testing.assert_array_equal(digits.train["y"], bunch.target)
+    assert digits.train["x"].dtype == np.float32 and digits.train["y"].dtype == np.int32
+    assert digits.test is None and digits.writer is None and digits.num_classes == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "pixel_sums"),
+    [
+        # Sums of all raw pixels of the official files (train, test), taken once with the reader above.
+        ("mnist", (1567298545, 264923200)),
+        ("fashion_mnist", (3431114169, 573469082)),
+    ],
+)
+def test_idx_data_sets(data_dir, name, pixel_sums):
+    data = load(name, data_dir)
+    splits = [("train", "train", 60_000), ("t10k", "test", 10_000)]
+    for (prefix, split, n), pixel_sum in zip(splits, pixel_sums, strict=True):
+        part = getattr(data, split)
+        images = idx(data_dir / name / f"{prefix}-images-idx3-ubyte.gz")
+        labels = idx(data_dir / name / f"{prefix}-labels-idx1-ubyte.gz")
+        assert part["x"].shape == (n, 28, 28, 1) and part["y"].dtype == np.int32
+        raw = integers(part["x"])
+        np.testing.assert_array_equal(raw[..., 0], images)
+        np.testing.assert_array_equal(part["y"], labels)
+        assert int(raw.sum(dtype=np.int64)) == pixel_sum
+    histogram = np.bincount(data.train["y"]).tolist()
+    if name == "mnist":
+        assert histogram == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    else:
+        assert histogram == [6000] * 10
+
+
+def test_writers_of_mnist(data_dir):
+    data = load("mnist_writers", data_dir)
+    assert data.name == "mnist_writers"
+    count = np.bincount(data.writer["train"])
+    count = count[count > 0]
+    assert (len(count), count.min(), int(np.median(count)), count.max()) == (539, 19, 116, 131)
+    assert (count >= 100).sum() == 440
+    assert not set(data.writer["train"]) & set(data.writer["test"])
+    # The label file's own class column says that its rows are MNIST's images.
+    for split, rows in [("train", 60_000), ("test", 10_000)]:
+        table = idx(data_dir / "qmnist_writers" / f"qmnist-{split}-labels-idx2-int.gz")[:rows]
+        np.testing.assert_array_equal(table[:, 0], getattr(data, split)["y"])
+        np.testing.assert_array_equal(table[:, 2], data.writer[split])
+    fed = build(data, partition="writer", num_clusters=2, heterogeneity="rotation", newcomer_examples=20)
+    assert len(fed.train.size) == 539
+    total = np.sort(fed.train.size + fed.test.size)
+    np.testing.assert_array_equal(total, np.sort(count))
+    assert len(fed.newcomers.size) == len(np.unique(data.writer["test"]))
+
+
+def test_emnist_letters(data_dir):
+    data = load("emnist_letters", data_dir)
+    for split, n in [("train", 124_800), ("test", 20_800)]:
+        images = idx(data_dir / "emnist_letters" / f"emnist-letters-{split}-images-idx3-ubyte.gz")
+        labels = idx(data_dir / "emnist_letters" / f"emnist-letters-{split}-labels-idx1-ubyte.gz")
+        part = getattr(data, split)
+        assert part["x"].shape == (n, 28, 28, 1)
+        for i in range(0, n, 997):
+            np.testing.assert_array_equal(integers(part["x"][i])[..., 0], images[i].T)
+        np.testing.assert_array_equal(part["y"], labels.astype(int) - 1)
+    assert data.num_classes == 26 and set(data.train["y"].tolist()) == set(range(26))
+
+
+def test_cifar10(data_dir):
+    data = load("cifar10", data_dir)
+    assert data.train["x"].shape == (50_000, 32, 32, 3) and data.test["x"].shape == (10_000, 32, 32, 3)
+    assert np.bincount(data.train["y"]).tolist() == [5000] * 10
+    assert np.bincount(data.test["y"]).tolist() == [1000] * 10
+    content = lzma.open(data_dir / "cifar10" / "data_batch_3.bin.xz").read()
+    for i in (0, 1, 4_321, 9_999):
+        record = content[3073 * i : 3073 * (i + 1)]
+        assert data.train["y"][20_000 + i] == record[0]
+        image = integers(data.train["x"][20_000 + i])
+        for channel in range(3):
+            plane = record[1 + 1024 * channel : 1 + 1024 * (channel + 1)]
+            assert image[..., channel].ravel().tolist() == list(plane)
+
+
+def test_ag_news(data_dir):
+    data = load("ag_news", data_dir)
+    with open(data_dir / "ag_news_csv" / "test.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert len(rows) == len(data.test["y"]) == 7600
+    assert data.test["y"].tolist() == [int(row[0]) - 1 for row in rows]
+    assert data.test["x"].tolist() == [row[1] + " " + row[2] for row in rows]
+    assert np.bincount(data.test["y"]).tolist() == [1900] * 4
+    if not (data_dir / "ag_news_csv" / "train.csv").exists():
+        assert np.bincount(data.train["y"]).tolist() == [2514, 2504, 2519, 2463]
+    tokens, words = tokenize(data, vocab_size=2000, length=20)
+    assert tokens.test["x"].shape == (7600, 20) and tokens.test["x"].max() < 2000 == len(words)
+    fed = build(tokens, num_clients=20, num_clusters=4, heterogeneity="topic", examples_per_client=100)
+    assert all(set(fed.train.examples["y"][i].tolist()) == {i % 4} for i in range(20))
+
+
+def test_compressed_or_not_it_is_the_same_file(data_dir, tmp_path):
+    names = [f"{p}-{k}" for p in ("train", "t10k") for k in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+    (tmp_path / "mnist").mkdir()
+    for i, name in enumerate(names):
+        content = gzip.open(data_dir / "mnist" / f"{name}.gz").read()
+        if i % 2:
+            (tmp_path / "mnist" / f"{name}.xz").write_bytes(lzma.compress(content, preset=0))
+        else:
+            (tmp_path / "mnist" / name).write_bytes(content)
+    ours, official = load("mnist", tmp_path), load("mnist", data_dir)
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(getattr(ours, split)["x"], getattr(official, split)["x"])
+        np.testing.assert_array_equal(getattr(ours, split)["y"], getattr(official, split)["y"])
+
+
+def test_the_official_cifar_folder(data_dir, tmp_path):
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        content = lzma.open(data_dir / "cifar10" / f"{name}.xz").read()
+        (tmp_path / "cifar-10-batches-bin" / name).write_bytes(content)
+    data = load("cifar10", tmp_path)
+    assert integers(data.test["x"])[0].ravel()[:3].tolist() == [158, 112, 49]
+
+
+def test_environment_names_the_folder(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("JFCL_DATA_DIR", str(data_dir))
+    assert load("mnist").train["x"].shape == (60_000, 28, 28, 1)
+    monkeypatch.setenv("JFCL_DATA_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load("mnist")
+    assert load("mnist", data_dir).name == "mnist"  # the argument goes first
+
+
+@pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
+def test_missing_files_are_named(name, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"does not hold .*looked for .*To get it: .*http|\.com|\.gov"
+    ) as error:
+        load(name, tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_half_copied_folder(data_dir, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    shutil.copy(data_dir / "mnist" / "train-images-idx3-ubyte.gz", tmp_path / "mnist")
+    with pytest.raises(ValueError, match="does not hold mnist/train-labels-idx1-ubyte"):
+        load("mnist", tmp_path)
+
+
+@pytest.fixture
+def copied(data_dir, tmp_path):
+    shutil.copytree(data_dir / "mnist", tmp_path / "mnist")
+    return tmp_path
+
+
+def test_one_flipped_pixel_is_noticed(copied):
+    path = copied / "mnist" / "t10k-labels-idx1-ubyte.gz"
+    content = bytearray(gzip.open(path).read())
+    content[5000] ^= 1
+    path.write_bytes(gzip.compress(bytes(content)))
+    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte.gz is corrupted") as error:
+        load("mnist", copied)
+    expected = "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
+    assert expected in str(error.value)
+    import hashlib
+
+    assert hashlib.sha256(bytes(content)).hexdigest() in str(error.value)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"not gzip", lambda b: b""])
+def test_a_broken_download_is_noticed(copied, damage):
+    path = copied / "mnist" / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz is corrupted.*[Ee]xpected .*found"):
+        load("mnist", copied)
+
+
+def test_a_broken_xz_file_is_noticed(data_dir, tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    head = (data_dir / "cifar10" / "data_batch_1.bin.xz").read_bytes()[:100_000]
+    (tmp_path / "cifar10" / "data_batch_1.bin.xz").write_bytes(head)
+    with pytest.raises(ValueError, match=r"data_batch_1.bin.xz is corrupted.*cannot be unpacked"):
+        load("cifar10", tmp_path)
+
+
+def test_a_training_file_of_ag_news_is_verified_too(data_dir, tmp_path):
+    shutil.copytree(data_dir / "ag_news_csv", tmp_path / "ag_news_csv")
+    (tmp_path / "ag_news_csv" / "train.csv").write_text('"1","a","b"\n')
+    with pytest.raises(ValueError, match="git blob id 694aa19971315410e000404523796b76349d3c1d"):
+        load("ag_news", tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Text
+
+
+def test_tokenize_by_hand():
+    train = {"x": np.array(["Shares rise: oil, oil!", "Oil falls"], object), "y": np.int32([0, 1])}
+    test = {"x": np.array(["UNSEEN oil_price"], object), "y": np.int32([1])}
+    data, words = tokenize(Dataset("t", train, test, 2, None, ""), vocab_size=6, length=4)
+    # oil 3 times; every other word once, so alphabetical: "!", ",", ":" come before letters.
+    assert words == ["<pad>", "<unknown>", "oil", "!", ",", ":"]
+    assert data.train["x"].tolist() == [[1, 1, 5, 2], [2, 1, 0, 0]]
+    assert data.test["x"].tolist() == [[1, 2, 1, 0]] and data.test["x"].dtype == np.int32
+    with pytest.raises(ValueError, match="vocab_size must be an integer, at least 3"):
+        tokenize(Dataset("t", train, test, 2, None, ""), vocab_size=2)
+    with pytest.raises(ValueError, match="a data set of strings"):
+        tokenize(load("digits"))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tensorflow-datasets. Preparing needs TensorFlow, so the sets here are written as TFDS writes them: array_record
+# shards of tf.train.Example messages, and TFDS's own metadata files.
+
+
+def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key="label"):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    array_record = pytest.importorskip("array_record.python.array_record_module")
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    folder = root / name / version
+    folder.mkdir(parents=True)
+    first = next(iter(splits.values()))[0]
+    content = tfds.features.Text() if text else tfds.features.Image(shape=(None, None, first.shape[-1]))
+    features = {"text" if text else "image": content, key: tfds.features.ClassLabel(num_classes=num_classes)}
+    short, infos = name.split("/")[0], []
+    for split, (inputs, labels) in splits.items():
+        template = tfds.core.ShardedFileTemplate(
+            data_dir=folder, dataset_name=short, split=split, filetype_suffix="array_record"
+        )
+        path = folder / f"{short}-{split}.array_record-00000-of-00001"
+        writer = array_record.ArrayRecordWriter(str(path), "group_size:1")
+        for value, label in zip(inputs, labels, strict=True):
+            if not text:
+                png = io.BytesIO()
+                Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value).save(png, "PNG")
+                value = png.getvalue()
+            example = tf_example_generated_pb2.Example()
+            example.features.feature["text" if text else "image"].bytes_list.value.append(value)
+            example.features.feature[key].int64_list.value.append(int(label))
+            writer.write(example.SerializeToString())
+        writer.close()
+        infos.append(
+            tfds.core.SplitInfo(
+                name=split, shard_lengths=[len(labels)], num_bytes=1, filename_template=template
+            )
+        )
+    identity = tfds.core.dataset_info.DatasetIdentity(
+        name=short, version=tfds.core.Version(version), data_dir=str(folder), module_name=""
+    )
+    info = tfds.core.DatasetInfo(builder=identity, features=tfds.features.FeaturesDict(features))
+    info.set_file_format("array_record")
+    info.set_splits(tfds.core.splits.SplitDict(infos))
+    info.write_to_directory(str(folder))
+
+
+def pictures(n, seed, shape=(8, 8, 3)):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, *shape)).astype(np.uint8), rng.integers(0, 3, n)
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """TFDS's directory is a temporary one, and every address fails at once."""
+
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("no network in this test")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    return tmp_path / "tfds"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_prepared_tfds_set_is_read_without_tensorflow(no_network, channels):
+    train, test = pictures(20, 0, (8, 8, channels)), pictures(7, 1, (8, 8, channels))
+    prepare(no_network, "tiny_pictures", {"train": train, "test": test}, 3)
+    data = load("tiny_pictures")
+    for part, (images, labels) in [(data.train, train), (data.test, test)]:
+        np.testing.assert_array_equal(integers(part["x"]), images)
+        np.testing.assert_array_equal(part["y"], labels)
+        assert part["y"].dtype == np.int32
+    assert data.num_classes == 3 and data.name == "tiny_pictures"
+    assert "tensorflow" not in sys.modules
+
+
+def test_known_names_come_from_tfds_without_a_data_dir(no_network):
+    train = pictures(20, 0, (28, 28, 1))
+    prepare(no_network, "mnist", {"train": train}, 10, version="3.0.0")
+    newer = pictures(5, 1, (28, 28, 1))
+    prepare(no_network, "mnist", {"train": newer}, 10, version="3.0.10")
+    data = load("mnist")
+    np.testing.assert_array_equal(integers(data.train["x"]), newer[0])  # 3.0.10 is newer than 3.0.9
+    assert data.test is None
+
+
+def test_configs_and_other_tfds_directories(no_network, tmp_path):
+    prepare(tmp_path / "mine", "letters/big", {"train": pictures(4, 0)}, 3)
+    prepare(tmp_path / "mine", "letters/small", {"train": pictures(3, 1)}, 3)
+    assert len(load("letters/big", tmp_path / "mine").train["y"]) == 4
+    assert len(load("letters/small", tmp_path / "mine").train["y"]) == 3
+    with pytest.raises(ValueError, match=r"several configs: name one, .'letters/big', 'letters/small'"):
+        load("letters", tmp_path / "mine")
+
+
+def test_text_from_tfds(no_network):
+    prepare(
+        no_network, "ag_news_subset", {"train": ([b"one two", "drei \u00e4".encode()], [0, 3])}, 4, text=True
+    )
+    data = load("ag_news")
+    assert data.train["x"].tolist() == ["one two", "drei \u00e4"] and data.train["y"].tolist() == [0, 3]
+
+
+def test_tfds_sets_that_do_not_fit(no_network):
+    mixed = ([np.zeros((4, 4, 1), np.uint8), np.zeros((4, 5, 1), np.uint8)], [0, 1])
+    prepare(no_network, "mixed_sizes", {"train": mixed}, 2)
+    with pytest.raises(ValueError, match="images must have one size, got 2"):
+        load("mixed_sizes")
+    prepare(no_network, "no_labels", {"train": pictures(2, 0)}, 3, key="breed")
+    with pytest.raises(ValueError, match=r"'label', got splits .'train'. with .'breed', 'image'."):
+        load("no_labels")
+
+
+def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):
+    real = source.importlib.util.find_spec
+    hidden = {"tensorflow", "importlib_resources"}
+    monkeypatch.setattr(
+        source.importlib.util, "find_spec", lambda name: None if name in hidden else real(name)
+    )
+    for name in ("mnist", "kmnist", "ag_news"):
+        with pytest.raises(ValueError, match=r"is not prepared .*needs tensorflow.*jfcl\[tfds\].*data_dir"):
+            load(name)
+    with pytest.raises(ValueError, match="unknown dataset 'fashion_mnst': did you mean 'fashion_mnist'"):
+        load("fashion_mnst")
+    for name in ("mnist_writers", "emnist_letters"):
+        with pytest.raises(ValueError, match="official files only"):
+            load(name)
+
+
+class FakeBuilder:
+    """The boundary to TFDS: what its builder is asked for, without TensorFlow."""
+
+    url_infos = {"https://host.example/a.gz": None, "https://host.example/b.gz": None}
+
+    def __init__(self, name, root, calls):
+        self.name, self.root, self.calls = name, root, calls
+
+    def download_and_prepare(self, **arguments):
+        self.calls.append((self.name, arguments))
+        prepare(self.root, self.name, {"train": pictures(3, 0)}, 3)
+
+
+@pytest.fixture
+def fake_tfds(no_network, monkeypatch):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    calls = []
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: object())
+
+    def builder(name, *, data_dir, file_format):
+        assert (data_dir, file_format) == (str(no_network), "array_record")
+        return FakeBuilder(name, no_network, calls)
+
+    monkeypatch.setattr(tfds, "builder", builder)
+    return calls
+
+
+def test_an_unreachable_host_is_noticed_before_tfds_tries(fake_tfds):
+    with pytest.raises(
+        ValueError, match=r"https://host.example/a.gz cannot be reached .no network in this test"
+    ):
+        load("mnist")
+    assert fake_tfds == []
+
+
+def test_a_file_that_is_gone_is_noticed(fake_tfds, monkeypatch):
+    def gone(request, timeout):
+        assert request.get_method() == "HEAD" and timeout <= 10
+        code = 404 if request.full_url.endswith("b.gz") else 403  # refusing HEAD is no reason to give up
+        raise urllib.error.HTTPError(request.full_url, code, "", {}, io.BytesIO())
+
+    monkeypatch.setattr(urllib.request, "urlopen", gone)
+    with pytest.raises(ValueError, match=r"b.gz is gone .HTTP 404."):
+        load("mnist")
+    assert fake_tfds == []
+
+
+def test_each_data_set_has_its_own_download_directory(fake_tfds, monkeypatch, no_network):
+    monkeypatch.setattr(urllib.request, "urlopen", lambda request, timeout: io.BytesIO())
+    for name in ("mnist", "fashion_mnist"):
+        assert load(name).train["x"].shape == (3, 8, 8, 3)
+        load(name)  # prepared by now: not prepared again
+    assert fake_tfds == [
+        (name, {"download_dir": str(no_network / "downloads" / name), "file_format": "array_record"})
+        for name in ("mnist", "fashion_mnist")
+    ]
+
+
+def test_files_that_are_there_are_not_asked_for(no_network, tmp_path):
+    (tmp_path / "a.gz.INFO").write_text('{"urls": ["https://host.example/a.gz"]}')
+    source.check_reachable("x", ["https://host.example/a.gz"], tmp_path)
+    with pytest.raises(ValueError, match="b.gz cannot be reached"):
+        source.check_reachable("x", ["https://host.example/a.gz", "https://host.example/b.gz"], tmp_path)

@@ -1,0 +1,196 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.signal import correlate
+from scipy.special import log_softmax
+
+import jfcl
+from jfcl.models import MODELS, classification, conv, max_pool, parameter_paths, regression
+from jfcl.models.conv import _canonical, patches
+
+GEOMETRIES = [
+    ((1, 1), ((0, 0), (0, 0))),
+    ((1, 1), ((1, 1), (1, 1))),
+    ((1, 1), ((2, 1), (0, 3))),
+    ((2, 2), ((1, 1), (1, 1))),
+    ((2, 3), ((0, 1), (2, 0))),
+]
+
+
+def loop_conv(x, w, strides, padding):
+    """Cross-correlation in float64, one example and output channel after another (SciPy's)."""
+    x = np.pad(x.astype(np.float64), ((0, 0), *padding, (0, 0)))
+    return np.stack(
+        [
+            np.stack([correlate(one, w[..., o].astype(np.float64), mode="valid")[:: strides[0], :: strides[1], 0] for o in range(w.shape[-1])], -1)
+            for one in x
+        ]
+    )
+
+
+def tensors(seed=0, b=2, h=9, w=8, c=3, k=(3, 2), o=4):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(b, h, w, c)).astype(np.float32), rng.normal(size=(*k, c, o)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
+def test_conv_against_scipy(strides, padding):
+    x, w = tensors()
+    np.testing.assert_allclose(conv(x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")), loop_conv(x, w, strides, padding), atol=1e-4)
+
+
+@pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
+def test_gradients_are_adjoint_to_the_loop(strides, padding):
+    """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
+    x, w = tensors()
+    f = _canonical((9, 8), (3, 2), strides, padding)
+    out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
+    rng = np.random.default_rng(1)
+    g = rng.normal(size=out.shape).astype(np.float32)
+    grad_x, grad_w = (np.asarray(v, np.float64) for v in pull(jnp.asarray(g)))
+    for _ in range(3):
+        dx, dw = rng.normal(size=x.shape).astype(np.float32), rng.normal(size=w.shape).astype(np.float32)
+        np.testing.assert_allclose((g * loop_conv(dx, w, strides, padding)).sum(), (grad_x * dx).sum(), rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose((g * loop_conv(x, dw, strides, padding)).sum(), (grad_w * dw).sum(), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
+@pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
+def test_vmapped_conv_is_each_client_alone(padding, own):
+    layer = nn.Conv(4, (3, 3), padding=padding, conv_general_dilated=conv)
+    x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, 2)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = jax.vmap(lambda k: layer.init(k, x[0]))(keys)
+    if not own:
+        params = jax.tree.map(lambda p: p[0], params)
+
+    def loss(params, x):
+        return jnp.sin(layer.apply(params, x)).sum()
+
+    vmapped = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0 if own else None, 0))(params, x)
+    for i in range(3):
+        mine = jax.tree.map(lambda p, i=i: p[i], params) if own else params
+        reference = nn.Conv(4, (3, 3), padding=padding)  # flax's own, lax underneath
+        alone = jax.value_and_grad(lambda p, v, r=reference: jnp.sin(r.apply(p, v)).sum(), argnums=(0, 1))(mine, x[i])
+        for a, b in zip(jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_vmap_of_vmap_and_scan():
+    """Seeds over clients over local steps: the shapes that simulations really have."""
+    x = np.random.default_rng(0).normal(size=(2, 3, 2, 6, 6, 1)).astype(np.float32)
+    w = np.random.default_rng(1).normal(size=(2, 3, 3, 3, 1, 2)).astype(np.float32)
+
+    def train(use, x, w):
+        def step(w, _):
+            g = jax.grad(lambda w: jnp.square(use(x, w)).mean())(w)
+            return w - 0.1 * g, ()
+
+        return jax.lax.scan(step, w, length=3)[0]
+
+    def ours(x, w):
+        return conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def theirs(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    got = jax.jit(jax.vmap(jax.vmap(lambda x, w: train(ours, x, w))))(x, w)
+    for s in range(2):
+        for i in range(3):
+            np.testing.assert_allclose(got[s, i], train(theirs, x[s, i], w[s, i]), rtol=1e-3, atol=1e-4)
+    per_seed = jax.vmap(jax.vmap(ours, (0, None)), (0, 0))(x, w[:, 0])  # a model per seed, shared by its clients
+    np.testing.assert_allclose(per_seed[1, 2], theirs(x[1, 2], w[1, 0]), rtol=1e-3, atol=1e-4)
+
+
+def test_other_convolutions_go_to_lax():
+    x, w = np.ones((1, 6, 6, 2), np.float32), np.ones((3, 3, 1, 4), np.float32)
+    grouped = conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2)
+    assert grouped.shape == (1, 6, 6, 4)
+    dilated = conv(x, np.ones((3, 3, 2, 4), np.float32), (1, 1), "VALID", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert dilated.shape == (1, 2, 2, 4) and float(dilated[0, 0, 0, 0]) == 18
+    assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2)])
+def test_max_pool_is_flaxs(shape):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    theirs = nn.max_pool(x, (2, 2), strides=(2, 2))
+    assert (max_pool(x, 2) == theirs).all()
+    ours, reference = (
+        jax.grad(lambda v, p=pool: jnp.sin(p(v)).sum())(x) for pool in (lambda v: max_pool(v, 2), lambda v: nn.max_pool(v, (2, 2), strides=(2, 2)))
+    )
+    np.testing.assert_allclose(ours, reference, rtol=1e-6)  # no ties in these values
+
+
+SIZES = {"linear": 7_850, "mlp": 159_010, "mlp2048": 2048 * 785 + 2049 * 10, "cnn_mnist": 832 + 25_632 + 801 * 256 + 2_570}
+INPUTS = {"cnn_cifar": (24, 24, 3)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_learns_under_vmap(name):
+    shape = INPUTS.get(name, (28, 28, 1))
+    task = classification(MODELS[name][0](10), shape, 10)
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = jax.vmap(task.init)(keys)
+    if name in SIZES:
+        assert sum(p[0].size for p in jax.tree.leaves(params)) == SIZES[name]
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.uniform(size=(2, 3, *shape)).astype(np.float32), "y": rng.integers(0, 10, (2, 3)).astype(np.int32)}
+
+    def step(params, batch):
+        loss, g = jax.value_and_grad(lambda p: task.loss(p, batch).mean())(params)
+        return loss, jax.tree.map(lambda p, d: p - 0.01 * d, params, g)
+
+    first, new = jax.vmap(step)(params, batch)
+    second, _ = jax.vmap(step)(new, batch)
+    assert (second < first).all()
+    alone = task.loss(jax.tree.map(lambda p: p[1], params), jax.tree.map(lambda v: v[1], batch))
+    np.testing.assert_allclose(alone.mean(), first[1], rtol=1e-4)
+
+
+def test_cross_entropy_and_accuracy_against_scipy():
+    task = classification(jfcl.models.Linear(3), (4,), 3)
+    params = task.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 3, 20).astype(np.int32)
+    logits = x.astype(np.float64) @ np.asarray(params["Dense_0"]["kernel"], np.float64) + np.asarray(params["Dense_0"]["bias"])
+    batch = {"x": x, "y": y}
+    np.testing.assert_allclose(task.loss(params, batch), -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5)
+    assert task.correct(params, batch).tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
+    assert task.predict(params, x).shape == (20, 3)
+
+
+def test_regression_sums_over_outputs():
+    task = regression(jfcl.models.Linear(2), (3,), half=True)
+    params = task.init(jax.random.key(0))
+    x, y = np.ones((2, 3), np.float32), np.zeros((2, 2), np.float32)
+    out = np.asarray(task.predict(params, x), np.float64)
+    np.testing.assert_allclose(task.loss(params, {"x": x, "y": y}), 0.5 * (out**2).sum(axis=1), rtol=1e-5)
+    assert task.correct is None
+
+
+def test_tasks_are_cached_and_named():
+    assert classification(jfcl.models.MLP(10), (8, 8, 1), 10) is classification(jfcl.models.MLP(10), (8, 8, 1), 10)
+    assert parameter_paths(classification(jfcl.models.MLP(10), (8, 8, 1), 10)) == [
+        "Dense_0/bias",
+        "Dense_0/kernel",
+        "Dense_1/bias",
+        "Dense_1/kernel",
+    ]
+
+
+class WithBatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(x))
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match=r"must give 10 logits an example"):
+        classification(jfcl.models.MLP(9), (8, 8, 1), 10)
+    with pytest.raises(ValueError, match=r"keeps state besides its parameters \(batch_stats\).*GroupNorm"):
+        classification(WithBatchNorm(), (4,), 2)
+    with pytest.raises(ValueError, match="did you mean 'regression'"):
+        jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")
