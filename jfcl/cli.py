@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -160,10 +161,10 @@ def read_config(path: str) -> dict[str, Any]:
     return options
 
 
-def _number(value: float | None, std: float | None = None, digits: int = 3) -> str:
+def _number(value: float | None, std: float | None, digits: int) -> str:
     if value is None:
         return "–"
-    return f"{value:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+    return f"{value:.{digits}f}" + ("" if std is None else f"±{std:.{digits}f}")
 
 
 def _bytes(value: float) -> str:
@@ -175,28 +176,36 @@ def _bytes(value: float) -> str:
 
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
-    """One row per run: mean ± standard deviation over seeds."""
-    # Two lines a heading, so that the table fits a terminal of 100 columns.
-    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    """One row per run: mean ± standard deviation over seeds. Narrow enough for a terminal of 80 columns."""
+    look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}  # columns stand one blank apart
+    table = Table(title=title, title_justify="left", title_style="", header_style="bold", **look)
     table.add_column("run")
-    heads = ("client\naccuracy", "worst\nclient", "identity\naccuracy", "adj. Rand", "clusters\nin use", "rounds to\nrecovery")
-    for head in (*heads, "up /\ndown", "client-\nsteps/s"):
-        table.add_column(head, justify="right")
+    heads = ("client\nacc. %", "worst\nclient %", "identity\nacc. %", "adjusted\nRand", "clusters\nin use")
+    for head in (*heads, "found at\nround", "sent up\nand down", "steps/s"):
+        table.add_column(head, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         mean, std = summary["mean"], summary["std"]
+        several = len(summary["per_seed"]) > 1
+
+        def cell(metric: str, scale: float, digits: int, mean=mean, std=std, several=several) -> str:
+            if mean[metric] is None:
+                return "–"
+            return _number(scale * mean[metric], scale * std[metric] if several else None, digits)
+
         recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
         found = [r for r in recovered if r is not None]
         rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
         if found and len(found) < len(recovered):
-            rounds += f" ({len(found)}/{len(recovered)})"
-        several = len(summary["per_seed"]) > 1
-        cells = [
-            _number(mean[metric], std[metric] if several else None)
-            for metric in ("accuracy", "worst_client_accuracy", "cluster_accuracy", "adjusted_rand")
-        ]
-        traffic = f"{_bytes(summary['bytes_up'])} /\n{_bytes(summary['bytes_down'])}"
-        steps = f"{summary['client_steps_per_second']:,.0f}"
-        table.add_row(name, *cells, _number(mean["clusters_in_use"], None, 1), rounds, traffic, steps)
+            rounds += f"\n({len(found)} of {len(recovered)})"
+        table.add_row(
+            name,
+            *[cell(metric, 100, 1) for metric in ("accuracy", "worst_client_accuracy", "cluster_accuracy")],
+            cell("adjusted_rand", 1, 2),
+            _number(mean["clusters_in_use"], None, 1),
+            rounds,
+            f"{_bytes(summary['bytes_up'])}\n{_bytes(summary['bytes_down'])}",
+            f"{summary['client_steps_per_second']:,.0f}",
+        )
     return table
 
 
@@ -258,7 +267,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
     tables = {
         "methods": {name: method.summary for name, method in METHODS.items()},
         "datasets": {name: entry[1] for name, entry in data.DATASETS.items()}
-        | {"tfds:NAME": "any image classification set of tensorflow-datasets"},
+        | {"(any other)": "an image classification set of tensorflow-datasets, by its name there"},
         "models": {name: entry[1] for name, entry in models.MODELS.items()},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
@@ -283,8 +292,9 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
         number += 1
         out = base.with_name(f"{base.name}-{number}")
     console.print(
-        "1,797 real handwritten digits on 40 clients; each client sees them rotated by 0, 90, 180 or 270 degrees and\n"
-        "nobody is told by how much. Who recognises held-out digits of its own kind best?"
+        "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
+        "0, 90, 180 or 270 degrees, and nobody is told by how much. Who recognises\n"
+        "held-out digits of its own kind best?\n"
     )
     for method, options in DEMO.items():
         config = Config(method, seeds=args.seeds, rounds=args.rounds, eval_every=2, **options)
@@ -303,6 +313,7 @@ def _compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "jfcl" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from jfcl import mapping
 from jfcl.algorithms.ifca import losses_under_all
@@ -135,6 +134,8 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
       >>> cluster_recovery([0, 0, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
       0.5
     """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # half a second to import
+
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")

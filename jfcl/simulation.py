@@ -206,7 +206,7 @@ def simulate(
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. The same object again
         compiles nothing, and with `hyperparams` other values neither.
       clients: training data.
-      key: one key, or `[R]` of them: seeds, run together.
+      key: one key, or `[R]` of them: seeds, run together in one program.
       num_rounds: `T`.
       test_clients: held-out examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that took no part, each evaluated under the model of lowest loss on its examples (IFCA's
@@ -215,7 +215,7 @@ def simulate(
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
       eval_every: rounds between evaluations; the last round is always evaluated.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
-      seed_axis: mapping over seeds; default: `jax.vmap`, and one after another where there is one seed.
+      seed_axis: mapping over seeds; default: what suits the backend: one after another on a CPU, `jax.vmap` elsewhere.
       client_axis: mapping used to evaluate; default: what suits the backend.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
       resume: go on from the last checkpoint in `out` (from the start if there is none yet).
@@ -261,7 +261,7 @@ def simulate(
     seeds = list(range(len(keys))) if seeds is None else list(seeds)
     check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
     if seed_axis is None:
-        seed_axis = mapping.chunked(1) if len(keys) == 1 else jax.vmap
+        seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
     client_axis = mapping.auto() if client_axis is None else client_axis
     if hyperparams is not None:
         hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}  # strongly typed

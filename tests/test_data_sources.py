@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import lzma
 import shutil
@@ -20,7 +21,7 @@ from jfcl.data import tfds_source as source
 
 def idx(path):
     """The idx format, read as its definition says; shares nothing with the package."""
-    content = gzip.open(path, "rb").read()
+    content = gzip.decompress(path.read_bytes())
     rank = content[3]
     shape = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(rank)]
     return np.frombuffer(content, {8: "u1", 12: ">i4"}[content[2]], offset=4 + 4 * rank).reshape(shape)
@@ -107,7 +108,7 @@ def test_cifar10(data_dir):
     assert data.train["x"].shape == (50_000, 32, 32, 3) and data.test["x"].shape == (10_000, 32, 32, 3)
     assert np.bincount(data.train["y"]).tolist() == [5000] * 10
     assert np.bincount(data.test["y"]).tolist() == [1000] * 10
-    content = lzma.open(data_dir / "cifar10" / "data_batch_3.bin.xz").read()
+    content = lzma.decompress((data_dir / "cifar10" / "data_batch_3.bin.xz").read_bytes())
     for i in (0, 1, 4_321, 9_999):
         record = content[3073 * i : 3073 * (i + 1)]
         assert data.train["y"][20_000 + i] == record[0]
@@ -137,7 +138,7 @@ def test_compressed_or_not_it_is_the_same_file(data_dir, tmp_path):
     names = [f"{p}-{k}" for p in ("train", "t10k") for k in ("images-idx3-ubyte", "labels-idx1-ubyte")]
     (tmp_path / "mnist").mkdir()
     for i, name in enumerate(names):
-        content = gzip.open(data_dir / "mnist" / f"{name}.gz").read()
+        content = gzip.decompress((data_dir / "mnist" / f"{name}.gz").read_bytes())
         if i % 2:
             (tmp_path / "mnist" / f"{name}.xz").write_bytes(lzma.compress(content, preset=0))
         else:
@@ -151,7 +152,7 @@ def test_compressed_or_not_it_is_the_same_file(data_dir, tmp_path):
 def test_the_official_cifar_folder(data_dir, tmp_path):
     (tmp_path / "cifar-10-batches-bin").mkdir()
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        content = lzma.open(data_dir / "cifar10" / f"{name}.xz").read()
+        content = lzma.decompress((data_dir / "cifar10" / f"{name}.xz").read_bytes())
         (tmp_path / "cifar-10-batches-bin" / name).write_bytes(content)
     data = load("cifar10", tmp_path)
     assert integers(data.test["x"])[0].ravel()[:3].tolist() == [158, 112, 49]
@@ -190,15 +191,13 @@ def copied(data_dir, tmp_path):
 
 def test_one_flipped_pixel_is_noticed(copied):
     path = copied / "mnist" / "t10k-labels-idx1-ubyte.gz"
-    content = bytearray(gzip.open(path).read())
+    content = bytearray(gzip.decompress(path.read_bytes()))
     content[5000] ^= 1
     path.write_bytes(gzip.compress(bytes(content)))
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte.gz is corrupted") as error:
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte.gz is corrupted") as error:
         load("mnist", copied)
     expected = "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
     assert expected in str(error.value)
-    import hashlib
-
     assert hashlib.sha256(bytes(content)).hexdigest() in str(error.value)
 
 
@@ -244,8 +243,8 @@ def test_tokenize_by_hand():
 
 
 # ---------------------------------------------------------------------------------------------------------
-# tensorflow-datasets. Preparing needs TensorFlow, so the sets here are written as TFDS writes them: array_record
-# shards of tf.train.Example messages, and TFDS's own metadata files.
+# tensorflow-datasets. Preparing needs TensorFlow, so the sets here are written as TFDS writes them:
+# array_record shards of tf.train.Example messages, and TFDS's own metadata files.
 
 
 def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key="label"):
@@ -255,7 +254,7 @@ def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key
 
     folder = root / name / version
     folder.mkdir(parents=True)
-    first = next(iter(splits.values()))[0]
+    first = next(iter(splits.values()))[0][0]
     content = tfds.features.Text() if text else tfds.features.Image(shape=(None, None, first.shape[-1]))
     features = {"text" if text else "image": content, key: tfds.features.ClassLabel(num_classes=num_classes)}
     short, infos = name.split("/")[0], []
@@ -376,9 +375,8 @@ def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):
 class FakeBuilder:
     """The boundary to TFDS: what its builder is asked for, without TensorFlow."""
 
-    url_infos = {"https://host.example/a.gz": None, "https://host.example/b.gz": None}
-
     def __init__(self, name, root, calls):
+        self.url_infos = dict.fromkeys(["https://host.example/a.gz", "https://host.example/b.gz"])
         self.name, self.root, self.calls = name, root, calls
 
     def download_and_prepare(self, **arguments):
@@ -434,5 +432,5 @@ def test_each_data_set_has_its_own_download_directory(fake_tfds, monkeypatch, no
 def test_files_that_are_there_are_not_asked_for(no_network, tmp_path):
     (tmp_path / "a.gz.INFO").write_text('{"urls": ["https://host.example/a.gz"]}')
     source.check_reachable("x", ["https://host.example/a.gz"], tmp_path)
-    with pytest.raises(ValueError, match="b.gz cannot be reached"):
+    with pytest.raises(ValueError, match=r"b.gz cannot be reached"):
         source.check_reachable("x", ["https://host.example/a.gz", "https://host.example/b.gz"], tmp_path)

@@ -50,7 +50,8 @@ class Config:
     test_fraction: float = _option(0.2, "share of examples held out where there is no official test set", "data")
     partition: str = _option("iid", "how a cluster's examples are dealt to its clients; 'jfcl list partitions'", "data")
     alpha: float | None = _option(None, "concentration of --partition dirichlet", "data")
-    labels_per_client: int | None = _option(None, "labels per client of --partition by_label", "data")
+    exponent: float | None = _option(None, "exponent of --partition power_law", "data")
+    labels_per_client: int | None = _option(None, "labels per client of --partition label", "data")
     reuse: str = _option(
         "auto", "may an image be used once per cluster (cluster), or only once (none)? auto: once if enough", "data"
     )
@@ -101,7 +102,6 @@ class Setup(NamedTuple):
 def validate(config: Config) -> None:
     """Every mistake that can be seen without data, as a `ValueError`."""
     check_choice("method", config.method, METHODS)
-    check_choice("dataset", config.dataset, [*data.DATASETS, config.dataset] if "/" in config.dataset else data.DATASETS)
     check_choice("heterogeneity", config.heterogeneity, data.HETEROGENEITY)
     check_choice("partition", config.partition, data.PARTITIONS)
     check_choice("model", config.model, models.MODELS)
@@ -210,7 +210,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
     validate(config)
     dataset = data.load(config.dataset, data_dir=data_dir)
-    extra = {"alpha": config.alpha, "labels_per_client": config.labels_per_client}
+    extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
     federation = data.build(
         dataset,
         num_clients=config.clients,

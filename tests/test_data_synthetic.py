@@ -1,0 +1,134 @@
+"""Synthetic problems: independent solvers find the truth in the data, and the geometry is right."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import adjusted_rand_score
+
+from jfcl.core import check_clients
+from jfcl.data import blobs, fc_regression, ifca_regression, xor_toy
+
+
+def pooled(fed, cluster):
+    rows = np.flatnonzero(fed.cluster == cluster)
+    x = fed.train.examples["x"][rows].astype(np.float64)
+    return x.reshape(-1, x.shape[-1]), fed.train.examples["y"][rows].astype(np.float64).ravel()
+
+
+@pytest.mark.parametrize("reading", ["norm", "coordinate"])
+def test_ifca_truth_is_recovered_by_least_squares(reading):
+    fed = ifca_regression(
+        num_clients=9,
+        examples_per_client=200,
+        dim=30,
+        num_clusters=3,
+        radius=0.5,
+        noise=0.1,
+        reading=reading,
+        seed=4,
+    )
+    check_clients(fed.train)
+    check_clients(fed.test)
+    assert fed.truth.shape == (3, 30) and fed.num_classes is None and fed.input_shape == (30,)
+    for k in range(3):
+        assert fed.cluster.tolist() == [0, 1, 2] * 3
+        x, y = pooled(fed, k)
+        found, residual, *_ = np.linalg.lstsq(x, y, rcond=None)
+        np.testing.assert_allclose(found, fed.truth[k], atol=0.02)
+        np.testing.assert_allclose(np.sqrt(residual[0] / (len(y) - 30)), 0.1, rtol=0.1)
+        values = set(np.round(fed.truth[k], 6).tolist())
+        if reading == "norm":
+            np.testing.assert_allclose(np.linalg.norm(fed.truth[k].astype(np.float64)), 0.5, rtol=1e-6)
+            assert len(values) == 2 and 0.0 in values
+        else:
+            assert values == {0.0, 0.5}
+    everything = fed.train.examples["x"]
+    np.testing.assert_allclose([everything.mean(), everything.std()], [0, 1], atol=0.02)
+    # Held-out examples are of the same problem, and are not the training examples.
+    error = fed.test.examples["y"] - np.einsum("nmd,nd->nm", fed.test.examples["x"], fed.truth[fed.cluster])
+    np.testing.assert_allclose(error.std(), 0.1, rtol=0.2)
+    assert not np.isin(fed.test.examples["x"], everything).all(axis=-1).any()
+
+
+def test_the_two_readings_differ_by_the_norm():
+    norm = ifca_regression(num_clients=2, examples_per_client=2, seed=1).truth
+    code = ifca_regression(num_clients=2, examples_per_client=2, seed=1, reading="coordinate").truth
+    np.testing.assert_allclose(norm, code / np.linalg.norm(code, axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(code, axis=1), np.sqrt(500), rtol=0.1)  # "norm about 22 R"
+
+
+def test_small_dimensions_still_have_different_clusters():
+    for seed in range(20):
+        truth = ifca_regression(num_clients=7, examples_per_client=1, dim=3, num_clusters=7, seed=seed).truth
+        assert len({tuple(row) for row in truth.tolist()}) == 7 and (truth != 0).any(axis=1).all()
+
+
+def test_fc_regression_is_underdetermined_alone_and_determined_together():
+    fed = fc_regression(num_clusters=4, clients_per_cluster=16, seed=2)
+    assert fed.train.examples["x"].shape == (64, 9, 10) and set(fed.truth.ravel().tolist()) == {0.0, 100.0}
+    for k in range(4):
+        x, y = pooled(fed, k)
+        np.testing.assert_allclose(x.mean(), k + 1, atol=0.15)
+        np.testing.assert_allclose(x.std(axis=0).mean(), 1, atol=0.1)
+        np.testing.assert_allclose(np.linalg.lstsq(x, y, rcond=None)[0], fed.truth[k], atol=1e-3)
+    alone = fed.train.examples["x"][0].astype(np.float64)
+    found = np.linalg.lstsq(alone, fed.train.examples["y"][0].astype(np.float64), rcond=None)[0]
+    assert np.linalg.norm(found - fed.truth[0]) > 1
+
+
+def accuracy(x, y):
+    return LogisticRegression(C=1e4).fit(x, y).score(x, y)
+
+
+@pytest.mark.parametrize(("kind", "together"), [("xor", 0.8), ("opposite", 0.6)])
+def test_toy_clusters_are_separable_alone_and_not_together(kind, together):
+    fed = xor_toy(kind=kind, num_clients=10, spread=0.2, seed=3)
+    x, y = fed.train.examples["x"], fed.train.examples["y"]
+    assert y.dtype == np.int32 and set(y.ravel().tolist()) == {0, 1}
+    for k in (0, 1):
+        own = fed.cluster == k
+        assert accuracy(x[own].reshape(-1, 2), y[own].ravel()) > 0.99
+    assert accuracy(x.reshape(-1, 2), y.ravel()) < together
+    # What a quadratic model can do tells the two apart: XOR is learnable, opposite labels are not.
+    product = np.prod(x, axis=-1, keepdims=True).reshape(-1, 1)
+    assert (accuracy(product, y.ravel()) > 0.99) == (kind == "xor")
+
+
+def test_blobs_are_scikit_learns():
+    fed = blobs(std=0.5, seed=1)
+    assert fed.train.examples["x"].shape == (90, 1, 10) and fed.truth.shape == (10, 10) and fed.test is None
+    assert np.bincount(fed.cluster).tolist() == [9] * 10
+    points = fed.train.examples["x"][:, 0]
+    nearest = np.linalg.norm(points[:, None] - fed.truth, axis=-1).argmin(axis=1)
+    assert adjusted_rand_score(nearest, fed.cluster) == 1
+    np.testing.assert_allclose((points - fed.truth[fed.cluster]).std(), 0.5, rtol=0.1)
+
+
+@pytest.mark.parametrize("make", [ifca_regression, fc_regression, xor_toy, blobs])
+def test_synthetic_problems_follow_their_seed(make):
+    one, same, other = make(seed=1), make(seed=1), make(seed=2)
+    np.testing.assert_array_equal(one.train.examples["x"], same.train.examples["x"])
+    assert one.split_hash == same.split_hash != other.split_hash and len(one.split_hash) == 16
+    assert not np.array_equal(one.train.examples["x"], other.train.examples["x"])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ifca_regression(reading="nrom"), "unknown reading 'nrom': did you mean 'norm'"),
+        (lambda: ifca_regression(num_clients=2, num_clusters=3), "num_clusters must be at most .* 2, got 3"),
+        (lambda: ifca_regression(dim=2, num_clusters=4), "num_clusters must be at most 3 "),
+        (lambda: ifca_regression(noise=-1.0), "noise must be at least 0"),
+        (lambda: ifca_regression(radius=np.nan), "radius must be at least 0 and finite"),
+        (lambda: fc_regression(clients_per_cluster=0), "clients_per_cluster must be an integer, at least 1"),
+        (lambda: fc_regression(examples_per_client=0), "examples_per_client must be an integer, at least 1"),
+        (lambda: xor_toy(kind="nor"), "unknown kind 'nor': did you mean 'xor'"),
+        (lambda: xor_toy(num_clients=1), "num_clusters must be at most the number of clients, 1, got 2"),
+        (lambda: xor_toy(spread=-0.1), "spread must be at least 0"),
+        (lambda: blobs(num_points=5), "num_clusters must be at most the number of clients, 5, got 10"),
+        (lambda: blobs(std=-1.0), "std must be at least 0"),
+    ],
+)
+def test_synthetic_refuses(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
