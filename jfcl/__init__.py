@@ -1,7 +1,7 @@
 """jfcl: clustered federated learning, all clients in one compiled program.
 
-    state = algorithm.init(key, clients)
-    state, metrics = algorithm.step(key, state, clients)
+state = algorithm.init(key, clients)
+state, metrics = algorithm.step(key, state, clients)
 """
 
 from jfcl import data, models, plots, testing

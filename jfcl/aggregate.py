@@ -39,9 +39,7 @@ def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
 
 
-def add_to_clusters(
-    sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array
-) -> PyTree:
+def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array) -> PyTree:
     """Adds `weights[i] * tree[i]` to `sums[cluster[i]]` for every row `i`.
 
     Args:
@@ -90,7 +88,9 @@ def cluster_mean(tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clust
     weights = weights.astype(jnp.float32)
     zeros = jax.tree.map(lambda x: jnp.zeros((num_clusters, *x.shape[1:]), x.dtype), tree)
     sums = add_to_clusters(zeros, tree, cluster, weights)
-    return divide_rows(sums, add_to_clusters(jnp.zeros(num_clusters), weights, cluster, (weights > 0).astype(jnp.float32)))
+    return divide_rows(
+        sums, add_to_clusters(jnp.zeros(num_clusters), weights, cluster, (weights > 0).astype(jnp.float32))
+    )
 
 
 def stack_trees(trees: list[PyTree]) -> PyTree:
@@ -115,7 +115,10 @@ def ravel_clients(tree: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree
         parts = jnp.split(matrix, ends, axis=1)
         return jax.tree.unflatten(
             structure,
-            [p.reshape(len(p), *shape).astype(leaf.dtype) for p, shape, leaf in zip(parts, shapes, leaves, strict=True)],
+            [
+                p.reshape(len(p), *shape).astype(leaf.dtype)
+                for p, shape, leaf in zip(parts, shapes, leaves, strict=True)
+            ],
         )
 
     return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), unravel

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="jfcl",
-        description="Simulate clustered federated learning: many clients, hidden groups among them, one model per group.",
+        description="Simulate clustered federated learning: many clients, hidden groups, one model per group.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -111,11 +111,17 @@ def build_parser() -> argparse.ArgumentParser:
             help=field.metadata["help"].replace("%", "%%") + shown,
         )
     files = run.add_argument_group("files")
-    files.add_argument("--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS")
+    files.add_argument(
+        "--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS"
+    )
     files.add_argument("--out", metavar="DIR", help="folder for results, checkpoints and plots; default: none are kept")
     files.add_argument("--resume", action="store_true", help="go on with the run in --out from its last checkpoint")
-    files.add_argument("--config", metavar="FILE", help="TOML (or a run's config.json) with the names above; flags override")
-    files.add_argument("--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two [30]")
+    files.add_argument(
+        "--config", metavar="FILE", help="TOML (or a run's config.json) with the names above; flags override"
+    )
+    files.add_argument(
+        "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two [30]"
+    )
     files.add_argument("--quiet", action="store_true", help="no progress bar")
 
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
@@ -123,7 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: beside the first run, compare/")
 
     listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
-    listing.add_argument("what", nargs="?", metavar="WHAT", help="methods, datasets, models, heterogeneities, partitions")
+    listing.add_argument(
+        "what", nargs="?", metavar="WHAT", help="methods, datasets, models, heterogeneities, partitions"
+    )
 
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
@@ -151,7 +159,9 @@ def read_config(path: str) -> dict[str, Any]:
         name = name.replace("-", "_")
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            raise ValueError(f"--config {path}: unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(
+                f"--config {path}: unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
         kind = fields[name][1]
         if kind is float and type(value) is int:
             value = float(value)
@@ -220,7 +230,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 
     own = {name: value for name, value in vars(args).items() if name in _fields()}
     options = (read_config(args.config) if args.config else {}) | own
-    summary, history, _ = run(
+    summary, _, _ = run(
         Config(**options),
         out=args.out,
         resume=args.resume,

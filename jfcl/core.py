@@ -221,7 +221,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     if not allow_empty and size.min() == 0:
         rows = np.flatnonzero(size == 0)
         raise ValueError(
-            f"{name}: {len(rows)} client(s) have no examples (rows {rows[:5].tolist()}{'...' if len(rows) > 5 else ''});"
+            f"{name}: {len(rows)} client(s) without examples (rows {rows[:5].tolist()}{'...' if len(rows) > 5 else ''});"
             " drop them, or give them data"
         )
     real = np.arange(m)[None, :] < size[:, None]
@@ -243,9 +243,7 @@ def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -
     bad = ((y < 0) | (y >= num_classes)) & real
     if bad.any():
         row = int(np.flatnonzero(bad.reshape(len(y), -1).any(axis=1))[0])
-        raise ValueError(
-            f"{name}: labels must lie in 0..{num_classes - 1}, got {int(y[bad][0])} at client {row}"
-        )
+        raise ValueError(f"{name}: labels must lie in 0..{num_classes - 1}, got {int(y[bad][0])} at client {row}")
 
 
 def check_state(state: Any, clients: Clients) -> None:

@@ -24,7 +24,7 @@ from jfcl.core import PyTree, check_count
 Mapping = Callable[..., Callable[..., Any]]
 
 
-class chunked(NamedTuple):  # noqa: N801 - it is used like a function, and compares and hashes by its size
+class chunked(NamedTuple):
     """A mapping that takes `size` clients at a time: `vmap` inside, a sequential loop outside.
 
     Memory falls from `O(N)` to `O(size)` copies of a client's temporaries; results equal `jax.vmap`'s.
@@ -96,13 +96,17 @@ def map_reduce(
         axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         mapped = [arg for arg, axis in zip(args, axes, strict=True) if axis is not None]
         if any(axis not in (None, 0) for axis in axes) or not jax.tree.leaves(mapped):
-            raise ValueError(f"chunked maps leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}")
+            raise ValueError(
+                f"chunked maps leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}"
+            )
         n = jax.tree.leaves(mapped)[0].shape[0]
         size = min(mapping.size, n)
 
         def with_rest(mapped, row):
             rows = iter(mapped)
-            return [arg if axis is None else jax.tree.map(row, next(rows)) for arg, axis in zip(args, axes, strict=True)]
+            return [
+                arg if axis is None else jax.tree.map(row, next(rows)) for arg, axis in zip(args, axes, strict=True)
+            ]
 
         def one_chunk(total, chunk):
             if size == 1:  # no batch axis at all: XLA then sees plain matrix products and convolutions

@@ -109,7 +109,7 @@ def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[
 
 
 def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """`[found clusters, true clusters]` int: how many clients they share; clusters in ascending order, empty ones left out."""
+    """`[found clusters, true clusters]` int: how many clients they share; ascending, empty ones left out."""
     _, rows = np.unique(found, return_inverse=True)
     _, columns = np.unique(true, return_inverse=True)
     table = np.zeros((rows.max() + 1, columns.max() + 1), np.int64)
@@ -146,7 +146,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
         "adjusted_rand": float(adjusted_rand_score(true, found)),
         "nmi": float(normalized_mutual_info_score(true, found)),
         "purity": float(table.max(axis=1).sum() / len(found)),
-        "clusters_in_use": int(len(table)),
+        "clusters_in_use": len(table),
     }
 
 

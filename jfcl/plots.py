@@ -39,7 +39,8 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
     """One metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
 
     Example:
-      >>> figure = curves({"ifca": [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]})
+      >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
+      >>> figure = curves({"ifca": records})
       >>> figure.axes[0].get_ylabel()
       'mean client accuracy'
     """
@@ -65,7 +66,9 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
         means = [v.mean() for v in last]
-        shown = axes.bar(at, means, width * 0.92, yerr=[v.std() for v in last], label=metric.replace("_", " "), capsize=3)
+        shown = axes.bar(
+            at, means, width * 0.92, yerr=[v.std() for v in last], label=metric.replace("_", " "), capsize=3
+        )
         axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8)
     axes.set_xticks(np.arange(len(runs)), list(runs))
     axes.set_ylim(0, 1.18)

@@ -1,7 +1,7 @@
 """Running an algorithm: `rollout`, a pure scan over rounds, and `simulate`, the same with everything a person wants.
 
-Rounds are numbered from 1. The key of round `t` is `fold_in(key, t)`, that of `init` is `fold_in(key, 0)`; so a run that
-was stopped and resumed, or evaluated at other rounds, equals one that was not, bit for bit.
+Rounds are numbered from 1. The key of round `t` is `fold_in(key, t)`, that of `init` is `fold_in(key, 0)`; so a run
+that was stopped and resumed, or evaluated at other rounds, equals one that was not, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl import mapping, metrics
 from jfcl.aggregate import is_finite
-from jfcl.core import Algorithm, Clients, PyTree, check, check_clients, check_count, check_state, num_clients
+from jfcl.core import Algorithm, Clients, check, check_clients, check_count, check_state, num_clients
 from jfcl.runs import RunFolder
 
-SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite")  # over rounds; of all else a record has the last round's
+SUMMED = (
+    "bytes_up",
+    "bytes_down",
+    "client_steps",
+    "nonfinite",
+)  # over rounds; of all else a record has the last round's
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
 
 

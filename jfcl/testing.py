@@ -56,7 +56,7 @@ def problem() -> Problem:
     return Problem(clients, cluster, task, local_training(optax.sgd(0.1), num_steps=3))
 
 
-class count_compilations:  # noqa: N801 - used like a function
+class count_compilations:
     """Context manager whose `count` is how many programs XLA compiled inside it.
 
     Example:
@@ -180,7 +180,9 @@ def check_algorithm(make_algorithm: Callable[..., Algorithm], *, recovers: bool 
     padded = run(key, pad_examples(clients, 2, np.nan))
     _assert_equal(whole, padded, "padding examples must not change a bit")
     more = run(key, pad_clients(clients, 2))
-    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # one model per client: n + 2 of them
+    models = (
+        jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params
+    )  # one model per client: n + 2 of them
     _assert_equal(whole.params, models, "padding clients must not change a model")
     _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
 
@@ -207,10 +209,15 @@ def check_algorithm(make_algorithm: Callable[..., Algorithm], *, recovers: bool 
     keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
     many = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=4)[0]))(keys)
     for s in range(2):
-        _assert_equal(run(keys[s], clients), jax.tree.map(lambda x: x[s], many), f"seed {s} under vmap", tolerance=1e-4)
+        mine = jax.tree.map(lambda x, s=s: x[s], many)
+        _assert_equal(run(keys[s], clients), mine, f"seed {s} under vmap", tolerance=1e-4)
 
     if recovers:
-        final = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=num_rounds)[0].cluster))(keys)
+        final = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=num_rounds)[0].cluster))(
+            keys
+        )
         same = (cluster[:, None] == cluster[None, :])[None]
         found = np.asarray(final)[:, :, None] == np.asarray(final)[:, None, :]
-        assert (found == same).all(axis=(1, 2)).any(), f"no seed found the clusters {cluster.tolist()}: {final.tolist()}"
+        assert (found == same).all(axis=(1, 2)).any(), (
+            f"no seed found the clusters {cluster.tolist()}: {final.tolist()}"
+        )

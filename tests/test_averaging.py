@@ -113,7 +113,10 @@ def test_oracle_is_fedavg_inside_each_cluster():
     start = np.zeros(D, np.float32)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=4)
     state, _ = jfcl.rollout(
-        jfcl.oracle(LINEAR, training, cluster=cluster, init_params={"w": start}), clients, key=jax.random.key(0), num_rounds=3
+        jfcl.oracle(LINEAR, training, cluster=cluster, init_params={"w": start}),
+        clients,
+        key=jax.random.key(0),
+        num_rounds=3,
     )
     for k in range(2):
         mine = np.flatnonzero(cluster == k)
@@ -127,7 +130,10 @@ def test_local_training_is_each_client_alone():
     clients = regression(5)
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=2, keep="everything")
     state, metrics = jfcl.rollout(
-        jfcl.local_only(LINEAR, training, init_params={"w": np.zeros(D, np.float32)}), clients, key=jax.random.key(0), num_rounds=3
+        jfcl.local_only(LINEAR, training, init_params={"w": np.zeros(D, np.float32)}),
+        clients,
+        key=jax.random.key(0),
+        num_rounds=3,
     )
     for i, (x, y, _) in enumerate(rows(clients)):
         w, b = np.zeros(D), np.zeros(D)
@@ -270,7 +276,9 @@ def test_non_finite_updates_are_left_out_and_counted(bad):
     spoiled = Clients({"x": x, "y": clients.examples["y"]}, clients.size)
     keep = np.array([0, 1, 3, 4, 5])
     rest = Clients(jax.tree.map(lambda v: v[keep], clients.examples), clients.size[keep])
-    algorithm = jfcl.fedavg(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=2), init_params={"w": np.ones(D, np.float32)})
+    algorithm = jfcl.fedavg(
+        LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=2), init_params={"w": np.ones(D, np.float32)}
+    )
     results = [jfcl.rollout(algorithm, c, key=jax.random.key(0), num_rounds=2) for c in (spoiled, rest)]
     np.testing.assert_allclose(results[0][0].params["w"], results[1][0].params["w"], rtol=1e-6)
     assert results[0][1]["nonfinite"].tolist() == [1, 1] and results[1][1]["nonfinite"].tolist() == [0, 0]
@@ -320,7 +328,9 @@ def test_lowest_loss_takes_the_first_of_equals_and_never_a_broken_model():
 
 
 def test_warm_start_from_one_model_is_copied():
-    algorithm = jfcl.ifca(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=1), num_clusters=2, init_params={"w": np.ones(D)})
+    algorithm = jfcl.ifca(
+        LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=1), num_clusters=2, init_params={"w": np.ones(D)}
+    )
     assert algorithm.init(jax.random.key(0), regression()).params["w"].tolist() == [[1] * D] * 2
 
 
@@ -334,7 +344,10 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=0), "num_clusters must be an integer, at least 1, got 0"),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
         (lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"), "training.num_steps must be 1"),
-        (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5), "stable_rounds must be more"),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),
+            "stable_rounds must be more",
+        ),
         (lambda: jfcl.fedavg(LINEAR, ONE, weights="sizes"), "did you mean 'size'"),
         (lambda: jfcl.fedavg(LINEAR, ONE, cohort=0), "cohort must be an integer, at least 1"),
         (lambda: jfcl.oracle(LINEAR, ONE, cluster=[0, -1]), "cluster must be in 0"),

@@ -36,7 +36,9 @@ def test_a_clients_key_depends_on_its_id_alone():
 
 
 def test_stack_clients_pads_with_zeros_and_keeps_order():
-    clients = stack_clients([{"x": np.ones((2, 3)), "y": np.ones(2)}, {"x": np.full((1, 3), 5.0), "y": np.ones(1)}], pad_to=4)
+    clients = stack_clients(
+        [{"x": np.ones((2, 3)), "y": np.ones(2)}, {"x": np.full((1, 3), 5.0), "y": np.ones(1)}], pad_to=4
+    )
     assert clients.examples["x"].shape == (2, 4, 3)
     assert clients.size.tolist() == [2, 1]
     assert clients.examples["x"][1].sum() == 15 and clients.examples["x"][0, 2:].sum() == 0

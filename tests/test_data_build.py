@@ -73,17 +73,13 @@ def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
 @pytest.mark.parametrize("heterogeneity", ["none", "label_swap", "label_permutation", "private_label"])
 def test_labels_are_the_clusters_labels(heterogeneity):
     data = tagged(n_test=60)
-    fed = build(
-        data, num_clients=6, num_clusters=3, heterogeneity=heterogeneity, newcomer_examples=10, seed=3
-    )
+    fed = build(data, num_clients=6, num_clusters=3, heterogeneity=heterogeneity, newcomer_examples=10, seed=3)
     base = np.concatenate([data.train["y"], data.test["y"]])
     tables = [{} for _ in range(3)]
     everyone = [(fed.train, fed.cluster), (fed.test, fed.cluster), (fed.newcomers, fed.newcomer_cluster)]
     for clients, cluster in everyone:
         for i, k in enumerate(cluster):
-            for tag, y in zip(
-                tags(clients, i), clients.examples["y"][i, : clients.size[i]].tolist(), strict=True
-            ):
+            for tag, y in zip(tags(clients, i), clients.examples["y"][i, : clients.size[i]].tolist(), strict=True):
                 # One renaming per cluster, the same in training, test and newcomers.
                 assert tables[k].setdefault(int(base[tag]), y) == y
     assert all(sorted(table.values()) == list(range(CLASSES)) for table in tables)
@@ -110,9 +106,7 @@ def test_rotated_images_are_the_clusters_turn():
     originals = {image.tobytes(): int(label) for image, label in zip(*digits.train.values(), strict=True)}
     for clients in (fed.train, fed.test):
         for i in range(8):
-            for x, y in zip(
-                clients.examples["x"][i], clients.examples["y"][i, : clients.size[i]], strict=False
-            ):
+            for x, y in zip(clients.examples["x"][i], clients.examples["y"][i, : clients.size[i]], strict=False):
                 for _ in range(i % 4):  # turn back, a quarter clockwise at a time
                     x = x.transpose(1, 0, 2)[:, ::-1]
                 assert originals[np.ascontiguousarray(x).tobytes()] == y

@@ -127,9 +127,7 @@ def test_dirichlet_proportions_have_the_right_moments():
     # Var of one share of a symmetric Dirichlet over N: (1/N)(1 - 1/N) / (N alpha + 1).
     n, labels = 10, np.zeros(20_000, int)
     for alpha in (0.1, 1.0, 10.0):
-        shares = (
-            np.array([[len(p) for p in dirichlet(labels, n, alpha=alpha, seed=s)] for s in range(200)]) / 2e4
-        )
+        shares = np.array([[len(p) for p in dirichlet(labels, n, alpha=alpha, seed=s)] for s in range(200)]) / 2e4
         expected = (1 / n) * (1 - 1 / n) / (n * alpha + 1)
         np.testing.assert_allclose(shares.var(), expected, rtol=0.15)
 
@@ -175,9 +173,7 @@ def test_quarter_turns_are_exact(num_clusters):
         turned, _ = HETEROGENEITY["rotation"][0](images, None, k, num_clusters, 10)
         for image, got in zip(images, turned, strict=True):
             # Pillow turns counter-clockwise too, and shares no code with NumPy.
-            np.testing.assert_array_equal(
-                got, np.asarray(Image.fromarray(image).rotate(360 * k // num_clusters))
-            )
+            np.testing.assert_array_equal(got, np.asarray(Image.fromarray(image).rotate(360 * k // num_clusters)))
 
 
 @pytest.mark.parametrize(("cluster", "num_clusters"), [(1, 3), (2, 3), (1, 8), (3, 5)])

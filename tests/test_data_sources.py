@@ -169,9 +169,7 @@ def test_environment_names_the_folder(data_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
 def test_missing_files_are_named(name, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"does not hold .*looked for .*To get it: .*http|\.com|\.gov"
-    ) as error:
+    with pytest.raises(ValueError, match=r"does not hold .*looked for .*To get it: .*http|\.com|\.gov") as error:
         load(name, tmp_path)
     assert str(tmp_path) in str(error.value)
 
@@ -275,9 +273,7 @@ def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key
             writer.write(example.SerializeToString())
         writer.close()
         infos.append(
-            tfds.core.SplitInfo(
-                name=split, shard_lengths=[len(labels)], num_bytes=1, filename_template=template
-            )
+            tfds.core.SplitInfo(name=split, shard_lengths=[len(labels)], num_bytes=1, filename_template=template)
         )
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=short, version=tfds.core.Version(version), data_dir=str(folder), module_name=""
@@ -339,9 +335,7 @@ def test_configs_and_other_tfds_directories(no_network, tmp_path):
 
 
 def test_text_from_tfds(no_network):
-    prepare(
-        no_network, "ag_news_subset", {"train": ([b"one two", "drei \u00e4".encode()], [0, 3])}, 4, text=True
-    )
+    prepare(no_network, "ag_news_subset", {"train": ([b"one two", "drei \u00e4".encode()], [0, 3])}, 4, text=True)
     data = load("ag_news")
     assert data.train["x"].tolist() == ["one two", "drei \u00e4"] and data.train["y"].tolist() == [0, 3]
 
@@ -359,9 +353,7 @@ def test_tfds_sets_that_do_not_fit(no_network):
 def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):
     real = source.importlib.util.find_spec
     hidden = {"tensorflow", "importlib_resources"}
-    monkeypatch.setattr(
-        source.importlib.util, "find_spec", lambda name: None if name in hidden else real(name)
-    )
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
     for name in ("mnist", "kmnist", "ag_news"):
         with pytest.raises(ValueError, match=r"is not prepared .*needs tensorflow.*jfcl\[tfds\].*data_dir"):
             load(name)
@@ -399,9 +391,7 @@ def fake_tfds(no_network, monkeypatch):
 
 
 def test_an_unreachable_host_is_noticed_before_tfds_tries(fake_tfds):
-    with pytest.raises(
-        ValueError, match=r"https://host.example/a.gz cannot be reached .no network in this test"
-    ):
+    with pytest.raises(ValueError, match=r"https://host.example/a.gz cannot be reached .no network in this test"):
         load("mnist")
     assert fake_tfds == []
 

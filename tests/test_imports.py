@@ -73,6 +73,7 @@ def test_only_mapping_knows_how_clients_are_mapped():
 
 
 def test_importing_jfcl_leaves_heavy_optional_packages_alone():
-    code = "import sys, jfcl; print([m for m in ('tensorflow', 'tensorflow_datasets', 'orbax', 'pandas', 'IPython') if m in sys.modules])"
+    heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython")
+    code = f"import sys, jfcl; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -27,7 +27,9 @@ def do(task, training, params, examples, size, key=0, **options):
     opt_state = options.pop("opt_state", None)
     if opt_state is None:
         opt_state = start_optimizer(training, params, options.pop("steps_done", jnp.zeros((), jnp.int32)))
-    return jax.jit(lambda e, s: train(task, training, jax.random.key(key), params, e, s, opt_state, **options))(examples, size)
+    return jax.jit(lambda e, s: train(task, training, jax.random.key(key), params, e, s, opt_state, **options))(
+        examples, size
+    )
 
 
 def regression(seed=0, m=6):
@@ -89,7 +91,9 @@ def test_steps_deal_examples_out_evenly(size, batch, steps):
 def test_epochs_are_reshuffled_and_clients_shuffle_differently():
     """One full epoch each: the order shows in what a batch of one, with momentum, leaves behind."""
     training = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=1, batch_size=1)
-    results = [do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16, key=k).params["w"] for k in (0, 0, 1)]
+    results = [
+        do(COUNTING, training, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16, key=k).params["w"] for k in (0, 0, 1)
+    ]
     assert (results[0] == results[1]).all() and (results[0] != results[2]).any()
     two = local_training(optax.sgd(1.0, momentum=0.5), num_epochs=2, batch_size=1)
     twice = do(COUNTING, two, {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}, 16).params["w"]
@@ -97,14 +101,18 @@ def test_epochs_are_reshuffled_and_clients_shuffle_differently():
     assert (orders[0] != orders[1]).any()
 
 
-@pytest.mark.parametrize("options", [{"num_steps": 3}, {"num_steps": 3, "batch_size": 2}, {"num_epochs": 2, "batch_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{"num_steps": 3}, {"num_steps": 3, "batch_size": 2}, {"num_epochs": 2, "batch_size": 2}]
+)
 def test_padding_is_never_looked_at(options):
     training = local_training(optax.sgd(0.1, momentum=0.9), **options)
     data = regression()
     clean = do(LINEAR, training, {"w": jnp.ones(3)}, data, 4)
     dirty = {k: v.copy() for k, v in data.items()}
     dirty["x"][4:], dirty["y"][4:] = np.nan, np.inf
-    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(do(LINEAR, training, {"w": jnp.ones(3)}, dirty, 4)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(clean), jax.tree.leaves(do(LINEAR, training, {"w": jnp.ones(3)}, dirty, 4)), strict=True
+    ):
         assert (a == b).all()
 
 
@@ -129,7 +137,13 @@ def test_augment_gets_another_key_at_every_step():
         return {"x": jnp.broadcast_to(jax.random.normal(key), batch["x"].shape)}
 
     one, two = (
-        do(seen, local_training(optax.sgd(1.0), num_steps=t, augment=noise), {"w": jnp.zeros(3)}, {"x": np.zeros(4, np.float32)}, 4)
+        do(
+            seen,
+            local_training(optax.sgd(1.0), num_steps=t, augment=noise),
+            {"w": jnp.zeros(3)},
+            {"x": np.zeros(4, np.float32)},
+            4,
+        )
         for t in (1, 2)
     )
     first, second = -one.params["w"][0], -(two.params["w"][0] - one.params["w"][0])

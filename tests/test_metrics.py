@@ -67,7 +67,9 @@ def test_summary():
 
 
 def test_per_cluster():
-    result = per_cluster({"loss": np.array([1.0, 2.0, 4.0]), "accuracy": np.array([0.0, 0.5, 1.0])}, np.array([3, 1, 1]))
+    result = per_cluster(
+        {"loss": np.array([1.0, 2.0, 4.0]), "accuracy": np.array([0.0, 0.5, 1.0])}, np.array([3, 1, 1])
+    )
     assert result == {1: {"clients": 2, "loss": 3.0, "accuracy": 0.75}, 3: {"clients": 1, "loss": 1.0, "accuracy": 0.0}}
 
 

@@ -24,7 +24,13 @@ def loop_conv(x, w, strides, padding):
     x = np.pad(x.astype(np.float64), ((0, 0), *padding, (0, 0)))
     return np.stack(
         [
-            np.stack([correlate(one, w[..., o].astype(np.float64), mode="valid")[:: strides[0], :: strides[1], 0] for o in range(w.shape[-1])], -1)
+            np.stack(
+                [
+                    correlate(one, w[..., o].astype(np.float64), mode="valid")[:: strides[0], :: strides[1], 0]
+                    for o in range(w.shape[-1])
+                ],
+                -1,
+            )
             for one in x
         ]
     )
@@ -38,7 +44,11 @@ def tensors(seed=0, b=2, h=9, w=8, c=3, k=(3, 2), o=4):
 @pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
 def test_conv_against_scipy(strides, padding):
     x, w = tensors()
-    np.testing.assert_allclose(conv(x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")), loop_conv(x, w, strides, padding), atol=1e-4)
+    np.testing.assert_allclose(
+        conv(x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        loop_conv(x, w, strides, padding),
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
@@ -52,8 +62,12 @@ def test_gradients_are_adjoint_to_the_loop(strides, padding):
     grad_x, grad_w = (np.asarray(v, np.float64) for v in pull(jnp.asarray(g)))
     for _ in range(3):
         dx, dw = rng.normal(size=x.shape).astype(np.float32), rng.normal(size=w.shape).astype(np.float32)
-        np.testing.assert_allclose((g * loop_conv(dx, w, strides, padding)).sum(), (grad_x * dx).sum(), rtol=1e-3, atol=1e-2)
-        np.testing.assert_allclose((g * loop_conv(x, dw, strides, padding)).sum(), (grad_w * dw).sum(), rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose(
+            (g * loop_conv(dx, w, strides, padding)).sum(), (grad_x * dx).sum(), rtol=1e-3, atol=1e-2
+        )
+        np.testing.assert_allclose(
+            (g * loop_conv(x, dw, strides, padding)).sum(), (grad_w * dw).sum(), rtol=1e-3, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
@@ -74,7 +88,9 @@ def test_vmapped_conv_is_each_client_alone(padding, own):
         mine = jax.tree.map(lambda p, i=i: p[i], params) if own else params
         reference = nn.Conv(4, (3, 3), padding=padding)  # flax's own, lax underneath
         alone = jax.value_and_grad(lambda p, v, r=reference: jnp.sin(r.apply(p, v)).sum(), argnums=(0, 1))(mine, x[i])
-        for a, b in zip(jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
@@ -108,7 +124,14 @@ def test_other_convolutions_go_to_lax():
     x, w = np.ones((1, 6, 6, 2), np.float32), np.ones((3, 3, 1, 4), np.float32)
     grouped = conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2)
     assert grouped.shape == (1, 6, 6, 4)
-    dilated = conv(x, np.ones((3, 3, 2, 4), np.float32), (1, 1), "VALID", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    dilated = conv(
+        x,
+        np.ones((3, 3, 2, 4), np.float32),
+        (1, 1),
+        "VALID",
+        rhs_dilation=(2, 2),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
     assert dilated.shape == (1, 2, 2, 4) and float(dilated[0, 0, 0, 0]) == 18
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
@@ -119,12 +142,18 @@ def test_max_pool_is_flaxs(shape):
     theirs = nn.max_pool(x, (2, 2), strides=(2, 2))
     assert (max_pool(x, 2) == theirs).all()
     ours, reference = (
-        jax.grad(lambda v, p=pool: jnp.sin(p(v)).sum())(x) for pool in (lambda v: max_pool(v, 2), lambda v: nn.max_pool(v, (2, 2), strides=(2, 2)))
+        jax.grad(lambda v, p=pool: jnp.sin(p(v)).sum())(x)
+        for pool in (lambda v: max_pool(v, 2), lambda v: nn.max_pool(v, (2, 2), strides=(2, 2)))
     )
     np.testing.assert_allclose(ours, reference, rtol=1e-6)  # no ties in these values
 
 
-SIZES = {"linear": 7_850, "mlp": 159_010, "mlp2048": 2048 * 785 + 2049 * 10, "cnn_mnist": 832 + 25_632 + 801 * 256 + 2_570}
+SIZES = {
+    "linear": 7_850,
+    "mlp": 159_010,
+    "mlp2048": 2048 * 785 + 2049 * 10,
+    "cnn_mnist": 832 + 25_632 + 801 * 256 + 2_570,
+}
 INPUTS = {"cnn_cifar": (24, 24, 3)}
 
 
@@ -137,7 +166,10 @@ def test_every_model_learns_under_vmap(name):
     if name in SIZES:
         assert sum(p[0].size for p in jax.tree.leaves(params)) == SIZES[name]
     rng = np.random.default_rng(0)
-    batch = {"x": rng.uniform(size=(2, 3, *shape)).astype(np.float32), "y": rng.integers(0, 10, (2, 3)).astype(np.int32)}
+    batch = {
+        "x": rng.uniform(size=(2, 3, *shape)).astype(np.float32),
+        "y": rng.integers(0, 10, (2, 3)).astype(np.int32),
+    }
 
     def step(params, batch):
         loss, g = jax.value_and_grad(lambda p: task.loss(p, batch).mean())(params)
@@ -155,9 +187,13 @@ def test_cross_entropy_and_accuracy_against_scipy():
     params = task.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 3, 20).astype(np.int32)
-    logits = x.astype(np.float64) @ np.asarray(params["Dense_0"]["kernel"], np.float64) + np.asarray(params["Dense_0"]["bias"])
+    logits = x.astype(np.float64) @ np.asarray(params["Dense_0"]["kernel"], np.float64) + np.asarray(
+        params["Dense_0"]["bias"]
+    )
     batch = {"x": x, "y": y}
-    np.testing.assert_allclose(task.loss(params, batch), -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        task.loss(params, batch), -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5
+    )
     assert task.correct(params, batch).tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
     assert task.predict(params, x).shape == (20, 3)
 

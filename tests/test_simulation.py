@@ -23,7 +23,9 @@ KEYS = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
 
 
 def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: bool(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)), a, b))
+    return jax.tree.all(
+        jax.tree.map(lambda x, y: bool(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)), a, b)
+    )
 
 
 def sim(**options):
@@ -114,7 +116,9 @@ print(repr(jax.tree.map(lambda x: x.tolist(), history.state.params)), len(histor
 def test_kill_minus_nine_and_resume(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     start = [sys.executable, "-c", SCRIPT]
-    first = subprocess.Popen([*start, str(tmp_path / "a"), "new"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [*start, str(tmp_path / "a"), "new"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.time() + 120
     while not list((tmp_path / "a" / "checkpoints").glob("[0-9]*")) and time.time() < deadline:
         time.sleep(0.02)
@@ -123,7 +127,9 @@ def test_kill_minus_nine_and_resume(tmp_path):
     done = len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
     assert 0 < done < 2000, "it should have been killed on the way"
     outputs = [
-        subprocess.run([*start, str(tmp_path / folder), how], env=env, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [*start, str(tmp_path / folder), how], env=env, capture_output=True, text=True, check=True
+        ).stdout
         for folder, how in (("a", "resume"), ("b", "new"))
     ]
     assert outputs[0] == outputs[1] and outputs[0].endswith(" 2000\n")

@@ -34,7 +34,9 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options", "one global"),
+    "fedavg": Method(
+        fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options", "one global"
+    ),
     "local": Method(local_only, "every client trains alone, nothing is sent", "per client"),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best", "per cluster"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", "per cluster"),

@@ -7,7 +7,7 @@ round takes `O(chunk * D + K * D)` memory, however many clients there are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,9 @@ def averaging(
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     def is_shared(path) -> bool:
-        return shared is not None and bool(shared("/".join(str(getattr(p, "key", getattr(p, "name", p))) for p in path)))
+        return shared is not None and bool(
+            shared("/".join(str(getattr(p, "key", getattr(p, "name", p))) for p in path))
+        )
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         n = num_clients(clients)

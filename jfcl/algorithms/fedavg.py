@@ -1,4 +1,4 @@
-"""FedAvg: one model for all clients (McMahan et al. 2017, Algorithm 1), with any server optimiser (Reddi et al. 2021)."""
+"""FedAvg: one model for all (McMahan et al. 2017, Algorithm 1), with any server optimiser (Reddi et al. 2021)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def losses_under_all(task: Task, params: PyTree, examples: PyTree, size: jax.Arr
 
 
 def lowest_loss(task: Task, params: PyTree, clients: Clients, *, client_axis: mapping.Mapping) -> jax.Array:
-    """`[N]` int32: the model of lowest loss for every client, the first of equals (IFCA's cluster identity estimate)."""
+    """`[N]` int32: the model of lowest loss for every client, the first of equals (cluster identity estimate)."""
 
     def client(examples, size):
         return jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
@@ -82,7 +82,8 @@ def ifca(
       >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
       >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
       >>> warm = {"b": np.float32([0, 9])}
-      >>> algorithm = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), num_clusters=2, init_params=warm)
+      >>> training = jfcl.local_training(optax.sgd(0.5), num_steps=1)
+      >>> algorithm = jfcl.ifca(task, training, num_clusters=2, init_params=warm)
       >>> state, _ = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])

@@ -132,14 +132,8 @@ def build(
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers'"
         )
     if partition in ("label", "dirichlet") or heterogeneity in SELECTIVE:
-        what = (
-            f"partition {partition!r}"
-            if heterogeneity not in SELECTIVE
-            else f"heterogeneity {heterogeneity!r}"
-        )
-        check(
-            dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}"
-        )
+        what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
+        check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")
 
     # 1. Base pools. `kind` is what a client's test examples are matched to: labels, or writers.
     kind = dataset.writer["train"] if partition == "writer" else _labels(dataset, "train")
@@ -159,11 +153,7 @@ def build(
         enough = examples_per_client is None or num_clients * examples_per_client <= len(train_pool)
         reuse = "none" if enough or partition == "writer" else "cluster"
     per_cluster = reuse == "cluster" or heterogeneity in SELECTIVE
-    groups = (
-        [np.flatnonzero(cluster == k) for k in range(num_clusters)]
-        if per_cluster
-        else [np.arange(num_clients)]
-    )
+    groups = [np.flatnonzero(cluster == k) for k in range(num_clusters)] if per_cluster else [np.arange(num_clients)]
 
     def of_cluster(pool, y, k):
         """The part of `pool` that clients of cluster `k` may have."""
@@ -187,9 +177,7 @@ def build(
                 "exponent": exponent,
                 "min_size": min_size,
             }
-            parts = _divide(
-                partition, train, kind, len(clients), examples_per_client, seed, g, options, dataset.name
-            )
+            parts = _divide(partition, train, kind, len(clients), examples_per_client, seed, g, options, dataset.name)
         for i, part in zip(clients, parts, strict=True):
             train_of[i] = part
         shares = allot(test, test_kind, [kind[part] for part in parts], seed=(seed, _ALLOT, g))
@@ -289,9 +277,7 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
         examples = rng.permutation(pool[begin[c] : end[c]])
         share = count / count.sum() * len(examples)
         take = np.floor(share + 1e-9).astype(np.int64)
-        extra = np.lexsort((rng.random(len(clients)), take - share - owed[clients]))[
-            : len(examples) - take.sum()
-        ]
+        extra = np.lexsort((rng.random(len(clients)), take - share - owed[clients]))[: len(examples) - take.sum()]
         take[extra] += 1
         owed[clients] += share - take
         for i, part in zip(clients, np.split(examples, np.cumsum(take)[:-1]), strict=True):
@@ -335,9 +321,7 @@ def split_hash(settings: list, cluster, parts) -> str:
 def check_enough_clients(num_clients: int, num_clusters: int) -> None:
     """Every cluster needs a client."""
     if num_clusters > num_clients:
-        raise ValueError(
-            f"num_clusters must be at most the number of clients, {num_clients}, got {num_clusters}"
-        )
+        raise ValueError(f"num_clusters must be at most the number of clients, {num_clients}, got {num_clusters}")
 
 
 def check_dataset(dataset: Dataset) -> None:
@@ -357,9 +341,7 @@ def check_dataset(dataset: Dataset) -> None:
                 f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize"
             )
         if len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}"
-            )
+            raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
         # A sum of a row is finite exactly when its entries are (overflow of real data aside).
         if x.dtype.kind == "f" and not np.isfinite(x.reshape(len(x), -1).sum(axis=1)).all():
             bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1).sum(axis=1)))
@@ -367,9 +349,7 @@ def check_dataset(dataset: Dataset) -> None:
         if dataset.num_classes is not None and y.dtype.kind not in "iu":
             raise ValueError(f"{where}: labels must be integers, got {y.dtype}")
         if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
-            raise ValueError(
-                f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}"
-            )
+            raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
         if dataset.num_classes is None and not np.isfinite(y).all():
             raise ValueError(f"{where}: NaN or infinite targets")
         if dataset.writer is not None and len(dataset.writer[name]) != len(y):
@@ -382,9 +362,7 @@ def _labels(dataset: Dataset, split: str) -> np.ndarray:
     return y if dataset.num_classes is not None else np.zeros(len(y), np.int32)
 
 
-def _divide(
-    partition, pool, kind, num_clients, examples_per_client, seed, group, options, name
-) -> list[np.ndarray]:
+def _divide(partition, pool, kind, num_clients, examples_per_client, seed, group, options, name) -> list[np.ndarray]:
     """The pool's indices, divided among the clients of one group."""
     if num_clients * (examples_per_client or 1) > len(pool):
         per_client = "" if examples_per_client is None else f" with {examples_per_client} examples each"
@@ -443,8 +421,7 @@ def _newcomers(dataset, partition, source, pool, of_cluster, examples, num_clust
         count = len(own) // examples
         if count == 0:
             raise ValueError(
-                f"newcomer_examples must be at most {len(own)}, the test examples of cluster {k}, "
-                f"got {examples}"
+                f"newcomer_examples must be at most {len(own)}, the test examples of cluster {k}, got {examples}"
             )
         new = iid(len(own), count, seed=(seed, _NEWCOMERS, k), examples_per_client=examples)
         parts += [own[part] for part in new]

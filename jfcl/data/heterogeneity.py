@@ -65,9 +65,7 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
     """
     _check_cluster(cluster, num_clusters)
     if np.ndim(x) != 4:
-        raise ValueError(
-            f"heterogeneity 'rotation' needs images [n, H, W, C], got examples of shape {np.shape(x)}"
-        )
+        raise ValueError(f"heterogeneity 'rotation' needs images [n, H, W, C], got examples of shape {np.shape(x)}")
     angle = 360.0 * cluster / num_clusters
     if x.shape[1] != x.shape[2] and angle not in (0.0, 180.0):
         raise ValueError(
@@ -97,9 +95,7 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
     _check_classes(num_classes, "label_swap")
     most = num_classes * (num_classes - 1) // 2
     if num_clusters > most:
-        raise ValueError(
-            f"num_clusters must be at most {most} (pairs of {num_classes} labels), got {num_clusters}"
-        )
+        raise ValueError(f"num_clusters must be at most {most} (pairs of {num_classes} labels), got {num_clusters}")
     rng = np.random.default_rng(seed)
     pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
     rest = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])

@@ -36,9 +36,7 @@ def _as_labels(labels) -> np.ndarray:
     return labels
 
 
-def iid(
-    num_examples: int, num_clients: int, *, seed: Seed, examples_per_client: int | None = None
-) -> list[np.ndarray]:
+def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
     """A random permutation dealt out in equal parts.
 
     Args:
@@ -87,9 +85,7 @@ def by_writer(writer, *, num_clients: int | None = None, seed: Seed) -> list[np.
     if num_clients is not None:
         check_count("num_clients", num_clients)
         if num_clients > len(ids):
-            raise ValueError(
-                f"num_clients must be at most {len(ids)}, the number of writers, got {num_clients}"
-            )
+            raise ValueError(f"num_clients must be at most {len(ids)}, the number of writers, got {num_clients}")
         ids = np.sort(np.random.default_rng(seed).permutation(ids)[:num_clients])
     check(len(ids) > 0, "writer", "no writer id", "at least one writer with examples")
     order = np.argsort(writer, kind="stable")
@@ -132,9 +128,7 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
     return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
 
 
-def dirichlet(
-    labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1
-) -> list[np.ndarray]:
+def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
     """Every label's examples are divided among clients in proportions drawn from Dirichlet(alpha, ...,
     alpha).
 

@@ -72,9 +72,7 @@ def _digits(data_dir) -> Dataset:
 
     digits = load_digits()
     x = (digits.images / 16).astype(np.float32)[..., None]
-    return Dataset(
-        "digits", {"x": x, "y": digits.target.astype(np.int32)}, None, 10, None, DATASETS["digits"][1]
-    )
+    return Dataset("digits", {"x": x, "y": digits.target.astype(np.int32)}, None, 10, None, DATASETS["digits"][1])
 
 
 def _idx_images(name: str, prefixes: tuple[str, str], num_classes: int):
@@ -209,18 +207,10 @@ _SHA256 = {
         "qmnist-test-labels-idx2-int": "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd",
     },
     "emnist_letters": {
-        "emnist-letters-train-images-idx3-ubyte": (
-            "7a786db773b2096a7b9a3f3275388a27711f4451548c3ca8be96f09ae94371ae"
-        ),
-        "emnist-letters-train-labels-idx1-ubyte": (
-            "e8e94c3f4353d5532fd9604b939cb4c76e7847945b9b0d9ff7884d881dead6bc"
-        ),
-        "emnist-letters-test-images-idx3-ubyte": (
-            "d5895e82d14765b22a84342337bc5c25f1affd61cc97d3821d4e65504bbf8dbc"
-        ),
-        "emnist-letters-test-labels-idx1-ubyte": (
-            "22dbcde0a929a7f166bdac863b9195b2994d840a1e082f8f6daaeac5606376a6"
-        ),
+        "emnist-letters-train-images-idx3-ubyte": ("7a786db773b2096a7b9a3f3275388a27711f4451548c3ca8be96f09ae94371ae"),
+        "emnist-letters-train-labels-idx1-ubyte": ("e8e94c3f4353d5532fd9604b939cb4c76e7847945b9b0d9ff7884d881dead6bc"),
+        "emnist-letters-test-images-idx3-ubyte": ("d5895e82d14765b22a84342337bc5c25f1affd61cc97d3821d4e65504bbf8dbc"),
+        "emnist-letters-test-labels-idx1-ubyte": ("22dbcde0a929a7f166bdac863b9195b2994d840a1e082f8f6daaeac5606376a6"),
     },
     "cifar10": {
         "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",

@@ -162,9 +162,7 @@ def xor_toy(
         center = np.stack([side, np.broadcast_to(height, side.shape)], axis=-1)
         x = center + spread * rng.standard_normal(center.shape)
         y = (side > 0) ^ (cluster == 1)[:, None]
-        return Clients(
-            {"x": x.astype(np.float32), "y": y.astype(np.int32)}, np.full(num_clients, examples, np.int32)
-        )
+        return Clients({"x": x.astype(np.float32), "y": y.astype(np.int32)}, np.full(num_clients, examples, np.int32))
 
     train = draw(1, examples_per_client)
     return Federation(
@@ -272,9 +270,7 @@ def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
     check_count("num_clusters", count)
     check_count("dim", dim)
     if dim < 63 and count > 2**dim - 1:
-        raise ValueError(
-            f"num_clusters must be at most {2**dim - 1} (non-zero vectors in {{0, 1}}^{dim}), got {count}"
-        )
+        raise ValueError(f"num_clusters must be at most {2**dim - 1} (non-zero vectors in {{0, 1}}^{dim}), got {count}")
     if dim <= 12:  # few vectors: drawing until they differ could take long
         numbers = 1 + rng.permutation(2**dim - 1)[:count]
         return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)

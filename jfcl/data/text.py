@@ -43,9 +43,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     check_count("vocab_size", vocab_size, least=3)
     check_count("length", length)
     check(dataset.train["x"].dtype.kind in "UO", "dataset", dataset.train["x"].dtype, "a data set of strings")
-    split = {
-        name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in _splits(dataset)
-    }
+    split = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in _splits(dataset)}
     count = Counter(word for text in split["train"] for word in text)
     common = sorted(count, key=lambda word: (-count[word], word))[: vocab_size - 2]
     vocabulary = ["<pad>", "<unknown>", *common]
@@ -60,6 +58,4 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
 
 
 def _splits(dataset: Dataset):
-    return [
-        (name, part) for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None
-    ]
+    return [(name, part) for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None]

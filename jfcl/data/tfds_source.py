@@ -85,8 +85,7 @@ def _check_known(name: str, known: Iterable[str]) -> None:
         near = difflib.get_close_matches(name, [*known, *builders], n=1, cutoff=0.5)
         hint = f": did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of "
-            "tensorflow-datasets"
+            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of tensorflow-datasets"
         )
 
 
@@ -150,9 +149,7 @@ def _read_folder(name: str, folder: Path) -> Dataset:
             }
         shapes = {row["image"].shape for row in rows}
         if len(shapes) != 1:
-            raise ValueError(
-                f"data set {name!r}: images must have one size, got {len(shapes)} in split {split!r}"
-            )
+            raise ValueError(f"data set {name!r}: images must have one size, got {len(shapes)} in split {split!r}")
         return {"x": np.divide(np.stack([row["image"] for row in rows]), np.float32(255)), "y": y}
 
     test = read("test") if "test" in builder.info.splits else None

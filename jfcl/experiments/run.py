@@ -46,7 +46,9 @@ class Config:
     heterogeneity: str = _option("rotation", "how the hidden clusters differ; 'jfcl list heterogeneities'", "data")
     clients: int = _option(40, "number of clients", "data")
     clusters: int = _option(4, "number of hidden clusters, and of models where the method has one per cluster", "data")
-    examples_per_client: int | None = _option(None, "training examples per client; default: as many as there are", "data")
+    examples_per_client: int | None = _option(
+        None, "training examples per client; default: as many as there are", "data"
+    )
     test_fraction: float = _option(0.2, "share of examples held out where there is no official test set", "data")
     partition: str = _option("iid", "how a cluster's examples are dealt to its clients; 'jfcl list partitions'", "data")
     alpha: float | None = _option(None, "concentration of --partition dirichlet", "data")
@@ -61,18 +63,28 @@ class Config:
     data_seed: int = _option(0, "seed of the split into clients; the same for all --seeds", "data")
     model: str = _option("mlp", "model; 'jfcl list models' shows them", "training")
     rounds: int = _option(100, "communication rounds", "training")
-    local_steps: int | None = _option(None, "local steps per round (default 10 if --local-epochs is not given)", "training")
-    local_epochs: int | None = _option(None, "passes over the client's examples per round, instead of steps", "training")
+    local_steps: int | None = _option(
+        None, "local steps per round (default 10 if --local-epochs is not given)", "training"
+    )
+    local_epochs: int | None = _option(
+        None, "passes over the client's examples per round, instead of steps", "training"
+    )
     batch_size: int | None = _option(None, "examples per local step; default: all of the client's", "training")
     lr: float = _option(0.1, "local learning rate", "training")
     momentum: float = _option(0.0, "local momentum", "training")
-    lr_decay: float = _option(1.0, "factor on the learning rate after every round (for clients that do equal steps)", "training")
+    lr_decay: float = _option(
+        1.0, "factor on the learning rate after every round (for clients that do equal steps)", "training"
+    )
     weight_decay: float = _option(0.0, "weight decay added to the gradient", "training")
     prox: float = _option(0.0, "FedProx's mu", "training")
     keep: str = _option(
-        "nothing", "what clients carry over to the next round: nothing, schedule or everything (momentum too)", "training"
+        "nothing",
+        "what clients carry over to the next round: nothing, schedule or everything (momentum too)",
+        "training",
     )
-    weights: str | None = _option(None, "what a client counts in a mean: size or equal; default: as in the method's paper")
+    weights: str | None = _option(
+        None, "what a client counts in a mean: size or equal; default: as in the method's paper"
+    )
     cohort: int | None = _option(None, "clients per round; default: all")
     server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
     server_lr: float = _option(1.0, "the server's learning rate")
@@ -108,7 +120,15 @@ def validate(config: Config) -> None:
     check_choice("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
     check_choice("keep", config.keep, KEEP)
     counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
-    maybe = ("examples_per_client", "local_steps", "local_epochs", "batch_size", "cohort", "num_models", "stable_rounds")
+    maybe = (
+        "examples_per_client",
+        "local_steps",
+        "local_epochs",
+        "batch_size",
+        "cohort",
+        "num_models",
+        "stable_rounds",
+    )
     for name in (*counts, *maybe, "eval_every", "chunk", "labels_per_client", "newcomer_examples"):
         value = getattr(config, name)
         if name in counts or value is not None:
@@ -334,7 +354,11 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *names])
         for s, seed in enumerate(parts.seeds):
             for i in range(num_clients(federation.train)):
-                found = [int(federation.train.size[i]), int(federation.cluster[i]), int(history.clients["cluster"][s, i])]
+                found = [
+                    int(federation.train.size[i]),
+                    int(federation.cluster[i]),
+                    int(history.clients["cluster"][s, i]),
+                ]
                 table.writerow([seed, i, *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
     np.savez(out / "params.npz", **{"/".join(str(k.key) for k in path): leaf for path, leaf in first})

@@ -1,7 +1,7 @@
 """Convolutions that stay fast when every client has its own weights, and pooling to match.
 
-`conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It computes
-the same numbers, arranged for how clients are mapped:
+`conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It
+computes the same numbers, arranged for how clients are mapped:
 
 * One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not bring convolutions inside a loop
   into the layout its fast kernels need (jax issue 12868), so the gradients that `lax.conv` derives, transposed
@@ -36,7 +36,9 @@ def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], pad
     (kh, kw), (sh, sw) = kernel, strides
     height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
     shifted = [
-        x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw] for i in range(kh) for j in range(kw)
+        x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw]
+        for i in range(kh)
+        for j in range(kw)
     ]
     return jnp.concatenate(shifted, axis=-1)
 
@@ -72,7 +74,7 @@ def _weight_gradient_patches(x, g, kernel, strides, padding):
 
 
 def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = None) -> Callable:
-    """`alone` for one client, `together` vmapped for many; `joins(batched)` true where clients can share its batch axis."""
+    """`alone` for one client, `together` vmapped for many; `joins(batched)`: clients can share its batch axis."""
     function = custom_vmap(alone)
 
     @function.def_vmap

@@ -71,8 +71,8 @@ class CNNMnist(nn.Module):
 class CNNCifar(nn.Module):
     """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
-    The paper gives no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling, then
-    dense layers of 384 and the classes, as in the TensorFlow tutorial that the preprocessing of the authors' code
+    The paper gives no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling,
+    then dense layers of 384 and the classes, as in the TensorFlow tutorial that the preprocessing of the authors' code
     (24 x 24 crops) comes from, less its second hidden dense layer.
     """
 

@@ -74,8 +74,8 @@ def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, hal
     others = sorted(set(variables) - {"params"})
     if others:
         raise ValueError(
-            f"{type(module).__name__} keeps state besides its parameters ({', '.join(others)}), which cannot be averaged"
-            " over clients; use GroupNorm or LayerNorm instead of BatchNorm"
+            f"{type(module).__name__} keeps state besides its parameters ({', '.join(others)}), which cannot be"
+            " averaged over clients; use GroupNorm or LayerNorm instead of BatchNorm"
         )
     return task(init, apply, kind=kind, half=half)
 
