@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
         except DivergedError as error:
             errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
             return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a folder that cannot be written, a full disk
         errors.print("[red]jfcl: error:[/]", end=" ")
         errors.print(str(error), markup=False)
         return 2

@@ -221,7 +221,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     if not allow_empty and size.min() == 0:
         rows = np.flatnonzero(size == 0)
         raise ValueError(
-            f"{name}: {len(rows)} client(s) without examples (rows {rows[:5].tolist()}{'...' if len(rows) > 5 else ''});"
+            f"{name}: {len(rows)} client(s) without examples (rows {rows[:5].tolist()}{'...' * (len(rows) > 5)});"
             " drop them, or give them data"
         )
     real = np.arange(m)[None, :] < size[:, None]

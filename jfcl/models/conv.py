@@ -181,7 +181,8 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
     """Max-pooling with stride `window`, no padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
     Written as a reshape and a maximum, whose gradient is far cheaper on a CPU than that of `lax.reduce_window`. Among
-    equal largest values the gradient is divided, where `reduce_window` gives it to the first.
+    equal largest values the gradient is divided, where `reduce_window` gives it to the first. `ValueError` for an image
+    smaller than the window.
 
     Example:
       >>> import jax.numpy as jnp
@@ -189,6 +190,8 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
       [[6.0, 8.0], [16.0, 18.0]]
     """
     b, h, w, c = x.shape
+    if min(h, w) < window:
+        raise ValueError(f"images are too small for this model: {h} x {w} is left where {window} x {window} is pooled")
     h, w = h // window, w // window
     tiles = x[:, : h * window, : w * window].reshape(b, h, window, w, window, c)
     return tiles.max(axis=(2, 4))

@@ -1,0 +1,240 @@
+"""The command line, run in this process: results, resumption, and what bad input gets."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jfcl import cli
+
+QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def _no_data_and_no_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two finished runs, of IFCA with two seeds and of FedAvg."""
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("ifca", "fedavg"):
+        assert cli.main(["run", method, *QUICK, "--seeds", "2", "--out", str(folder / method)]) == 0
+    return folder
+
+
+def test_a_run_leaves_what_the_design_promises(finished):
+    run = finished / "ifca"
+    summary = json.loads((run / "summary.json").read_text())
+    wanted = "method dataset num_clients num_clusters num_rounds seconds compile_seconds client_steps_per_second"
+    wanted = [*wanted.split(), "bytes_up", "bytes_down", "device", "versions", "per_seed", "mean", "std"]
+    assert set(wanted) <= set(summary)
+    assert (summary["num_clients"], summary["num_clusters"], summary["num_rounds"]) == (8, 2, 4)
+    metrics = ["accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use"]
+    assert [row["seed"] for row in summary["per_seed"]] == [0, 1]
+    for name in metrics:
+        values = [row[name] for row in summary["per_seed"]]
+        assert summary["mean"][name] == pytest.approx(np.mean(values))
+        assert summary["std"][name] == pytest.approx(np.std(values))
+    model = 4 * (64 * 200 + 200 + 2000 + 10)
+    assert summary["bytes_up"] == 4 * 8 * model and summary["bytes_down"] == 2 * 4 * 8 * model
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["round"], line["seed"]) for line in lines] == [(t, s) for t in range(1, 5) for s in (0, 1)]
+    table = (run / "clients.csv").read_text().splitlines()
+    assert table[0] == "seed,client,examples,true_cluster,cluster,accuracy,loss" and len(table) == 1 + 2 * 8
+    accuracy = np.mean([float(row.split(",")[5]) for row in table[1:9]])
+    assert accuracy == pytest.approx(summary["per_seed"][0]["accuracy"], abs=1e-5)
+    assert {p.name for p in (run / "plots").iterdir()} == {"accuracy.png", "loss.png", "clients.png", "clusters.png"}
+    assert json.loads((run / "config.json").read_text())["method"] == "ifca"
+
+
+def test_compare_prints_a_table_and_plots(finished, capsys):
+    assert cli.main(["compare", str(finished / "ifca"), str(finished / "fedavg")]) == 0
+    printed = capsys.readouterr().out
+    accuracy = json.loads((finished / "ifca" / "summary.json").read_text())["mean"]["accuracy"]
+    assert "ifca" in printed and "fedavg" in printed and f"{100 * accuracy:.1f}±" in printed
+    assert (finished / "compare" / "methods.png").stat().st_size > 1000
+
+
+def test_the_same_command_gives_the_same_results(finished, tmp_path):
+    assert cli.main(["run", "ifca", *QUICK, "--seeds", "2", "--out", str(tmp_path / "again")]) == 0
+    for name in ("metrics.jsonl", "clients.csv"):
+        assert (tmp_path / "again" / name).read_bytes() == (finished / "ifca" / name).read_bytes()
+
+
+def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_path, capsys):
+    toml = 'dataset = "digits"\nclients = 8\nclusters = 2\nrounds = 3\nlocal-steps = 2\nlr = 1\nseeds = 2\n'
+    (tmp_path / "x.toml").write_text(toml)
+    base = ["run", "ifca", "--quiet", "--config"]
+    options = ["--rounds", "4", "--lr", "0.1", "--out", str(tmp_path / "run")]
+    assert cli.main([*base, str(tmp_path / "x.toml"), *options]) == 0
+    assert (tmp_path / "run" / "clients.csv").read_bytes() == (finished / "ifca" / "clients.csv").read_bytes()
+    kept = str(finished / "ifca" / "config.json")  # a run's own configuration does as well
+    assert cli.main([*base, kept, "--out", str(tmp_path / "second")]) == 0
+    assert (tmp_path / "second" / "clients.csv").read_bytes() == (finished / "ifca" / "clients.csv").read_bytes()
+    for text, said in [
+        ("round = 3", "unknown option 'round': did you mean 'rounds'?"),
+        ("rounds = '3'", "rounds must be of type int, got '3'"),
+        ("rounds = ", "--config"),
+    ]:
+        (tmp_path / "bad.toml").write_text(text)
+        capsys.readouterr()
+        assert cli.main([*base, str(tmp_path / "bad.toml")]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
+    shutil.copytree(finished / "ifca", tmp_path / "run")
+    more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
+    out = ["--out", str(tmp_path / "run")]
+    assert cli.main(["run", "ifca", *QUICK[:5], "6", *QUICK[6:], "--seeds", "2", "--resume", *out]) == 0
+    assert cli.main(["run", "ifca", *more, "--out", str(tmp_path / "whole")]) == 0
+    whole, resumed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "run"))
+    assert whole["per_seed"] == resumed["per_seed"]
+    assert (tmp_path / "whole" / "clients.csv").read_bytes() == (tmp_path / "run" / "clients.csv").read_bytes()
+
+
+def test_warm_start_from_another_run(finished, tmp_path):
+    start = ["--init-from", str(finished / "ifca"), "--rounds", "1", "--out", str(tmp_path / "warm")]
+    assert cli.main(["run", "ifca", "--clients", "8", "--clusters", "2", "--local-steps", "2", "--quiet", *start]) == 0
+    first = json.loads((finished / "ifca" / "metrics.jsonl").read_text().splitlines()[0])
+    warm = json.loads((tmp_path / "warm" / "metrics.jsonl").read_text().splitlines()[0])
+    assert warm["train_loss"] < first["train_loss"]
+
+
+def test_list_and_help_name_everything(capsys):
+    from jfcl import data, models
+    from jfcl.algorithms import METHODS
+
+    assert cli.main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name in [*METHODS, *data.DATASETS, *data.HETEROGENEITY, *data.PARTITIONS, *models.MODELS]:
+        assert name in printed
+    assert cli.main([]) == 0
+    assert "jfcl run ifca" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["run", "--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    flags = "--dataset --heterogeneity --clients --clusters --examples-per-client --model --rounds --local-steps"
+    flags += " --local-epochs --batch-size --lr --momentum --cohort --seeds --seed --eval-every --data-dir --out"
+    for flag in [*flags.split(), "--resume", "--config"]:
+        assert flag + " " in printed
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (["run", "ifac"], "unknown method 'ifac': did you mean 'ifca'?"),
+        (["run", "ifca", "--dataset", "mnits"], "unknown dataset 'mnits': did you mean 'mnist'?"),
+        (["run", "ifca", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
+        (["run", "ifca", "--heterogeneity", "rotated"], "did you mean 'rotation'?"),
+        (["run", "ifca", "--partition", "dirichelt"], "did you mean 'dirichlet'?"),
+        (["run", "ifca", "--rond", "3"], "unknown option --rond: did you mean --rounds?"),
+        (["rnu", "ifca"], "rnu"),
+        (["run"], "METHOD"),
+        (["list", "model"], "did you mean 'models'?"),
+        (["run", "ifca", "--lr", "fast"], "--lr"),
+        (["run", "ifca", "--lr", "-0.1"], "lr must be positive, got -0.1"),
+        (["run", "ifca", "--rounds", "0"], "rounds must be an integer, at least 1, got 0"),
+        (["run", "ifca", "--seeds", "0"], "seeds must be"),
+        (["run", "ifca", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
+        (["run", "ifca", "--local-steps", "2", "--local-epochs", "1"], "not both given"),
+        (["run", "ifca", "--clients", "3", "--clusters", "4"], "clusters must be at most the 3 clients, got 4"),
+        (["run", "ifca", "--clients", "9999"], "9999 clients need 9999 examples"),
+        (["run", "ifca", "--cohort", "41"], "cohort must be at most the 40 clients, got 41"),
+        (["run", "ifca", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
+        (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
+        (["run", "ifca", "--model", "cnn_mnist"], "images are too small"),
+        (["run", "ifca", "--partition", "writer"], "needs writer ids, which 'digits' does not have"),
+        (["run", "ifca", "--average", "gradients"], 'training.num_steps must be 1 with average="gradients"'),
+        (["run", "ifca", "--share", "Dense_9"], "share must be the beginning of one of the model's parameters"),
+        (["run", "ifca", "--init-from", "/nowhere"], "init_from must be the folder of a finished run"),
+        (["run", "ifca", "--resume"], "out must be the folder of the run to resume"),
+        (["run", "ifca", "--config", "/nowhere.toml"], "no such file"),
+        (["run", "ifca", "--dataset", "mnist", "--data-dir", "/nowhere"], "looked for /nowhere/mnist/train-images"),
+        (["compare", "/nowhere"], "holds no finished run"),
+        (["run", "ifca", "--out", "/proc/1/nothing", "--rounds", "1"], "/proc/1/nothing"),
+    ],
+)
+def test_bad_input_is_refused_in_words(command, said, capsys):
+    assert cli.main(command) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_nothing_is_overwritten(finished, capsys):
+    before = files(finished / "ifca")
+    out = ["--out", str(finished / "ifca")]
+    for command, said in [
+        (["run", "ifca", *QUICK, *out], "already holds a run"),
+        (["run", "ifca", *QUICK, "--seeds", "2", "--lr", "0.2", *out, "--resume"], "lr: it has 0.1, asked for 0.2"),
+        (["run", "ifca", *QUICK, "--seeds", "2", "--model", "linear", *out, "--resume"], "another configuration"),
+        (["run", "ifca", *QUICK[:5], "2", *QUICK[6:], "--seeds", "2", *out, "--resume"], "at least the 4 rounds"),
+    ]:
+        assert cli.main(command) == 2
+        assert said in capsys.readouterr().err
+        assert files(finished / "ifca") == before
+
+
+def test_a_corrupted_file_is_noticed(tmp_path, capsys):
+    (tmp_path / "mnist").mkdir()
+    with gzip.open(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", "wb") as f:
+        f.write(b"\0" * 100)
+    assert cli.main(["run", "ifca", "--dataset", "mnist", "--data-dir", str(tmp_path)]) == 2
+    assert "train-images-idx3-ubyte.gz is corrupted" in capsys.readouterr().err
+
+
+def test_diverging_stops_with_status_1(tmp_path, capsys):
+    assert cli.main(["run", "fedavg", *QUICK, "--lr", "1e30", "--out", str(tmp_path / "x")]) == 1
+    printed = capsys.readouterr().err
+    assert "lower learning rate" in printed and "Traceback" not in printed
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    rounds = ["--clients", "8", "--clusters", "2", "--local-steps", "1", "--quiet", "--eval-every", "1"]
+    command = [sys.executable, "-m", "jfcl", "run", "ifca", *rounds, "--rounds", "100000", "--out", "x"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
+    metrics = tmp_path / "x" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size > 1000):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in printed and "Traceback" not in printed
+    done = max(int(p.name) for p in (tmp_path / "x" / "checkpoints").glob("[0-9]*"))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[-1]["round"] == done > 0
+    resumed = ["run", "ifca", *rounds, "--rounds", str(done + 2), "--out", str(tmp_path / "x"), "--resume"]
+    assert cli.main(resumed) == 0
+    assert json.loads((tmp_path / "x" / "summary.json").read_text())["num_rounds"] == done + 2
+
+
+@pytest.mark.slow
+def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
+    common = ["--data-dir", str(data_dir), "--rounds", "2", "--local-steps", "2", "--quiet"]
+    for name, options in {
+        "writer": ["--dataset", "mnist_writers", "--partition", "writer", "--clients", "50", "--clusters", "2"],
+        "cifar": ["--dataset", "cifar10", "--clients", "20", "--clusters", "2", "--model", "linear"],
+        "fashion": ["--dataset", "fashion_mnist", "--heterogeneity", "label_swap", "--clients", "20"],
+    }.items():
+        assert cli.main(["run", "ifca", *common, *options, "--out", str(tmp_path / name)]) == 0
+        assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 2
