@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench notebooks clean
+.PHONY: demo test test-slow lint bench peers notebooks clean
 
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
@@ -19,6 +19,11 @@ lint: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
+
+# Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
+peers:
+	$(PYTHON) -m venv .venv-torch && .venv-torch/bin/pip install --quiet -r benchmarks/peers/requirements-torch.txt
+	$(PYTHON) -m venv .venv-fedjax && .venv-fedjax/bin/pip install --quiet -r benchmarks/peers/requirements-fedjax.txt
 
 notebooks: .venv/dev
 	$(BIN)/python -m pytest -m slow tests/test_notebooks.py

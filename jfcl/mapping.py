@@ -102,25 +102,28 @@ def map_reduce(
         n = jax.tree.leaves(mapped)[0].shape[0]
         size = min(mapping.size, n)
 
-        def with_rest(mapped, row):
-            rows = iter(mapped)
-            return [
-                arg if axis is None else jax.tree.map(row, next(rows)) for arg, axis in zip(args, axes, strict=True)
-            ]
+        def some(first, count):
+            """What `count` clients from row `first` on send (stacked) and keep."""
 
-        def one_chunk(total, chunk):
-            if size == 1:  # no batch axis at all: XLA then sees plain matrix products and convolutions
-                sent, kept = jax.tree.map(lambda x: x[None], fn(*with_rest(chunk, lambda x: x[0])))
-            else:
-                sent, kept = jax.vmap(fn, in_axes=axes)(*with_rest(chunk, lambda x: x))
+            def row(x):  # without a client axis for one client: XLA then sees plain matrix products and convolutions
+                rows = jax.lax.dynamic_slice_in_dim(x, first, count)
+                return rows[0] if count == 1 else rows
+
+            taken = [arg if axis is None else jax.tree.map(row, arg) for arg, axis in zip(args, axes, strict=True)]
+            if count == 1:
+                return jax.tree.map(lambda x: x[None], fn(*taken))
+            return jax.vmap(fn, in_axes=axes)(*taken)
+
+        def one_chunk(total, first):
+            sent, kept = some(first, size)
             return fold(total, sent), kept
 
-        head = n - n % size
-        chunks = jax.tree.map(lambda x: x[:head].reshape(-1, size, *x.shape[1:]), mapped)
-        total, kept = jax.lax.scan(one_chunk, jax.tree.map(jnp.asarray, zero), chunks)
+        # Scanning over row numbers, not over rows: the data, never reshaped, are then not copied into the loop.
+        total, kept = jax.lax.scan(one_chunk, jax.tree.map(jnp.asarray, zero), jnp.arange(n // size) * size)
         kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-        if head < n:
-            total, rest = one_chunk(total, jax.tree.map(lambda x: x[head:], mapped))
+        if n % size:
+            sent, rest = some(n - n % size, n % size)
+            total = fold(total, sent)
             kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), kept, rest)
         return total, kept
 

@@ -167,6 +167,10 @@ class _CompileClock:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
+def _on_device(clients: Clients | None) -> Clients | None:
+    return clients and jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+
+
 def _progress_bar(shown: bool) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -278,7 +282,7 @@ def simulate(
     with _CompileClock() as compiling:
         started = time.perf_counter()
         task = _made(algorithm, hyperparams).task
-        clients = jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+        clients, test_clients, newcomers = (_on_device(c) for c in (clients, test_clients, newcomers))
         static = {"algorithm": algorithm, "seed_axis": seed_axis}
         done, totals, records = 0, {}, []
         init = partial(_init, keys, clients, hyperparams, **static)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_choice, check_count
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_label, by_sizes, by_writer, dirichlet, iid, power_law_sizes
 from jfcl.data.sources import Dataset, load
@@ -298,8 +298,8 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
 def stack(source, parts, cluster, heterogeneity, num_clusters, num_classes, seed) -> Clients:
     """`Clients` from index arrays; each client's examples are transformed straight into its row."""
     size = np.array([len(part) for part in parts], np.int32)
-    x = np.zeros((len(parts), size.max(), *source["x"].shape[1:]), source["x"].dtype)
-    y = np.zeros((len(parts), size.max(), *source["y"].shape[1:]), source["y"].dtype)
+    x = aligned_zeros((len(parts), size.max(), *source["x"].shape[1:]), source["x"].dtype)
+    y = aligned_zeros((len(parts), size.max(), *source["y"].shape[1:]), source["y"].dtype)
     function = HETEROGENEITY[heterogeneity][0] if heterogeneity not in SELECTIVE else HETEROGENEITY["none"][0]
     for i, part in enumerate(parts):
         x[i, : size[i]], y[i, : size[i]] = function(

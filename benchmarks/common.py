@@ -1,0 +1,73 @@
+"""What the benchmarks share: timing with compilation apart, peers in environments of their own, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jfcl.simulation import environment
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results"
+
+
+def measure(fn, *args, repeats: int, limit_mb: float = float("inf")) -> dict[str, Any]:
+    """Compiles `fn(*args)` and runs it `repeats` times: compile seconds, seconds of each run, MB of temporaries.
+
+    Where it would need more than `limit_mb` of temporaries it is not run: `seconds` is empty.
+    """
+    started = time.perf_counter()
+    compiled = jax.jit(fn).lower(*args).compile()
+    compile_seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    temporaries = None if memory is None else memory.temp_size_in_bytes / 1e6
+    seconds: list[float] = []
+    if temporaries is not None and temporaries > limit_mb:
+        return {"seconds": seconds, "compile_seconds": compile_seconds, "temporary_mb": temporaries}
+    jax.block_until_ready(compiled(*args))  # the first run also touches its memory for the first time
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": seconds, "compile_seconds": compile_seconds, "temporary_mb": temporaries}
+
+
+def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | None:
+    """What a peer's script measured for `case`, in the environment `.venv-<name>`; `None` where that is not set up."""
+    python = ROOT.parent / f".venv-{name}" / "bin" / "python"
+    if not python.exists():
+        return None
+    done = subprocess.run(
+        [python, ROOT / "peers" / script, json.dumps(case)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} failed on {case}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(name: str, title: str, columns: list[str], rows: list[dict[str, Any]], command: str) -> None:
+    """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
+    for row in rows:
+        table.add_row(*[_cell(row.get(column)) for column in columns])
+    Console(width=120).print(table)
+    device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{device}.json"
+    path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if value is None else str(value)
