@@ -15,6 +15,7 @@ def test_notebook_runs(path, monkeypatch):
     from nbclient import NotebookClient
 
     monkeypatch.setenv("JFCL_NOTEBOOK_ROUNDS", "4")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the notebook's own, which shows plots
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -1,0 +1,31 @@
+"""What the README says is true: its code runs, its commands parse, its files exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+from jfcl import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_its_code_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert "num_rounds=50" in code
+    exec(code.replace("num_rounds=50", "num_rounds=2").replace("restarts=5, ", ""), {})
+    accuracy, identity = map(float, capsys.readouterr().out.split())
+    assert 0 < accuracy <= 1 and 0 < identity <= 1
+
+
+def test_its_commands_parse():
+    lines = re.findall(r"^    (jfcl [^#\n]*?)(?:\s+#.*)?$", TEXT.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS
+
+
+def test_it_is_short_and_its_links_lead_somewhere():
+    assert TEXT.count("\n") <= 150
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
