@@ -33,11 +33,11 @@ notebooks: .venv/dev
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/package: .venv/bin/python pyproject.toml
-	$(BIN)/pip install --quiet -e .
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e .
 	touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml
-	$(BIN)/pip install --quiet -e ".[dev]"
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e ".[dev]"
 	touch $@ .venv/package
 
 clean:
