@@ -47,7 +47,7 @@ def test_stack_clients_pads_with_zeros_and_keeps_order():
 @pytest.mark.parametrize(
     ("clients", "words"),
     [
-        (small((3, 0)), "have no examples"),
+        (small((3, 0)), "without examples"),
         (small((3, 4)), "between 0 and M=3"),
         (small((-1, 2)), "between 0 and M=3"),
         (Clients({"x": np.zeros((2, 3)), "y": np.zeros((2, 4))}, np.array([1, 1])), "share their leading axes"),

@@ -216,7 +216,7 @@ def test_records_are_ready_for_pandas():
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
         ({"seeds": [1, 2]}, "one name for each of the 1 keys"),
         ({"resume": True}, "out must be the folder of the run to resume"),
-        ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "have no examples"),
+        ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "without examples"),
     ],
 )
 def test_refuses_before_computing(options, words):
