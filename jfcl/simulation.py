@@ -266,9 +266,10 @@ def simulate(
         check(true_cluster.shape == (n,), "true_cluster", true_cluster.shape, f"of shape ({n},)")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     single = key.ndim == 0
+    num_seeds = 1 if single else len(key)
+    seeds = list(range(num_seeds)) if seeds is None else list(seeds)
+    check(len(seeds) == num_seeds, "seeds", seeds, f"one name for each of the {num_seeds} keys")
     keys = key[None] if single else key
-    seeds = list(range(len(keys))) if seeds is None else list(seeds)
-    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
     client_axis = mapping.auto() if client_axis is None else client_axis

@@ -28,8 +28,11 @@ def equal(a, b):
     )
 
 
+KEY = jax.random.key(3)
+
+
 def sim(**options):
-    options = {"key": jax.random.key(3), "num_rounds": 6, "test_clients": CLIENTS, "true_cluster": CLUSTER} | options
+    options = {"key": KEY, "num_rounds": 6, "test_clients": CLIENTS, "true_cluster": CLUSTER} | options
     return jfcl.simulate(options.pop("algorithm", IFCA), options.pop("clients", CLIENTS), **options)
 
 
