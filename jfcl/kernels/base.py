@@ -1,0 +1,125 @@
+"""What the kernels share: bad input, stacked pytrees as matrices, rows that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+HIGHEST = (
+    jax.lax.Precision.HIGHEST
+)  # plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16
+
+
+def is_concrete(*values: Any) -> bool:
+    """False if any array of `values` is a tracer: inside `jit` or `vmap` nothing can be looked at, or raise."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
+    """Raises `ValueError("<argument> must be <accepted>, got <value>")` unless `ok`; tracers pass."""
+    if is_concrete(ok) and not bool(ok):
+        raise ValueError(f"{argument} must be {accepted}, got {value!r}")
+
+
+def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
+    """The leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats; nothing is concatenated.
+
+    Raises:
+      ValueError: no leaves, a leaf without a client axis, different or zero lengths, values that are not real numbers.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
+    check(len(leaves) > 0, name, updates, "an array [N, D] or a pytree of arrays stacked on a leading client axis")
+    shapes = [leaf.shape for leaf in leaves]
+    single = len(leaves) == 1 and not isinstance(updates, (dict, list, tuple))
+    stacked = all(len(s) >= 1 and s[0] == shapes[0][0] for s in shapes)
+    check(stacked, name, shapes, "stacked on one leading client axis [N, ...]")
+    check(not single or len(shapes[0]) == 2, name, shapes[0], "of shape [N, D]")
+    check(shapes[0][0] > 0, name, shapes[0], "of at least one client (N = 0)")
+    real = all(jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+    check(real, name, [leaf.dtype for leaf in leaves], "of real numbers")
+    leaves = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(jnp.float32) for leaf in leaves]
+    return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+
+
+def finite_rows(rows: list[jax.Array]) -> jax.Array:
+    """`[N]` bool: rows without NaN and infinity in any of the matrices."""
+    # A finite sum of squares proves it in one fast pass; the slow look at every number is for the rest.
+    norms = squared_norms(rows)
+
+    def look():
+        return jnp.stack([jnp.isfinite(x).all(axis=1) for x in rows]).all(axis=0)
+
+    return jax.lax.cond(jnp.isfinite(norms).all(), lambda: jnp.ones(norms.shape, bool), look)
+
+
+def refuse_nonfinite(rows: list[jax.Array], *, name: str = "updates", rows_that_count: jax.Array | None = None) -> None:
+    """Outside `jit`: a `ValueError` that counts the rows with NaN or infinity; inside, nothing."""
+    if not is_concrete(rows, rows_that_count):
+        return
+    num_bad = int(_num_nonfinite(rows, rows_that_count))
+    check(num_bad == 0, name, f"NaN or infinity in {num_bad} row(s)", "finite")
+
+
+@jax.jit
+def _num_nonfinite(rows, rows_that_count):
+    bad = ~finite_rows(rows)
+    return (bad if rows_that_count is None else bad & rows_that_count).sum()
+
+
+def row_mask(mask: jax.Array | None, count: int, *, name: str = "mask") -> jax.Array:
+    """`mask` as `[N]` bool, all True for `None`."""
+    if mask is None:
+        return jnp.ones(count, bool)
+    mask = jnp.asarray(mask)
+    check(mask.shape == (count,) and mask.dtype == bool, name, (mask.shape, mask.dtype), f"bool of shape ({count},)")
+    return mask
+
+
+def fold_blocks(body: Callable[[Any, int, Any], Any], carry: Any, size: int, block: int) -> Any:
+    """`carry = body(start, length, carry)` for blocks of `0 .. size`: a loop over the whole ones, then the rest.
+
+    `length` is a Python integer (`block`, at last `size % block`), so that blocks have static shapes.
+    """
+    whole = size // block
+    if whole == 1:
+        carry = body(0, block, carry)
+    elif whole:
+        carry = jax.lax.fori_loop(0, whole, lambda i, c: body(i * block, block, c), carry)
+    rest = size - whole * block
+    return body(whole * block, rest, carry) if rest else carry
+
+
+def fold_columns(body: Callable[[jax.Array, int, Any, Any], Any], carry: Any, rows: list[jax.Array], block: int) -> Any:
+    """`carry = body(part, leaf, start, carry)` for blocks of columns of all matrices; `part` is `rows[leaf][:, start:]`
+    up to `block` columns."""
+    for leaf, x in enumerate(rows):
+
+        def on_block(start, length, carry, x=x, leaf=leaf):
+            return body(jax.lax.dynamic_slice_in_dim(x, start, length, axis=1), leaf, start, carry)
+
+        carry = fold_blocks(on_block, carry, x.shape[1], block)
+    return carry
+
+
+def product_of_rows(x: jax.Array, y: jax.Array, dtype: Any = None) -> jax.Array:
+    """`[n, m]`: `x yᵀ` for `[n, d]` and `[m, d]`, added up in `dtype`."""
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)
+
+
+def squared_norms(rows: list[jax.Array]) -> jax.Array:
+    """`[N]`: the sum of squares of every row over all matrices; one pass at memory speed.
+
+    A batched product, because XLA's CPU backend adds the terms of a row reduction one by one, 15 times slower.
+    """
+    return sum(_dot(x, x) for x in rows)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dims = (((1,), (1,)), ((0,), (0,)))
+    return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)

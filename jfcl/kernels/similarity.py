@@ -1,0 +1,401 @@
+"""How alike clients are: cosine similarities, Gram matrices, squared distances.
+
+All of them are products `X Xᵀ`, computed for the upper triangle in strips and mirrored (half the work, and exactly
+symmetric), over blocks of columns, so that nothing of the size of `X` is held beside it. Stacked pytrees are never
+concatenated: their leaves' products are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.kernels.base import (
+    HIGHEST,
+    PyTree,
+    check,
+    finite_rows,
+    fold_columns,
+    product_of_rows,
+    refuse_nonfinite,
+    row_mask,
+    rows_of,
+    squared_norms,
+)
+
+# Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
+NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
+STRIP_ROWS = 250  # at least
+BLOCK_COLUMNS = 2048  # multiplied at once; half of that for more than 8192 clients
+
+
+def pairwise_cosine(
+    updates: PyTree, *, mask: jax.Array | None = None, dtype: Any = None, block_size: int | None = None
+) -> jax.Array:
+    """The cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
+
+    Args:
+      updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis (leaves are not concatenated).
+      mask: `[N]` bool; rows that do not count (padding clients) get similarity 0 to everybody, NaN or not.
+      dtype: multiply in this type, `jnp.bfloat16` say, rounding the normalised updates to it (a similarity is then
+        right to about 1e-3); sums are float32 always. Default: the updates' own.
+      block_size: columns that are multiplied at once; default 2048, or 1024 for many clients.
+
+    Returns:
+      `[N, N]` float32 (float64 for float64 updates), exactly symmetric, within [-1, 1]. A zero row has similarity 0
+      to everybody, itself included; so has one whose norm is below the smallest normal number. Inside `jit`, a row
+      with NaN or infinity has similarity -1 to every other one, so that bipartitions split it off first.
+
+    Raises:
+      ValueError: wrong rank or lengths, no clients, a non-positive block size; outside `jit`: rows with NaN or
+        infinity that the mask does not leave out.
+
+    Cost: `N² D` multiplications (the upper triangle), `O(N²)` memory beside the input.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pairwise_cosine(jnp.array([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])).tolist()
+      [[1.0, 0.0, -1.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]]
+    """
+    rows = rows_of(updates)
+    count = len(rows[0])
+    check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
+    mask = row_mask(mask, count)
+    refuse_nonfinite(rows, rows_that_count=mask)
+    return _pairwise_cosine(rows, mask, None if dtype is None else jnp.dtype(dtype), block_size)
+
+
+@jax.jit(static_argnames=("dtype", "block_size"))
+def _pairwise_cosine(rows, mask, dtype, block_size):
+    finite = finite_rows(rows)
+    usable = mask & finite
+    scale = unit_scale(rows, usable)
+
+    def normalised(part, leaf, start):
+        part = scaled_rows(part, usable, scale)
+        return part if dtype is None else part.astype(dtype)
+
+    similarity = jnp.clip(_symmetric_product(rows, normalised, block_size), -1.0, 1.0)
+    similar = jnp.eye(len(mask), dtype=bool)
+    counted = mask[:, None] & mask[None, :]
+    nonzero = scale[1] > 0
+    similarity = jnp.where(similar, nonzero.astype(similarity.dtype)[:, None], similarity)
+    broken = ~finite[:, None] | ~finite[None, :]
+    return jnp.where(broken & counted, jnp.where(similar, 1.0, -1.0).astype(similarity.dtype), similarity)
+
+
+def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two factors `[N]` that bring a row to length 1, one after the other; the second is 0 for zero and unusable rows.
+
+    Where a sum of squares over- or underflows, the first is a power of two that prevents it; else it is 1.
+    """
+
+    def plain():
+        return jnp.ones(norms.shape, norms.dtype), norms
+
+    def careful():
+        largest = jnp.stack([jnp.abs(x).max(axis=1).astype(norms.dtype) for x in rows]).max(axis=0)
+        exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
+        power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
+        one = jnp.ones_like(norms)
+        return power, squared_norms([scaled_rows(x, usable, (power, one)) for x in rows])
+
+    norms = squared_norms(rows)
+    tiny = jnp.finfo(norms.dtype).tiny
+    # The sum of squares of a row whose numbers all lie above sqrt(tiny/eps) has lost nothing to underflow.
+    safe = jnp.isfinite(norms) & (norms > 1e10 * tiny)
+    power, norms = jax.lax.cond((safe | ~usable).all(), plain, careful)
+    norms = jnp.where(usable, norms, jnp.zeros_like(norms))
+    return power, jnp.where(norms > tiny, jax.lax.rsqrt(jnp.maximum(norms, tiny)), jnp.zeros_like(norms))
+
+
+def scaled_rows(x: jax.Array, usable: jax.Array, scale: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Row `i` of `x` times both factors of `scale`; zeros where not `usable`, NaN or not."""
+    power, inverse = (s.astype(x.dtype)[:, None] for s in scale)
+    return jnp.where(usable[:, None], x * power * inverse, jnp.zeros_like(x))
+
+
+def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | None = None) -> jax.Array:
+    """The inner products of all points, `Z Zᵀ`.
+
+    Args:
+      points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
+      mask: `[N]` bool; rows that do not count have inner product 0, NaN or not.
+      block_size: columns that are multiplied at once.
+
+    Returns:
+      `[N, N]`, exactly symmetric. Inside `jit`, rows with NaN or infinity count as masked.
+
+    Raises:
+      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
+
+    Cost: `N² D` multiplications, `O(N²)` memory beside the input.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> gram(jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+      [[5.0, 11.0], [11.0, 25.0]]
+    """
+    rows = rows_of(points, name="points")
+    mask = row_mask(mask, len(rows[0]))
+    refuse_nonfinite(rows, name="points", rows_that_count=mask)
+    return _gram(rows, mask, block_size)
+
+
+@jax.jit(static_argnames="block_size")
+def _gram(rows, mask, block_size=None):
+    usable = mask & finite_rows(rows)
+    return _symmetric_product(rows, lambda part, leaf, start: usable_rows(part, usable), block_size)
+
+
+def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: jax.Array | None = None) -> jax.Array:
+    """Squared Euclidean distances, `‖x‖² − 2 x·y + ‖y‖²`, with the points first moved to an origin among them.
+
+    Without that move, an offset that all points share eats the digits of their differences; and a move to their mean
+    is no help where a few hostile points lie far away. The origin is therefore the mean of the quarter of the points
+    nearest to a central one.
+
+    Args:
+      points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
+      centers: `[K, D]` or a pytree of the same structure; default: the points themselves.
+      mask: `[N]` bool; points that do not count are infinitely far from everything, themselves excepted.
+
+    Returns:
+      `[N, N]` (symmetric, zero diagonal), or `[N, K]`; at least 0. The error is of the order of `eps` times the
+      squared distance to the origin, so very close pairs far from it have few right digits. Inside `jit`, points with
+      NaN or infinity count as masked.
+
+    Raises:
+      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
+
+    Cost: `N² D` (`2 N K D`) multiplications and three passes over the points.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> squared_distances(jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]])).tolist()
+      [[0.0, 25.0, 1.0], [25.0, 0.0, 18.0], [1.0, 18.0, 0.0]]
+    """
+    rows = rows_of(points, name="points")
+    mask = row_mask(mask, len(rows[0]))
+    refuse_nonfinite(rows, name="points", rows_that_count=mask)
+    if centers is None:
+        return _squared_distances(rows, mask)
+    others = rows_of(centers, name="centers")
+    widths = [x.shape[1] for x in rows], [x.shape[1] for x in others]
+    check(widths[0] == widths[1], "centers", widths[1], f"as wide as the points, {widths[0]}")
+    refuse_nonfinite(others, name="centers")
+    return _squared_distances_to(rows, others, mask)
+
+
+@jax.jit
+def _squared_distances(rows, mask):
+    usable = mask & finite_rows(rows)
+    products = centred_gram(rows, central_origin(rows, usable), usable)
+    norms = jnp.diagonal(products)
+    squares = jnp.maximum(norms[:, None] + norms[None, :] - 2.0 * products, 0.0)
+    same = jnp.eye(len(usable), dtype=bool)
+    return jnp.where(same, 0.0, jnp.where(usable[:, None] & usable[None, :], squares, jnp.inf)).astype(squares.dtype)
+
+
+@jax.jit
+def _squared_distances_to(rows, others, mask):
+    usable = mask & finite_rows(rows)
+    origin = central_origin(rows, usable)
+    moved = [usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
+    others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
+    products = sum(product_of_rows(x, y) for x, y in zip(moved, others, strict=True))
+    squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
+    return jnp.where(usable[:, None], squares, jnp.inf)
+
+
+def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Array) -> jax.Array:
+    """`[N, N]`: `(Z − origin)(Z − origin)ᵀ`, zero for unusable rows, without a moved copy of `Z`."""
+
+    def moved(part, leaf, start):
+        by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
+        return usable_rows(part - by[None, :], usable)
+
+    return _symmetric_product(rows, moved, None)
+
+
+def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
+    """A point in the thick of the usable rows: the mean of the quarter of them nearest to a central one.
+
+    Nearness is judged on 16 random signed sums of each row, which keep distances to about a third; the central point
+    is the one of 64 spread over the rows with the smallest median distance to all. So up to nearly half of the rows
+    may be anywhere.
+
+    Returns:
+      One vector `[d]` for each matrix `[N, d]`. Cost: 16 multiplications a number, two passes over the rows.
+    """
+    count = len(usable)
+    sketch = signed_sums(rows, usable, jax.random.key(0), 16)
+    candidates = jnp.round(jnp.linspace(0, count - 1, min(count, 64))).astype(jnp.int32)
+    far = jnp.full((), jnp.inf, sketch.dtype)
+
+    def distances(candidate):
+        squares = jnp.square(sketch - sketch[candidate][None, :]).sum(axis=1)
+        return jnp.where(usable & usable[candidate], squares, far)
+
+    to_all = jax.lax.map(distances, candidates)  # [64, N]
+    half = jnp.maximum((usable.sum() - 1) // 2, 0)
+    medians = jnp.sort(to_all, axis=1)[:, half]
+    nearest = to_all[jnp.argmin(medians)]
+    limit = jnp.sort(nearest)[jnp.maximum((usable.sum() - 1) // 4, 0)]
+    near = (nearest <= limit) & usable
+    weights = near.astype(sketch.dtype) / jnp.maximum(near.sum(), 1).astype(sketch.dtype)
+    return [weighted_sum(x, weights, near) for x in rows]
+
+
+def signed_sums(rows: list[jax.Array], usable: jax.Array, key: jax.Array, count: int) -> jax.Array:
+    """`[N, count]`: sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows."""
+    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
+
+    def add(part, leaf, start, total):
+        place = jax.random.fold_in(jax.random.fold_in(key, leaf), start)
+        signs = jax.random.rademacher(place, (part.shape[1], count), dtype)
+        return total + jnp.matmul(usable_rows(part, usable).astype(dtype), signs, precision=HIGHEST)
+
+    return fold_columns(add, jnp.zeros((len(usable), count), dtype), rows, _block(len(usable)))
+
+
+def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
+    """`x` with zeros in the rows that are not usable, NaN or not."""
+    return jnp.where(usable[:, None], x, jnp.zeros((), x.dtype))
+
+
+def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
+    """`[d]`: `Σ_i weights[i] · x[i]` over the usable rows, NaN or not in the others."""
+    total = jnp.matmul(weights.astype(x.dtype), x, precision=HIGHEST)
+
+    def cleaned():  # 0 · NaN is NaN: where that has happened, a copy without the unusable rows is summed
+        return jnp.matmul(weights.astype(x.dtype), usable_rows(x, usable), precision=HIGHEST)
+
+    return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
+
+
+def _block(count: int) -> int:
+    return BLOCK_COLUMNS if count <= 8192 else BLOCK_COLUMNS // 2
+
+
+def _symmetric_product(
+    rows: list[jax.Array], prepare: Callable[[jax.Array, int, Any], jax.Array], block_size: int | None
+) -> jax.Array:
+    """`[N, N]`: the sum of `P Pᵀ` over blocks of columns, `P = prepare(part, leaf, start)`."""
+    count = len(rows[0])
+    height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
+    starts = list(range(0, count, height))
+    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
+
+    def add(part, leaf, start, strips):
+        p = prepare(part, leaf, start)
+        return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
+
+    strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
+    strips = fold_columns(add, strips, rows, block_size or _block(count))
+
+    product = jnp.zeros((count, count), dtype)
+    for i, strip in zip(starts, strips, strict=True):
+        size = len(strip)
+        square = strip[:, :size]
+        upper = jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]
+        strip = strip.at[:, :size].set(jnp.where(upper, square, square.T))
+        product = jax.lax.dynamic_update_slice(product, strip, (i, i))
+        product = jax.lax.dynamic_update_slice(product, strip[:, size:].T, (i + size, i))
+    return product
+
+
+class SimilaritySummary(NamedTuple):
+    """The extremes of similarity inside and across given clusters; `[]` each."""
+
+    intra_min: jax.Array
+    intra_max: jax.Array
+    cross_min: jax.Array
+    cross_max: jax.Array
+
+
+def similarity_summary(
+    similarity: jax.Array, clusters: jax.Array, *, mask: jax.Array | None = None
+) -> SimilaritySummary:
+    """The smallest and largest similarity of two clients of one cluster, and of two of different clusters.
+
+    Args:
+      similarity: `[N, N]`, symmetric.
+      clusters: `[N]` integers: who belongs together.
+      mask: `[N]` bool: who counts.
+
+    Returns:
+      Four numbers; where there is no such pair, the minimum is `inf` and the maximum `-inf`.
+
+    Raises:
+      ValueError: not square, not symmetric, clusters of another length; outside `jit`: NaN or infinity.
+
+    Cost: `O(N²)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> s = similarity_summary(jnp.array([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]]), jnp.array([0, 0, 1]))
+      >>> [round(float(x), 2) for x in s]
+      [0.9, 0.9, 0.1, 0.2]
+    """
+    similarity = as_similarity(similarity)
+    clusters = as_clusters(clusters, len(similarity))
+    return _similarity_summary(similarity, clusters, row_mask(mask, len(similarity)))
+
+
+@jax.jit
+def _similarity_summary(similarity, clusters, mask):
+    pair = mask[:, None] & mask[None, :] & ~jnp.eye(len(mask), dtype=bool)
+    same = clusters[:, None] == clusters[None, :]
+
+    def extremes(which):
+        return jnp.where(which, similarity, jnp.inf).min(), jnp.where(which, similarity, -jnp.inf).max()
+
+    return SimilaritySummary(*extremes(pair & same), *extremes(pair & ~same))
+
+
+def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
+    """`similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
+
+    Symmetry is checked on products with two vectors of random signs (two reads of the matrix rather than a compared
+    transpose): rounding passes, a difference of 1e-2 anywhere does not.
+    """
+    similarity = jnp.asarray(similarity)
+    check(
+        similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] and similarity.shape[0] > 0,
+        name,
+        similarity.shape,
+        "of shape [N, N] with N >= 1",
+    )
+    if not jnp.issubdtype(similarity.dtype, jnp.floating):
+        check(jnp.issubdtype(similarity.dtype, jnp.integer), name, similarity.dtype, "of real numbers")
+        similarity = similarity.astype(jnp.float32)
+    if not isinstance(similarity, jax.core.Tracer):
+        difference, size = (float(x) for x in _asymmetry(similarity))
+        if difference != difference:  # NaN
+            refuse_nonfinite([similarity], name=name)
+        check(
+            difference <= 5e-3 * max(1.0, size), name, f"rows and columns that differ by {difference:.2g}", "symmetric"
+        )
+    return similarity
+
+
+@jax.jit
+def _asymmetry(similarity):
+    signs = jax.random.rademacher(jax.random.key(0), (len(similarity),), similarity.dtype)
+    return jnp.abs(similarity @ signs - signs @ similarity).max(), jnp.abs(jnp.diagonal(similarity)).max()
+
+
+def as_clusters(clusters: Any, count: int) -> jax.Array:
+    """`clusters` as integers `[count]`, or a `ValueError`."""
+    clusters = jnp.asarray(clusters)
+    check(
+        clusters.shape == (count,) and jnp.issubdtype(clusters.dtype, jnp.integer),
+        "clusters",
+        (clusters.shape, str(clusters.dtype)),
+        f"integers of shape ({count},)",
+    )
+    return clusters
