@@ -45,6 +45,7 @@ def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
     return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
 
 
+@jax.jit
 def finite_rows(rows: list[jax.Array]) -> jax.Array:
     """`[N]` bool: rows without NaN and infinity in any of the matrices."""
     # A finite sum of squares proves it in one fast pass; the slow look at every number is for the rest.
@@ -111,6 +112,7 @@ def product_of_rows(x: jax.Array, y: jax.Array, dtype: Any = None) -> jax.Array:
     return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)
 
 
+@jax.jit
 def squared_norms(rows: list[jax.Array]) -> jax.Array:
     """`[N]`: the sum of squares of every row over all matrices; one pass at memory speed.
 
@@ -123,3 +125,30 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     dims = (((1,), (1,)), ((0,), (0,)))
     return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)
+
+
+BLOCK_NUMBERS = 2**20  # numbers in a block of rows: 4 MB, near enough to the processor to be read twice
+
+
+def fold_rows(body: Callable[[list[jax.Array], Any, int, Any], Any], carry: Any, rows: list[jax.Array]) -> Any:
+    """`carry = body(parts, start, length, carry)` for blocks of rows, `parts` the same rows of all matrices."""
+    count, width = len(rows[0]), sum(x.shape[1] for x in rows)
+
+    def on_block(start, length, carry):
+        return body([jax.lax.dynamic_slice_in_dim(x, start, length) for x in rows], start, length, carry)
+
+    return fold_blocks(on_block, carry, count, min(count, max(1, BLOCK_NUMBERS // max(width, 1))))
+
+
+def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Array) -> jax.Array:
+    """`[N]` distances of the rows from one point (a vector `[d]` for each matrix); `inf` for unusable rows.
+
+    From the differences themselves, block by block: exact for a point near the rows and far from zero.
+    """
+
+    def measure(parts, start, length, found):
+        squares = squared_norms([x - p[None, :] for x, p in zip(parts, point, strict=True)])
+        return jax.lax.dynamic_update_slice_in_dim(found, jnp.sqrt(squares), start, axis=0)
+
+    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
+    return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), dtype), rows), jnp.inf)

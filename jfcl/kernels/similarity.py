@@ -256,7 +256,9 @@ def signed_sums(rows: list[jax.Array], usable: jax.Array, key: jax.Array, count:
 
     def add(part, leaf, start, total):
         place = jax.random.fold_in(jax.random.fold_in(key, leaf), start)
-        signs = jax.random.rademacher(place, (part.shape[1], count), dtype)
+        bits = jax.random.bits(place, (part.shape[1], -(-count // 32), 1), jnp.uint32)  # 32 signs each
+        bits = (bits >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
+        signs = 1.0 - 2.0 * bits.reshape(part.shape[1], -1)[:, :count].astype(dtype)
         return total + jnp.matmul(usable_rows(part, usable).astype(dtype), signs, precision=HIGHEST)
 
     return fold_columns(add, jnp.zeros((len(usable), count), dtype), rows, _block(len(usable)))
@@ -267,6 +269,7 @@ def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
     return jnp.where(usable[:, None], x, jnp.zeros((), x.dtype))
 
 
+@jax.jit
 def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
     """`[d]`: `Σ_i weights[i] · x[i]` over the usable rows, NaN or not in the others."""
     total = jnp.matmul(weights.astype(x.dtype), x, precision=HIGHEST)

@@ -1,0 +1,78 @@
+"""Centres that move among points, kept as coefficients instead of vectors of D numbers.
+
+A centre that starts at `c` and moves by averaging points is always `v = Σ_i a_i z_i + b c` with `Σ_i a_i + b = 1`. Its
+distances to the points follow from inner products alone, so that after one `Z Zᵀ` (the Gram matrix) a step costs `N²`
+operations for a centre instead of `N D`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms
+from jfcl.kernels.similarity import central_origin, centred_gram, usable_rows
+
+
+class Products(NamedTuple):
+    """Inner products seen from an origin among the points: all that distances need."""
+
+    points: jax.Array  # [N, N]
+    starts: jax.Array | None  # [K, N]: of each centre's start with each point; None: the starts are points
+    start_norms: jax.Array | None  # [K]
+
+
+class Coefficients(NamedTuple):
+    """`K` centres: `a` `[K, N]` over the points, `b` `[K]` over each centre's own start."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable: jax.Array) -> Products:
+    """Of `rows` (`[N, d]` each) among themselves and with `starts` (`[K, d]` each); unusable rows count as zero."""
+    origin = central_origin(rows, usable)
+    points = centred_gram(rows, origin, usable)
+    if starts is None:
+        return Products(points, None, None)
+    moved = [s - o[None, :] for s, o in zip(starts, origin, strict=True)]
+
+    def add(part, leaf, start, total):
+        by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
+        of_starts = jax.lax.dynamic_slice_in_dim(moved[leaf], start, part.shape[1], axis=1)
+        return total + product_of_rows(of_starts, usable_rows(part - by[None, :], usable), total.dtype)
+
+    zeros = jnp.zeros((len(moved[0]), len(usable)), points.dtype)
+    return Products(points, fold_columns(add, zeros, rows, 4096), squared_norms(moved))
+
+
+def at_start(products: Products, num_centers: int) -> Coefficients:
+    """Every centre at its start."""
+    count, dtype = len(products.points), products.points.dtype
+    if products.starts is None:
+        return Coefficients(jnp.eye(count, dtype=dtype), jnp.zeros(count, dtype))
+    return Coefficients(jnp.zeros((num_centers, count), dtype), jnp.ones(num_centers, dtype))
+
+
+def distances(products: Products, centers: Coefficients) -> jax.Array:
+    """`[K, N]`: from every centre to every point."""
+    a, b = centers
+    to_points = jnp.matmul(a, products.points, precision=HIGHEST)
+    norms = (a * to_points).sum(axis=1)
+    if products.starts is not None:
+        norms += 2.0 * b * (a * products.starts).sum(axis=1) + b * b * products.start_norms
+        to_points += b[:, None] * products.starts
+    point_norms = jnp.diagonal(products.points)
+    return jnp.sqrt(jnp.maximum(point_norms[None, :] - 2.0 * to_points + norms[:, None], 0.0))
+
+
+def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:
+    """The centres themselves: `[K, d]` for each matrix of `rows`."""
+    a, b = centers
+    cleaned = jax.lax.cond(usable.all(), lambda: rows, lambda: [usable_rows(x, usable) for x in rows])
+    moved = [jnp.matmul(a.astype(x.dtype), x, precision=HIGHEST) for x in cleaned]
+    if starts is None:
+        return moved
+    return [m + b.astype(m.dtype)[:, None] * s for m, s in zip(moved, starts, strict=True)]

@@ -1,0 +1,622 @@
+"""Robust aggregators: one vector from the updates of all clients, some of them hostile.
+
+Every aggregator takes `updates`, `[N, D]` or a pytree of arrays stacked on a leading client axis, and returns `[D]` or
+that pytree without the axis. Common to all:
+
+* `mask`: `[N]` bool, who counts.
+* Clients whose update has NaN or infinity are left out, never part of anything; `return_excluded=True` returns
+  `(aggregate, excluded)` with their number, `[]` int32 (masked clients are not among them).
+* Nobody left: zeros.
+* `num_malicious`: how many clients of those who count may be hostile, `f` in the papers.
+
+Pre-aggregators return `(updates, mask)` to hand on: `krum(*nearest_neighbour_mixing(updates, num_malicious=2), ...)`
+written out, since `mask` is a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.kernels.base import (
+    HIGHEST,
+    PyTree,
+    check,
+    distances_from,
+    finite_rows,
+    is_concrete,
+    row_mask,
+    rows_of,
+    squared_norms,
+)
+from jfcl.kernels.similarity import _squared_distances, usable_rows, weighted_sum
+
+MAX_SUBSETS_OF = 20  # clients in minimum_diameter: every subset is looked at
+
+
+def aggregate(
+    updates: PyTree,
+    mask: jax.Array | None,
+    return_excluded: bool,
+    rule: Callable[[list[jax.Array], jax.Array], list[jax.Array]],
+) -> Any:
+    """What all aggregators share: `rule(rows, usable)` makes vectors `[d]` of matrices `[N, d]` and who counts."""
+    rows = rows_of(updates)
+    mask = row_mask(mask, len(rows[0]))
+    usable = mask & finite_rows(rows)
+    leaves, structure = jax.tree.flatten(updates)
+    parts = [v.reshape(jnp.shape(leaf)[1:]) for v, leaf in zip(rule(rows, usable), leaves, strict=True)]
+    result = jax.tree.unflatten(structure, parts)
+    return (result, (mask & ~usable).sum().astype(jnp.int32)) if return_excluded else result
+
+
+def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], int], why: str) -> int:
+    """The number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
+    count = len(rows_of(updates)[0])
+    if is_concrete(num_malicious):
+        check(0 <= num_malicious <= most(count), "num_malicious", num_malicious, f"from 0 to {most(count)} ({why})")
+    return count
+
+
+@jax.jit
+def _combine(rows, weights, usable):
+    """`Σ_i weights[i] z_i`, for every matrix."""
+    return [weighted_sum(x, weights, usable) for x in rows]
+
+
+def mean(
+    updates: PyTree,
+    *,
+    weights: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    return_excluded: bool = False,
+) -> Any:
+    """The weighted mean; not robust, what the others are compared with.
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      weights: `[N]`, at least 0; default: all equal.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; negative weights (outside `jit`).
+
+    Cost: one pass.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mean(jnp.array([[1.0], [3.0], [jnp.nan]]), return_excluded=True)
+      (Array([2.], dtype=float32), Array(1, dtype=int32))
+    """
+    weights = check_weights(updates, weights)
+    return aggregate(
+        updates, mask, return_excluded, lambda rows, usable: _combine(rows, shares(weights, usable), usable)
+    )
+
+
+def check_weights(updates: PyTree, weights: jax.Array | None) -> jax.Array:
+    """`[N]` float32 weights, ones for `None`."""
+    count = len(rows_of(updates)[0])
+    if weights is None:
+        return jnp.ones(count, jnp.float32)
+    weights = jnp.asarray(weights)
+    check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
+    if is_concrete(weights):
+        check((weights >= 0).all(), "weights", weights.tolist(), "at least 0, and not NaN")
+    return weights.astype(jnp.float32)
+
+
+def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
+    """`weights` of the usable rows, scaled to sum to 1 (all zero where they sum to 0)."""
+    weights = jnp.where(usable, weights, jnp.zeros_like(weights))
+    total = weights.sum()
+    return weights / jnp.where(total > 0, total, jnp.ones_like(total))
+
+
+def _ordered(x: jax.Array, usable: jax.Array) -> jax.Array:
+    """`[N, d]` with every column in ascending order, unusable rows' numbers (as infinity) last."""
+    return jnp.sort(jnp.where(usable[:, None], x, jnp.full((), jnp.inf, x.dtype)), axis=0)
+
+
+def _mean_of_places(ordered: jax.Array, keep: jax.Array) -> jax.Array:
+    """`[d]`: the mean of the rows of `ordered` where `keep` `[N]`."""
+    kept = jnp.where(keep[:, None], ordered, jnp.zeros((), ordered.dtype))
+    return kept.sum(axis=0) / jnp.maximum(keep.sum(), 1).astype(ordered.dtype)
+
+
+@jax.jit
+def _trimmed_means(rows, usable, trimmed):
+    count = usable.sum()
+    places = jnp.arange(len(usable))
+    keep = (places >= trimmed) & (places < count - trimmed)
+    return [_mean_of_places(_ordered(x, usable), keep) for x in rows]
+
+
+def coordinate_median(updates: PyTree, *, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+    """The median of every coordinate (Yin et al. 2018); of an even number, the mean of the middle two.
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths.
+
+    Cost: sorts N numbers D times.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> coordinate_median(jnp.array([[1.0], [2.0], [1e6]])).tolist()
+      [2.0]
+    """
+    return aggregate(
+        updates,
+        mask,
+        return_excluded,
+        lambda rows, usable: _trimmed_means(rows, usable, jnp.maximum(usable.sum() - 1, 0) // 2),
+    )
+
+
+def trimmed_mean(
+    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False
+) -> Any:
+    """The mean of every coordinate without its `f` largest and `f` smallest numbers (Yin et al. 2018).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, less than half of the clients.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; `2 f >= N`.
+
+    Cost: sorts N numbers D times.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> trimmed_mean(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
+      [2.5]
+    """
+    check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
+    return aggregate(
+        updates,
+        mask,
+        return_excluded,
+        lambda rows, usable: _trimmed_means(rows, usable, _at_most_half(num_malicious, usable)),
+    )
+
+
+def _at_most_half(num_malicious, usable):
+    """`f`, or what is left of it after exclusions: fewer than half of the usable rows."""
+    return jnp.minimum(jnp.asarray(num_malicious), jnp.maximum(usable.sum() - 1, 0) // 2)
+
+
+@jax.jit
+def _means_around_median(rows, usable, num_kept):
+    def of_matrix(x):
+        median = _trimmed_means([x], usable, jnp.maximum(usable.sum() - 1, 0) // 2)[0]
+        away = jnp.where(usable[:, None], jnp.abs(x - median[None, :]), jnp.full((), jnp.inf, x.dtype))
+        nearest_first = jnp.take_along_axis(x, jnp.argsort(away, axis=0, stable=True), axis=0)
+        return _mean_of_places(nearest_first, jnp.arange(len(usable)) < num_kept)
+
+    return [of_matrix(x) for x in rows]
+
+
+def mean_around_median(
+    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False
+) -> Any:
+    """MeaMed: in every coordinate the mean of the `N - f` numbers nearest to the median (Xie et al. 2018).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, less than half of the clients.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; `2 f >= N`.
+
+    Cost: sorts N numbers D times, twice.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mean_around_median(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
+      [2.0]
+    """
+    check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
+    return aggregate(
+        updates,
+        mask,
+        return_excluded,
+        lambda rows, usable: _means_around_median(rows, usable, usable.sum() - _at_most_half(num_malicious, usable)),
+    )
+
+
+def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array) -> jax.Array:
+    """`[N]`: the sum of each row's squared distances to its `n - f - 2` nearest others; `inf` for unusable rows."""
+    others = jnp.where(jnp.eye(len(usable), dtype=bool), jnp.inf, squares)
+    nearest = jnp.sort(others, axis=1)
+    counted = jnp.arange(len(usable)) < jnp.maximum(usable.sum() - num_malicious - 2, 1)
+    scores = jnp.where(counted[None, :] & jnp.isfinite(nearest), nearest, 0.0).sum(axis=1)
+    return jnp.where(usable, scores, jnp.inf)
+
+
+@jax.jit
+def _best_scored(squares, usable, num_malicious, num_selected):
+    """`[N]` shares: equal for the `num_selected` rows with the lowest Krum scores."""
+    scores = _krum_scores(squares, usable, num_malicious)
+    rank = jnp.zeros(len(usable), jnp.int32).at[jnp.argsort(scores, stable=True)].set(jnp.arange(len(usable)))
+    return shares(((rank < num_selected) & usable).astype(squares.dtype), usable)
+
+
+def krum(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+    """The update with the smallest sum of squared distances to its `N - f - 2` nearest others (Blanchard et al. 2017).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, at most `N - 3` (the paper's guarantee asks for `2 f + 2 < N`).
+      mask, return_excluded: see the module.
+
+    Returns:
+      One of the updates; of equally good ones the first.
+
+    Raises:
+      ValueError: wrong rank or lengths; `f > N - 3`.
+
+    Cost: `N² D` multiplications.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> krum(jnp.array([[1.0], [1.1], [1.3], [50.0]]), num_malicious=1).tolist()
+      [1.0]
+    """
+    return multi_krum(updates, num_malicious=num_malicious, num_selected=1, mask=mask, return_excluded=return_excluded)
+
+
+def multi_krum(
+    updates: PyTree,
+    *,
+    num_malicious: int,
+    num_selected: int | None = None,
+    mask: jax.Array | None = None,
+    return_excluded: bool = False,
+) -> Any:
+    """The mean of the updates with the best Krum scores (Blanchard et al. 2017).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, at most `N - 3`.
+      num_selected: how many to average; default `N - f`.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; `f > N - 3`; `num_selected` outside `1 .. N`.
+
+    Cost: `N² D` multiplications.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(multi_krum(jnp.array([[1.0], [1.1], [1.3], [50.0]]), num_malicious=1, num_selected=2))
+      [1.05]
+    """
+    count = check_malicious(updates, num_malicious, lambda n: max(n - 3, 0), "f <= N - 3")
+    if num_selected is not None and is_concrete(num_selected):
+        check(1 <= num_selected <= count, "num_selected", num_selected, f"from 1 to N = {count}")
+
+    def rule(rows, usable):
+        selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)
+        squares = _squared_distances(rows, usable)
+        weights = _best_scored(squares, usable, jnp.asarray(num_malicious), jnp.maximum(selected, 1))
+        return _combine(rows, weights, usable)
+
+    return aggregate(updates, mask, return_excluded, rule)
+
+
+def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False) -> Any:
+    """Krum, `N - 2 f` times over, then in every coordinate the mean around their median (El Mhamdi et al. 2018).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, with `4 f + 3 <= N`.
+      mask, return_excluded: see the module.
+
+    Returns:
+      The mean of the `N - 4 f` chosen numbers nearest to the median of the `N - 2 f` chosen, in every coordinate.
+
+    Raises:
+      ValueError: wrong rank or lengths; `4 f + 3 > N`.
+
+    Cost: `N² D` multiplications, `N` times Krum's scores, and a sort of N numbers D times.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> updates = jnp.array([[1.0], [2.0], [3.0], [2.5], [1.5], [2.0], [1e6]])
+      >>> bulyan(updates, num_malicious=1).round(3).tolist()
+      [2.0]
+    """
+    check_malicious(updates, num_malicious, lambda n: max((n - 3) // 4, 0), "4 f + 3 <= N")
+
+    def rule(rows, usable):
+        f = jnp.asarray(num_malicious)
+        chosen = _chosen_by_bulyan(_squared_distances(rows, usable), usable, f)
+        return _means_around_median(rows, chosen, jnp.maximum(chosen.sum() - 2 * f, 1))
+
+    return aggregate(updates, mask, return_excluded, rule)
+
+
+@jax.jit
+def _chosen_by_bulyan(squares, usable, f):
+    """`[N]` bool: the `n - 2 f` rows that Krum picks, each taken away before the next is picked."""
+
+    def take(i, carry):
+        left, chosen = carry
+        among = jnp.where(left[:, None] & left[None, :], squares, jnp.inf)
+        best = jnp.argmin(_krum_scores(among, left, f))
+        go = (i < usable.sum() - 2 * f) & left.any()
+        return left.at[best].set(left[best] & ~go), chosen.at[best].set(chosen[best] | go)
+
+    return jax.lax.fori_loop(0, len(usable), take, (usable, jnp.zeros_like(usable)))[1]
+
+
+def minimum_diameter(
+    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None, return_excluded: bool = False
+) -> Any:
+    """MDA: the mean of the `N - f` updates whose largest mutual distance is smallest (El Mhamdi et al. 2021).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree; at most 20 clients, since every subset is looked at.
+      num_malicious: `f`, less than half of the clients.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; `2 f >= N`; more than 20 clients.
+
+    Cost: `N 2^N` operations and `2^N` numbers of memory.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> minimum_diameter(jnp.array([[1.0], [1.5], [2.0], [50.0]]), num_malicious=1).tolist()
+      [1.5]
+    """
+    count = check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
+    check(count <= MAX_SUBSETS_OF, "updates", f"{count} clients", f"of at most {MAX_SUBSETS_OF} clients")
+
+    def rule(rows, usable):
+        squares = _squared_distances(rows, usable)
+        keep = usable.sum() - _at_most_half(num_malicious, usable)
+        return _combine(rows, shares(_tightest(squares, usable, keep).astype(jnp.float32), usable), usable)
+
+    return aggregate(updates, mask, return_excluded, rule)
+
+
+@jax.jit
+def _tightest(squares, usable, size):
+    """`[N]` bool: of all subsets of `size` usable rows, the (first) one with the smallest diameter."""
+    count = len(usable)
+    subsets = jnp.arange(2**count, dtype=jnp.uint32)
+
+    def has(i):
+        return ((subsets >> i.astype(jnp.uint32)) & 1).astype(bool)
+
+    def widen(i, diameters):  # by the distances from row i to the later rows
+        def to(j, diameters):
+            far = jnp.where(has(i) & has(j), squares[i, j], 0.0)
+            return jnp.maximum(diameters, far)
+
+        return jax.lax.fori_loop(i + 1, count, to, diameters)
+
+    diameters = jax.lax.fori_loop(0, count, widen, jnp.zeros(len(subsets), squares.dtype))
+    members = (usable.astype(jnp.uint32) << jnp.arange(count, dtype=jnp.uint32)).sum().astype(jnp.uint32)
+    valid = (jax.lax.population_count(subsets).astype(jnp.int32) == size) & ((subsets & ~members) == 0)
+    best = subsets[jnp.argmin(jnp.where(valid, diameters, jnp.inf))]
+    return ((best >> jnp.arange(count, dtype=jnp.uint32)) & 1).astype(bool)
+
+
+def geometric_median(
+    updates: PyTree,
+    *,
+    weights: jax.Array | None = None,
+    num_iters: int = 32,
+    smoothing: float = 1e-6,
+    mask: jax.Array | None = None,
+    return_excluded: bool = False,
+) -> Any:
+    """The point with the smallest sum of distances to all updates, by smoothed Weiszfeld steps (Pillutla et al. 2022).
+
+    From the coordinate-wise median, `v ← Σ_i β_i z_i / Σ_i β_i` with `β_i = w_i / max(smoothing, ‖z_i − v‖)`.
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      weights: `[N]`, at least 0; default: all equal.
+      num_iters: steps, at least 1. Pillutla et al. find 3 to 5 enough; the default goes on to a precise median.
+      smoothing: distances below count as this much, so that a step out of an update is possible.
+      mask, return_excluded: see the module.
+
+    Raises:
+      ValueError: wrong rank or lengths; negative weights; fewer than one step; smoothing not above 0.
+
+    Cost: two passes a step, and one sort of N numbers D times.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> v = geometric_median(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1e6]]))
+      >>> bool(jnp.abs(v).max() < 1.5)
+      True
+    """
+    weights = check_weights(updates, weights)
+    check(num_iters >= 1, "num_iters", num_iters, "at least 1")
+    if is_concrete(smoothing):
+        check(smoothing > 0, "smoothing", smoothing, "above 0")
+    return aggregate(
+        updates,
+        mask,
+        return_excluded,
+        lambda rows, usable: _weiszfeld(rows, usable, weights, jnp.asarray(smoothing, jnp.float32), num_iters),
+    )
+
+
+@partial(jax.jit, static_argnames="num_iters")
+def _weiszfeld(rows, usable, weights, smoothing, num_iters):
+    def step(_, point):
+        distances = distances_from(rows, point, usable)
+        return _combine(rows, shares(weights / jnp.maximum(distances, smoothing), usable), usable)
+
+    start = _trimmed_means(rows, usable, jnp.maximum(usable.sum() - 1, 0) // 2)
+    return jax.lax.fori_loop(0, num_iters, step, start)
+
+
+# Before aggregating.
+
+
+def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
+    """`updates` with other numbers: `rows` `[n, d]` for every leaf `[N, ...]`."""
+    leaves, structure = jax.tree.flatten(updates)
+    shaped = [x.reshape(len(x), *jnp.shape(leaf)[1:]) for x, leaf in zip(rows, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
+
+
+def _prepared(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+    rows = rows_of(updates)
+    usable = row_mask(mask, len(rows[0])) & finite_rows(rows)
+    return [usable_rows(x, usable) for x in rows], usable
+
+
+def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
+    """Shortens every update to a length of at most `radius`.
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      radius: a number, or `[N]`, at least 0.
+      mask: who counts.
+
+    Returns:
+      `(updates, mask)`: those who do not count, and those with NaN or infinity, as zeros and masked.
+
+    Raises:
+      ValueError: wrong rank or lengths; a negative radius.
+
+    Cost: two passes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(clip_norms(jnp.array([[3.0, 4.0], [0.3, 0.4]]), radius=1.0)[0].round(3))
+      [[0.6 0.8]
+       [0.3 0.4]]
+    """
+    rows, usable = _prepared(updates, mask)
+    radius = jnp.asarray(radius, jnp.float32)
+    check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
+    if is_concrete(radius):
+        check((radius >= 0).all(), "radius", radius.tolist(), "at least 0, and not NaN")
+    norms = jnp.sqrt(squared_norms(rows))
+    scale = jnp.minimum(1.0, radius / jnp.where(norms > 0, norms, 1.0))
+    scale = jnp.where(norms > 0, scale, 1.0)
+    return _with_rows(updates, [x * scale[:, None].astype(x.dtype) for x in rows]), usable
+
+
+def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
+    """ARC: shortens the `⌊2 (f/N) (N − f)⌋` longest updates to the length of the next (Allouah et al. 2025).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, less than half of the clients.
+      mask: who counts.
+
+    Returns:
+      `(updates, mask)`, as `clip_norms`.
+
+    Raises:
+      ValueError: wrong rank or lengths; `2 f >= N`.
+
+    Cost: two passes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> adaptive_clip(jnp.array([[1.0], [2.0], [4.0], [8.0]]), num_malicious=1)[0].tolist()
+      [[1.0], [2.0], [4.0], [4.0]]
+    """
+    check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
+    rows, usable = _prepared(updates, mask)
+    count = usable.sum()
+    f = _at_most_half(num_malicious, usable)
+    num_clipped = (2 * f * (count - f)) // jnp.maximum(count, 1)
+    norms = jnp.where(usable, jnp.sqrt(squared_norms(rows)), -jnp.inf)
+    radius = jnp.sort(norms, descending=True)[jnp.minimum(num_clipped, len(usable) - 1)]
+    return clip_norms(updates, radius=jnp.maximum(radius, 0.0), mask=usable)
+
+
+def nearest_neighbour_mixing(
+    updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
+) -> tuple[PyTree, jax.Array]:
+    """NNM: replaces every update by the mean of the `N − f` nearest to it, itself among them (Allouah et al. 2023).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      num_malicious: `f`, less than half of the clients.
+      mask: who counts.
+
+    Returns:
+      `(updates, mask)`, as `clip_norms`.
+
+    Raises:
+      ValueError: wrong rank or lengths; `2 f >= N`.
+
+    Cost: `3 N² D` multiplications.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> nearest_neighbour_mixing(jnp.array([[0.0], [1.0], [10.0]]), num_malicious=1)[0].tolist()
+      [[0.5], [0.5], [5.5]]
+    """
+    check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
+    rows, usable = _prepared(updates, mask)
+    squares = _squared_distances(rows, usable)
+    places = jnp.arange(len(usable), dtype=jnp.int32)
+    rank = jnp.argsort(jnp.argsort(squares, axis=1, stable=True), axis=1).astype(jnp.int32)
+    rank = jnp.where(places[:, None] == places[None, :], -1, rank)  # a duplicate must not displace the update itself
+    order = jnp.argsort(rank, axis=1, stable=True)
+    position = jnp.argsort(order, axis=1)
+    near = (position < usable.sum() - _at_most_half(num_malicious, usable)) & usable[None, :] & usable[:, None]
+    mixing = near.astype(squares.dtype) / jnp.maximum(near.sum(axis=1, keepdims=True), 1).astype(squares.dtype)
+    return _with_rows(updates, [jnp.matmul(mixing.astype(x.dtype), x, precision=HIGHEST) for x in rows]), usable
+
+
+def bucketing(
+    updates: PyTree, *, bucket_size: int, key: jax.Array, mask: jax.Array | None = None
+) -> tuple[PyTree, jax.Array]:
+    """The means of random buckets of `bucket_size` updates (Karimireddy, He, Jaggi 2022).
+
+    Args:
+      updates: `[N, D]` or a stacked pytree.
+      bucket_size: `s`, from 1 to N.
+      key: decides who shares a bucket.
+      mask: who counts; buckets are filled with those first.
+
+    Returns:
+      `(updates, mask)` of `⌈N / s⌉` buckets; empty ones are masked.
+
+    Raises:
+      ValueError: wrong rank or lengths; a bucket size outside `1 .. N`.
+
+    Cost: two passes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> bucketing(jnp.array([[1.0], [2.0], [3.0], [6.0]]), bucket_size=4, key=jax.random.key(0))[0].tolist()
+      [[3.0]]
+    """
+    rows, usable = _prepared(updates, mask)
+    count = len(usable)
+    check(1 <= bucket_size <= count, "bucket_size", bucket_size, f"from 1 to N = {count}")
+    shuffled = jax.random.permutation(key, count)
+    order = shuffled[jnp.argsort(~usable[shuffled], stable=True)]
+    bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)
+    num_buckets = -(-count // bucket_size)
+    members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
+    sizes = members.sum(axis=1)
+    mixing = members.astype(jnp.float32) / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
+    mixed = [jnp.matmul(mixing.astype(x.dtype), x, precision=HIGHEST) for x in rows]
+    return _with_rows(updates, mixed), sizes > 0

@@ -1,0 +1,204 @@
+"""Threshold-Clustering (Provably Personalized and Robust Federated Learning, Algorithm 3)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.kernels import combinations
+from jfcl.kernels.base import (
+    check,
+    distances_from,
+    finite_rows,
+    is_concrete,
+    refuse_nonfinite,
+    row_mask,
+    rows_of,
+)
+from jfcl.kernels.similarity import weighted_sum
+
+QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
+FORMS = ("auto", "direct", "gram")
+THREE_MEANS = "three_means"
+
+
+def threshold_clustering(
+    points: jax.Array,
+    centers: jax.Array | None = None,
+    *,
+    radius: Any = None,
+    quantile: Any = None,
+    num_rounds: int,
+    mask: jax.Array | None = None,
+    quantile_rule: str = "linear",
+    form: str = "auto",
+    trajectory: bool = False,
+) -> jax.Array:
+    """Moves every centre to the mean of the points, those beyond its radius replaced by the centre itself.
+
+    For round `l` and centre `k` (equation 24 of the paper):
+
+        v_{k,l} = (1/N) Σ_i ( z_i · 1{‖z_i − v_{k,l−1}‖ ≤ τ_{k,l}} + v_{k,l−1} · 1{‖z_i − v_{k,l−1}‖ > τ_{k,l}} )
+
+    Args:
+      points: `[N, D]`.
+      centers: `[K, D]`, where the centres start; default: at every point (`K = N`, as Federated-Clustering needs).
+      radius: `τ`: a number, `[K]`, or `[num_rounds, K]`; or `"three_means"`: 3-means on each centre's distances, and
+        the mean of the two larger means (a rule of the authors' code).
+      quantile: instead of `radius`: `τ` is this quantile of the distances to that centre in that round; shapes as
+        there. Exactly one of the two.
+      num_rounds: `L`, at least 1.
+      mask: `[N]` bool: points that count; the others are neither inside nor part of `N`.
+      quantile_rule: `"linear"`: NumPy's, with points at the radius inside. The authors' code sorts the distances and
+        takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, points at
+        the radius left outside (synthetic data).
+      form: `"direct"`: distances from the points in every round. `"gram"`: from inner products, with the centres as
+        coefficients over the points. `"auto"`: whichever needs less work.
+      trajectory: return the centres after every round.
+
+    Returns:
+      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`. Inside `jit`, points with NaN or infinity count as masked.
+
+    Raises:
+      ValueError: wrong rank or lengths, both or neither of `radius` and `quantile`, either of another shape, a
+        negative radius, a quantile outside [0, 1], no rounds, an unknown rule or form; outside `jit`: NaN or infinity.
+
+    Cost: direct: two passes over the points for every centre and round. Gram: `N² D + 2 K N D` operations once, then
+    `2 K N²` a round; `O(N² + K N)` memory.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> points = jnp.array([[0.0], [1.0], [9.0]])
+      >>> print(threshold_clustering(points, jnp.array([[0.0]]), radius=2.0, num_rounds=1).round(3))
+      [[0.333]]
+    """
+    (points,) = rows_of(jnp.asarray(points), name="points")
+    own = centers is None
+    if not own:
+        (centers,) = rows_of(jnp.asarray(centers), name="centers")
+        check(centers.shape[1] == points.shape[1], "centers", centers.shape, f"of shape [K, {points.shape[1]}]")
+        centers = centers.astype(points.dtype)
+    num_centers = len(points) if own else len(centers)
+    check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
+    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
+    check(quantile_rule in QUANTILE_RULES, "quantile_rule", quantile_rule, f"one of {QUANTILE_RULES}")
+    check(form in FORMS, "form", form, f"one of {FORMS}")
+    rule = quantile_rule if radius is None else "radius"
+    if isinstance(radius, str):
+        check(radius == THREE_MEANS, "radius", radius, f'a number, an array or "{THREE_MEANS}"')
+        rule, radius = THREE_MEANS, 0.0
+    name, limit = ("radius", radius) if quantile is None else ("quantile", quantile)
+    limit = jnp.asarray(limit, points.dtype)
+    shapes = ((), (num_centers,), (num_rounds, num_centers))
+    check(limit.shape in shapes, name, limit.shape, f"of one of the shapes {shapes}")
+    if is_concrete(limit):
+        check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
+        check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
+    limits = jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], shapes[2])
+    mask = row_mask(mask, len(points))
+    refuse_nonfinite([points], name="points", rows_that_count=mask)
+    if not own:
+        refuse_nonfinite([centers], name="centers")
+    if form == "auto":
+        form = "gram" if gram_is_cheaper(len(points), num_centers, num_rounds) else "direct"
+    run = _gram if form == "gram" else _direct
+    return run(points, centers, limits, mask, rule=rule, trajectory=trajectory)
+
+
+def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
+    """Whether `N² D + 2 K N D` operations beat two passes over `N D` numbers for every centre and round.
+
+    A matrix product does about 20 multiplications in the time in which memory brings one number (measured on a 2-core
+    CPU, benchmarks/kernels.py; accelerators do more).
+    """
+    return count / 2 + num_centers <= 20 * num_centers * num_rounds
+
+
+def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str) -> jax.Array:
+    """`[K]` radii from `[K, N]` distances (`inf` where not usable) and `[K]` radii or quantiles."""
+    if rule == "radius":
+        return limit
+    count = usable.sum()
+    ordered = jnp.sort(distances, axis=1)
+    if rule == THREE_MEANS:
+        return _three_means(ordered, count)
+
+    def pick(place):
+        place = jnp.clip(place.astype(jnp.int32), 0, jnp.maximum(count - 1, 0))
+        return jnp.take_along_axis(ordered, place[:, None], axis=1)[:, 0]
+
+    if rule == "linear":
+        place = limit * (count - 1).astype(limit.dtype)
+        low = jnp.floor(place)
+        part = place - low
+        below, above = pick(low), pick(low + 1.0)
+        return jnp.where(part > 0, below + part * (above - below), below)
+    radius = pick(jnp.floor(limit * count.astype(limit.dtype)))
+    return 0.99 * radius if rule == "index_shrunk" else radius
+
+
+def _three_means(ordered: jax.Array, count: jax.Array, num_iters: int = 50) -> jax.Array:
+    """`[K]`: the mean of the two larger of 3 means of each row's first `count` numbers (Lloyd from its sextiles)."""
+    usable = jnp.arange(ordered.shape[1])[None, :] < count
+    values = jnp.where(usable, ordered, 0.0)
+    starts = (jnp.array([1, 3, 5]) * jnp.maximum(count - 1, 0)) // 6
+
+    def lloyd(_, means):  # [K, 3]
+        nearest = jnp.argmin(jnp.abs(values[:, :, None] - means[:, None, :]), axis=2)
+        members = ((nearest[:, :, None] == jnp.arange(3)[None, None, :]) & usable[:, :, None]).astype(values.dtype)
+        sizes = members.sum(axis=1)
+        sums = (members * values[:, :, None]).sum(axis=1)
+        return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1.0), means)
+
+    means = jax.lax.fori_loop(0, num_iters, lloyd, ordered[:, starts])
+    return (means.sum(axis=1) - means.min(axis=1)) / 2.0
+
+
+def _inside(distances, usable, limit, rule):
+    """`[K, N]` floats: 1 for the points inside each centre's radius."""
+    radius = _radii(distances, usable, limit, rule)[:, None]
+    inside = distances < radius if rule == "index_strict" else distances <= radius
+    return (inside & usable[None, :]).astype(distances.dtype)
+
+
+@partial(jax.jit, static_argnames=("rule", "trajectory"))
+def _gram(points, centers, limits, mask, *, rule, trajectory):
+    usable = mask & finite_rows([points])
+    count = jnp.maximum(usable.sum(), 1).astype(points.dtype)
+    starts = None if centers is None else [centers]
+    products = combinations.inner_products([points], starts, usable)
+
+    def move(at, limit):
+        distances = jnp.where(usable[None, :], combinations.distances(products, at), jnp.inf)
+        inside = _inside(distances, usable, limit, rule)
+        stay = 1.0 - inside.sum(axis=1) / count
+        at = combinations.Coefficients(inside / count + stay[:, None] * at.a, stay * at.b)
+        return at, at if trajectory else None
+
+    at, path = jax.lax.scan(move, combinations.at_start(products, limits.shape[1]), limits)
+    if not trajectory:
+        return combinations.positions(at, [points], starts, usable)[0]
+    return jax.lax.map(lambda at: combinations.positions(at, [points], starts, usable)[0], path)
+
+
+@partial(jax.jit, static_argnames=("rule", "trajectory"))
+def _direct(points, centers, limits, mask, *, rule, trajectory):
+    usable = mask & finite_rows([points])
+    count = jnp.maximum(usable.sum(), 1).astype(points.dtype)
+
+    def one(center_and_limits):
+        def move(center, limit):
+            distances = distances_from([points], [center], usable)
+            inside = _inside(distances[None, :], usable, limit[None], rule)[0]
+            center = weighted_sum(points, inside / count, usable) + (1.0 - inside.sum() / count) * center
+            return center, center if trajectory else None
+
+        center, path = jax.lax.scan(move, *center_and_limits)
+        return path if trajectory else center
+
+    starts = jnp.where(usable[:, None], points, jnp.zeros((), points.dtype)) if centers is None else centers
+    moved = jax.lax.map(one, (starts, limits.T))
+    return moved.swapaxes(0, 1) if trajectory else moved
