@@ -45,6 +45,11 @@ def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
     return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
 
 
+def sum_dtype(*arrays: jax.Array) -> Any:
+    """What sums over `arrays` are kept in: float64 if one of them is, else float32."""
+    return jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
+
+
 @jax.jit
 def finite_rows(rows: list[jax.Array]) -> jax.Array:
     """`[N]` bool: rows without NaN and infinity in any of the matrices."""
@@ -52,7 +57,8 @@ def finite_rows(rows: list[jax.Array]) -> jax.Array:
     norms = squared_norms(rows)
 
     def look():
-        return jnp.stack([jnp.isfinite(x).all(axis=1) for x in rows]).all(axis=0)
+        every = jnp.ones(norms.shape, bool)
+        return fold_columns(lambda part, leaf, start, ok: ok & jnp.isfinite(part).all(axis=1), every, rows, 4096)
 
     return jax.lax.cond(jnp.isfinite(norms).all(), lambda: jnp.ones(norms.shape, bool), look)
 
@@ -122,9 +128,8 @@ def squared_norms(rows: list[jax.Array]) -> jax.Array:
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
     dims = (((1,), (1,)), ((0,), (0,)))
-    return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)
+    return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=sum_dtype(x))
 
 
 BLOCK_NUMBERS = 2**20  # numbers in a block of rows: 4 MB, near enough to the processor to be read twice
@@ -150,5 +155,4 @@ def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Ar
         squares = squared_norms([x - p[None, :] for x, p in zip(parts, point, strict=True)])
         return jax.lax.dynamic_update_slice_in_dim(found, jnp.sqrt(squares), start, axis=0)
 
-    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
-    return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), dtype), rows), jnp.inf)
+    return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows), jnp.inf)

@@ -19,6 +19,7 @@ from jfcl.kernels.base import (
     check,
     is_concrete,
     row_mask,
+    sum_dtype,
 )
 from jfcl.kernels.similarity import as_clusters, as_similarity
 
@@ -79,7 +80,7 @@ def _optimal_bipartition(similarity, active, linkage):
         return _complete(similarity, active)[0]
     step, joined_at = _prim(similarity, active)
     weakest = jnp.argmin(joined_at)  # the first weakest: what joined before it hangs together by more
-    cross = float_of_key(joined_at[weakest], similarity.dtype)
+    cross = float_of_key(joined_at[weakest])
     two = active.sum() >= 2
     return Bipartition((step >= weakest) & active & two, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
 
@@ -90,16 +91,16 @@ def _optimal_bipartition(similarity, active, linkage):
 
 def order_key(x: jax.Array) -> jax.Array:
     """Integers in the order of the floats `x`; NaN and infinities count as -1, and -0.0 as 0.0."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(sum_dtype(x))
     x = jnp.where(jnp.isfinite(x), jnp.where(x == 0, jnp.zeros_like(x), x), -jnp.ones_like(x))
     bits, most = _bits(x.dtype)
     i = jax.lax.bitcast_convert_type(x, bits)
     return i ^ ((i >> (8 * x.dtype.itemsize - 1)) & most)
 
 
-def float_of_key(key: jax.Array, dtype) -> jax.Array:
-    """The float that `_key` came from."""
-    dtype = jnp.promote_types(dtype, jnp.float32)
+def float_of_key(key: jax.Array) -> jax.Array:
+    """The float that `order_key` came from."""
+    dtype = jnp.dtype(jnp.float32 if key.dtype == jnp.int32 else jnp.float64)
     _, most = _bits(dtype)
     return jax.lax.bitcast_convert_type(key ^ ((key >> (8 * dtype.itemsize - 1)) & most), dtype)
 
@@ -228,7 +229,7 @@ def _complete(similarity: jax.Array, active: jax.Array) -> tuple[Bipartition, ja
     two = active.sum() >= 2
     side = jnp.where(side[jnp.argmax(active)], ~side, side) & active & two
     across = (side[:, None] & (~side & active)[None, :]) & two
-    cross = jnp.where(across, float_of_key(order_key(similarity), similarity.dtype), -jnp.inf).max()
+    cross = jnp.where(across, float_of_key(order_key(similarity)), -jnp.inf).max()
     return Bipartition(side, jnp.where(two, cross, jnp.inf).astype(cross.dtype)), pairs, heights
 
 
@@ -304,7 +305,7 @@ def _single_linkage_tree(similarity):
     at_step = jnp.zeros(count, jnp.int32).at[step].set(jnp.arange(count, dtype=jnp.int32))
     gaps = joined_at[1:]  # between the clients of steps t and t + 1
     order = jnp.argsort(gaps, descending=True, stable=True)
-    similarities = float_of_key(gaps[order], similarity.dtype)
+    similarities = float_of_key(gaps[order])
 
     # Clusters are runs of steps; a run is known at its two ends.
     def merge(i, carry):
@@ -363,7 +364,7 @@ def _complete_linkage_tree(similarity):
     _, pairs, heights = _complete(similarity, jnp.ones(count, bool))
     # Chains merge out of order; heights never fall from a cluster to what it becomes part of, so sorting is enough.
     order = jnp.argsort(heights, descending=True, stable=True)
-    pairs, similarities = pairs[order], float_of_key(heights[order], similarity.dtype)
+    pairs, similarities = pairs[order], float_of_key(heights[order])
 
     def merge(i, carry):
         name_of, size_of, merges = carry  # of slots
@@ -405,7 +406,7 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     """
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
-    tree = tree.astype(jnp.promote_types(tree.dtype, jnp.float32))
+    tree = tree.astype(sum_dtype(tree))
     check((num_clusters is None) != (threshold is None), "num_clusters, threshold", (num_clusters, threshold), "one")
     count = len(tree) + 1
     if num_clusters is not None:

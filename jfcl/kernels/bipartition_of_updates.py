@@ -204,7 +204,7 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
     groups = connect(places, left, right, happened & (joined_at > weakest) & ~same_pair)
     two = active.sum() >= 2
     side = active & (groups != groups[jnp.argmax(active)]) & two
-    return Bipartition(side, jnp.where(two, float_of_key(weakest, jnp.float32), jnp.inf)), state.strips
+    return Bipartition(side, jnp.where(two, float_of_key(weakest), jnp.inf)), state.strips
 
 
 def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:

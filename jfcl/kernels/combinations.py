@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms
-from jfcl.kernels.similarity import central_origin, centred_gram, usable_rows
+from jfcl.kernels.similarity import central_origin, centred_gram, usable_rows, weighted_sum
 
 
 class Products(NamedTuple):
@@ -71,8 +71,7 @@ def distances(products: Products, centers: Coefficients) -> jax.Array:
 def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:
     """The centres themselves: `[K, d]` for each matrix of `rows`."""
     a, b = centers
-    cleaned = jax.lax.cond(usable.all(), lambda: rows, lambda: [usable_rows(x, usable) for x in rows])
-    moved = [jnp.matmul(a.astype(x.dtype), x, precision=HIGHEST) for x in cleaned]
+    moved = [weighted_sum(x, a, usable) for x in rows]
     if starts is None:
         return moved
     return [m + b.astype(m.dtype)[:, None] * s for m, s in zip(moved, starts, strict=True)]

@@ -201,7 +201,7 @@ def _means_around_median(rows, usable, num_kept):
         median = _trimmed_means([x], usable, jnp.maximum(usable.sum() - 1, 0) // 2)[0]
         away = jnp.where(usable[:, None], jnp.abs(x - median[None, :]), jnp.full((), jnp.inf, x.dtype))
         nearest_first = jnp.take_along_axis(x, jnp.argsort(away, axis=0, stable=True), axis=0)
-        return _mean_of_places(nearest_first, jnp.arange(len(usable)) < num_kept)
+        return _mean_of_places(nearest_first, jnp.arange(len(usable)) < jnp.minimum(num_kept, usable.sum()))
 
     return [of_matrix(x) for x in rows]
 
@@ -366,6 +366,8 @@ def minimum_diameter(
 ) -> Any:
     """MDA: the mean of the `N - f` updates whose largest mutual distance is smallest (El Mhamdi et al. 2021).
 
+    Many subsets share their widest pair; of those the one with the smallest sum of squared distances is taken.
+
     Args:
       updates: `[N, D]` or a stacked pytree; at most 20 clients, since every subset is looked at.
       num_malicious: `f`, less than half of the clients.
@@ -401,17 +403,19 @@ def _tightest(squares, usable, size):
     def has(i):
         return ((subsets >> i.astype(jnp.uint32)) & 1).astype(bool)
 
-    def widen(i, diameters):  # by the distances from row i to the later rows
-        def to(j, diameters):
-            far = jnp.where(has(i) & has(j), squares[i, j], 0.0)
-            return jnp.maximum(diameters, far)
+    def widen(i, widths):  # by the distances from row i to the later rows
+        def to(j, widths):
+            square = jnp.where(has(i) & has(j), squares[i, j], 0.0)
+            return jnp.maximum(widths[0], square), widths[1] + square
 
-        return jax.lax.fori_loop(i + 1, count, to, diameters)
+        return jax.lax.fori_loop(i + 1, count, to, widths)
 
-    diameters = jax.lax.fori_loop(0, count, widen, jnp.zeros(len(subsets), squares.dtype))
+    zeros = jnp.zeros(len(subsets), squares.dtype)
+    diameters, sums = jax.lax.fori_loop(0, count, widen, (zeros, zeros))
     members = (usable.astype(jnp.uint32) << jnp.arange(count, dtype=jnp.uint32)).sum().astype(jnp.uint32)
     valid = (jax.lax.population_count(subsets).astype(jnp.int32) == size) & ((subsets & ~members) == 0)
-    best = subsets[jnp.argmin(jnp.where(valid, diameters, jnp.inf))]
+    diameters = jnp.where(valid, diameters, jnp.inf)
+    best = subsets[jnp.argmin(jnp.where(diameters == diameters.min(), sums, jnp.inf))]
     return ((best >> jnp.arange(count, dtype=jnp.uint32)) & 1).astype(bool)
 
 

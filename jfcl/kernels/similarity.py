@@ -24,6 +24,7 @@ from jfcl.kernels.base import (
     row_mask,
     rows_of,
     squared_norms,
+    sum_dtype,
 )
 
 # Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
@@ -100,8 +101,11 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
         largest = jnp.stack([jnp.abs(x).max(axis=1).astype(norms.dtype) for x in rows]).max(axis=0)
         exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
         power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
-        one = jnp.ones_like(norms)
-        return power, squared_norms([scaled_rows(x, usable, (power, one)) for x in rows])
+
+        def add(part, leaf, start, total):
+            return total + squared_norms([scaled_rows(part, usable, (power, jnp.ones_like(power)))])
+
+        return power, fold_columns(add, jnp.zeros_like(norms), rows, _block(len(norms)))
 
     norms = squared_norms(rows)
     tiny = jnp.finfo(norms.dtype).tiny
@@ -252,7 +256,7 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
 
 def signed_sums(rows: list[jax.Array], usable: jax.Array, key: jax.Array, count: int) -> jax.Array:
     """`[N, count]`: sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows."""
-    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
+    dtype = sum_dtype(*rows)
 
     def add(part, leaf, start, total):
         place = jax.random.fold_in(jax.random.fold_in(key, leaf), start)
@@ -271,11 +275,16 @@ def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
 
 @jax.jit
 def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
-    """`[d]`: `Σ_i weights[i] · x[i]` over the usable rows, NaN or not in the others."""
-    total = jnp.matmul(weights.astype(x.dtype), x, precision=HIGHEST)
+    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others."""
+    weights = weights.astype(x.dtype)
+    total = jnp.matmul(weights, x, precision=HIGHEST)
 
-    def cleaned():  # 0 · NaN is NaN: where that has happened, a copy without the unusable rows is summed
-        return jnp.matmul(weights.astype(x.dtype), usable_rows(x, usable), precision=HIGHEST)
+    def cleaned():  # 0 · NaN is NaN: where that has happened, again without the unusable rows
+        def put(part, leaf, start, out):
+            sums = jnp.matmul(weights, usable_rows(part, usable), precision=HIGHEST)
+            return jax.lax.dynamic_update_slice_in_dim(out, sums, start, axis=-1)
+
+        return fold_columns(put, jnp.zeros_like(total), [x], BLOCK_COLUMNS)
 
     return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
 
@@ -291,7 +300,7 @@ def _symmetric_product(
     count = len(rows[0])
     height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
     starts = list(range(0, count, height))
-    dtype = jnp.result_type(jnp.float32, *[x.dtype for x in rows])
+    dtype = sum_dtype(*rows)
 
     def add(part, leaf, start, strips):
         p = prepare(part, leaf, start)

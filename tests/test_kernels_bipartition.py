@@ -1,0 +1,299 @@
+"""Bipartitions against brute force, Kruskal's algorithm written out, and SciPy's linkage."""
+
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from scipy.cluster.hierarchy import cophenet, fcluster, linkage
+from scipy.spatial.distance import squareform
+
+from jfcl.kernels import (
+    bipartition_of_updates,
+    complete_linkage_tree,
+    cut,
+    optimal_bipartition,
+    pairwise_cosine,
+    separation_gap,
+    single_linkage_tree,
+)
+from jfcl.kernels.bipartition_of_updates import tiles_computed
+
+SIZES = st.sampled_from([1, 2, 3, 7, 9])
+SEEDS = st.integers(0, 2**31)
+
+
+def similarities(count, seed, levels=None):
+    """A random symmetric float32 matrix in [-1, 1]; few `levels` make ties."""
+    rng = np.random.default_rng(seed)
+    upper = rng.uniform(-1, 1, (count, count)) if levels is None else rng.integers(-levels, levels + 1, (count, count))
+    upper = np.triu(upper / (levels or 1), 1).astype(np.float32)
+    return upper + upper.T + np.eye(count, dtype=np.float32)
+
+
+def cross_of(similarity, side, active):
+    a, b = np.flatnonzero(side & active), np.flatnonzero(~side & active)
+    return similarity[np.ix_(a, b)].max() if len(a) and len(b) else np.inf
+
+
+def brute_force(similarity, active):
+    """All optimal bipartitions: the smallest largest similarity across, and each side without the first client."""
+    members = np.flatnonzero(active)
+    best, sides = np.inf, []
+    for choice in itertools.product([False, True], repeat=max(len(members) - 1, 0)):
+        side = np.zeros(len(active), bool)
+        side[members[1:]] = choice
+        cross = cross_of(similarity, side, active) if any(choice) else np.inf
+        if cross < best:
+            best, sides = cross, []
+        if cross == best and any(choice):
+            sides.append(side)
+    return best, sides
+
+
+def algorithm_1(similarity):
+    """The paper's algorithm to the letter: merge the most similar pair's clusters until two are left."""
+    count = len(similarity)
+    clusters = [{i} for i in range(count)]
+    order = np.argsort(-similarity, axis=None, kind="stable")
+    for i, j in zip(*np.unravel_index(order, similarity.shape), strict=True):
+        if len(clusters) == 2:
+            return clusters
+        a, b = (next(c for c in clusters if x in c) for x in (i, j))
+        if a is not b:
+            clusters = [c for c in clusters if c is not a and c is not b] + [a | b]
+    return clusters
+
+
+@given(SIZES, SEEDS, st.sampled_from([None, 1, 3]), st.booleans())
+def test_no_bipartition_is_better(count, seed, levels, some_inactive):
+    similarity = similarities(count, seed, levels)
+    active = np.random.default_rng(seed + 1).random(count) < (0.7 if some_inactive else 2)
+    side, cross = optimal_bipartition(similarity, jnp.asarray(active))
+    side = np.asarray(side)
+    best, sides = brute_force(similarity, active)
+    assert cross == np.float32(best)
+    assert not (side & ~active).any()
+    if active.sum() >= 2:
+        assert cross_of(similarity, side, active) == best
+        assert not side[np.flatnonzero(active)[0]]
+        # The tie rule: of all optimal bipartitions the one with the fewest clients on the first client's side.
+        assert side.sum() == max(s.sum() for s in sides)
+    else:
+        assert not side.any() and cross == np.inf
+
+
+@given(st.sampled_from([3, 7, 9]), SEEDS)
+def test_algorithm_1_of_the_paper(count, seed):
+    similarity = similarities(count, seed)
+    side, _ = optimal_bipartition(similarity)
+    assert {frozenset(np.flatnonzero(side)), frozenset(np.flatnonzero(~np.asarray(side)))} == {
+        frozenset(c) for c in algorithm_1(np.where(np.eye(count), -2, similarity))
+    }
+
+
+def scipy_tree(similarity, method):
+    distance = 1.0 - np.asarray(similarity, np.float64)
+    np.fill_diagonal(distance, 0)
+    return linkage(squareform(distance, checks=False), method)
+
+
+@pytest.mark.parametrize(("tree", "method"), [(single_linkage_tree, "single"), (complete_linkage_tree, "complete")])
+@given(st.sampled_from([2, 3, 9, 60]), SEEDS)
+def test_dendrograms_are_scipys(tree, method, count, seed):
+    similarity = similarities(count, seed)
+    ours, theirs = np.asarray(tree(similarity), np.float64), scipy_tree(similarity, method)
+    np.testing.assert_allclose(ours[:, 2], theirs[:, 2], atol=2e-7)
+    np.testing.assert_array_equal(ours[:, 3], theirs[:, 3])
+    np.testing.assert_allclose(cophenet(ours), cophenet(theirs), atol=2e-7)
+    for k in {1, 2, count // 2 + 1, count}:
+        ours_k = np.asarray(cut(jnp.asarray(ours, jnp.float32), num_clusters=k))
+        theirs_k = fcluster(theirs, k, "maxclust")
+        assert len(set(zip(ours_k, theirs_k, strict=True))) == len(set(ours_k)) == len(set(theirs_k)) == k
+        firsts = [int(np.flatnonzero(ours_k == c)[0]) for c in range(k)]
+        assert firsts == sorted(firsts)  # numbered by first client
+    height = theirs[count // 2 - 1, 2] + 1e-4
+    ours_t = np.asarray(cut(tree(similarity), threshold=height))
+    theirs_t = fcluster(theirs, height, "distance")
+    assert len(set(zip(ours_t, theirs_t, strict=True))) == len(set(ours_t)) == len(set(theirs_t))
+
+
+@given(SEEDS)
+def test_tied_single_linkage_has_scipys_heights(seed):
+    similarity = similarities(30, seed, levels=2)
+    ours, theirs = np.asarray(single_linkage_tree(similarity), np.float64), scipy_tree(similarity, "single")
+    np.testing.assert_array_equal(ours[:, 2], theirs[:, 2])
+    np.testing.assert_array_equal(cophenet(ours), cophenet(theirs))
+
+
+@given(st.sampled_from([2, 3, 9, 60]), SEEDS)
+def test_complete_linkage_variant_is_the_last_merge(count, seed):
+    similarity = similarities(count, seed)
+    side, cross = optimal_bipartition(similarity, linkage="complete")
+    theirs = fcluster(scipy_tree(similarity, "complete"), 2, "maxclust")
+    assert len(set(zip(np.asarray(side), theirs, strict=True))) == 2
+    assert cross == cross_of(similarity, np.asarray(side), np.ones(count, bool))
+    assert not side[0]
+
+
+@given(SEEDS)
+def test_complete_linkage_of_the_active_is_that_of_the_submatrix(seed):
+    similarity = similarities(9, seed)
+    active = np.random.default_rng(seed).permutation([True] * 6 + [False] * 3)
+    side, cross = optimal_bipartition(similarity, jnp.asarray(active), linkage="complete")
+    sub = optimal_bipartition(similarity[np.ix_(active, active)], linkage="complete")
+    np.testing.assert_array_equal(np.asarray(side)[active], sub.side)
+    assert cross == sub.cross_similarity and not np.asarray(side)[~active].any()
+
+
+@given(SEEDS, st.booleans())
+def test_permuting_clients_permutes_the_sides(seed, tied):
+    similarity = similarities(9, seed, levels=1 if tied else None)
+    order = np.random.default_rng(seed).permutation(9)
+    one, other = optimal_bipartition(similarity), optimal_bipartition(similarity[np.ix_(order, order)])
+    assert one.cross_similarity == other.cross_similarity
+    if not tied:
+        moved = np.asarray(one.side)[order]
+        assert (moved == other.side).all() or (moved == ~np.asarray(other.side)).all()
+
+
+def test_two_identical_clients_are_still_two_sides():
+    side, cross = optimal_bipartition(jnp.ones((2, 2)))  # Algorithm 1 as printed fails here
+    assert side.tolist() == [False, True] and cross == 1
+
+
+def test_zero_and_minus_zero_are_one_similarity():
+    a = jnp.array([[1.0, 0.0, -0.0], [0.0, 1.0, 0.5], [-0.0, 0.5, 1.0]])
+    assert optimal_bipartition(a).side.tolist() == [False, True, True]
+
+
+@given(SEEDS)
+def test_inside_jit_broken_clients_are_split_off_first(seed):
+    similarity = similarities(9, seed) * 0.5
+    similarity[4, :] = similarity[:, 4] = np.nan
+    side, cross = jax.jit(optimal_bipartition)(similarity)
+    assert cross == -1 and side.tolist() == [False] * 4 + [True] + [False] * 4
+
+
+def test_many_bipartitions_at_once():
+    batch = jnp.stack([similarities(7, seed) for seed in range(5)])
+    active = jnp.asarray(np.random.default_rng(0).random((5, 7)) < 0.8)
+    for kind in ("single", "complete"):
+        many = jax.vmap(lambda s, a, kind=kind: optimal_bipartition(s, a, linkage=kind))(batch, active)
+        for i in range(5):
+            one = optimal_bipartition(batch[i], active[i], linkage=kind)
+            np.testing.assert_array_equal(many.side[i], one.side)
+            assert many.cross_similarity[i] == one.cross_similarity
+
+
+# From the updates.
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 150])
+@given(SEEDS, st.sampled_from([7, 64]), st.sampled_from(["random", "clusters", "signs", "active"]))
+def test_from_updates_it_is_the_same(count, seed, block_size, kind):
+    rng = np.random.default_rng(seed)
+    updates = rng.standard_normal((count, 16)).astype(np.float32)
+    active = None
+    if kind == "clusters":
+        updates = 0.3 * updates + rng.standard_normal((4, 16)).astype(np.float32)[rng.integers(0, 4, count)]
+    elif kind == "signs":
+        updates = np.sign(updates)  # cosines are sixteenths, exactly: ties everywhere
+    elif kind == "active":
+        active = jnp.asarray(rng.random(count) < 0.6)
+    dense = optimal_bipartition(pairwise_cosine(updates), active)
+    tiled = bipartition_of_updates(updates, active, block_size=block_size)
+    np.testing.assert_allclose(tiled.cross_similarity, dense.cross_similarity, atol=1e-6)
+    np.testing.assert_array_equal(tiled.side, dense.side)
+
+
+def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
+    rng = np.random.default_rng(0)
+    updates = {"w": rng.standard_normal((20, 3, 2)).astype(np.float32), "b": rng.standard_normal((20, 4)).astype("f")}
+    updates["b"][6] = np.inf
+    for leaf in updates.values():
+        leaf[11] = 0
+    tiled = jax.jit(lambda u: bipartition_of_updates(u, block_size=8))(updates)
+    dense = jax.jit(lambda u: optimal_bipartition(pairwise_cosine(u)))(updates)
+    assert tiled.cross_similarity == dense.cross_similarity == -1
+    np.testing.assert_array_equal(tiled.side, dense.side)
+    assert np.flatnonzero(tiled.side).tolist() == [6]
+
+
+def test_on_sharded_rows():
+    updates = np.random.default_rng(0).standard_normal((40, 16)).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(updates, jax.NamedSharding(mesh, jax.P("clients")))
+    one, two = (bipartition_of_updates(u, block_size=8) for u in (jnp.asarray(updates), sharded))
+    np.testing.assert_array_equal(one.side, two.side)
+    np.testing.assert_allclose(one.cross_similarity, two.cross_similarity, atol=1e-6)
+
+
+def test_late_rounds_look_at_few_rows_again():
+    # A crowd and ten stragglers: all that follows the first pass costs less than a second one.
+    rng = np.random.default_rng(0)
+    updates = np.concatenate([1 + 0.1 * rng.standard_normal((500, 20)), rng.standard_normal((10, 20))])
+    first_pass = -(-510 // 64)
+    assert first_pass <= tiles_computed(updates.astype(np.float32), block_size=64) < 2 * first_pass
+
+
+def test_memory_grows_with_n_only():
+    shape = jax.ShapeDtypeStruct((20_000, 64), jnp.float32)
+    compiled = jax.jit(bipartition_of_updates).lower(shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 60e6  # the similarities would take 1,600 MB
+
+
+@given(SEEDS)
+def test_sketch_is_within_its_bound(seed):
+    updates = np.random.default_rng(seed).standard_normal((60, 500)).astype(np.float32)
+    exact = optimal_bipartition(pairwise_cosine(updates)).cross_similarity
+    sketched = bipartition_of_updates(updates, sketch_dim=256, key=jax.random.key(seed)).cross_similarity
+    bound = np.sqrt(8 * np.log(2 * 60**2 / 0.01) / 256)
+    assert abs(sketched - exact) < min(bound, 4 / np.sqrt(256))  # and typically 1 / sqrt(256)
+
+
+# The separation gap.
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_positive_gap_means_a_correct_split(seed, num_clusters):
+    rng = np.random.default_rng(seed)
+    clusters = rng.integers(0, num_clusters, 9)
+    updates = rng.standard_normal((4, 6))[clusters] + 0.4 * rng.standard_normal((9, 6))
+    similarity = pairwise_cosine(updates.astype(np.float32))
+    gap = separation_gap(similarity, jnp.asarray(clusters))
+    side, cross = optimal_bipartition(similarity)
+    s = np.asarray(similarity)
+    pairs = [s[i, j] for i in range(9) for j in range(i) if clusters[i] == clusters[j]]
+    np.testing.assert_allclose(gap, min(pairs, default=1.0) - cross, atol=1e-6)
+    if gap > 0:
+        assert all(len(set(np.asarray(side)[clusters == c])) == 1 for c in set(clusters))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: optimal_bipartition(jnp.ones((2, 3))), r"similarity must be of shape \[N, N\] .*got \(2, 3\)"),
+        (lambda: optimal_bipartition(jnp.ones(3)), "similarity must be of shape"),
+        (lambda: optimal_bipartition(jnp.zeros((0, 0))), "N >= 1"),
+        (lambda: optimal_bipartition(jnp.array([[1.0, 0.5], [0.2, 1.0]])), "symmetric"),
+        (lambda: optimal_bipartition(jnp.array([[1.0, jnp.nan], [jnp.nan, 1.0]])), "finite, got 'NaN or infinity in 2"),
+        (lambda: optimal_bipartition(jnp.eye(3), jnp.ones(2, bool)), r"active must be bool of shape \(3,\)"),
+        (lambda: optimal_bipartition(jnp.eye(3), linkage="average"), "linkage must be one of"),
+        (lambda: cut(jnp.ones((2, 3)), num_clusters=1), r"tree must be of shape \[N-1, 4\]"),
+        (lambda: cut(jnp.ones((2, 4)), num_clusters=4), "num_clusters must be from 1 to N = 3, got 4"),
+        (lambda: cut(jnp.ones((2, 4))), "num_clusters, threshold must be one"),
+        (lambda: cut(jnp.ones((2, 4)), num_clusters=1, threshold=1.0), "num_clusters, threshold must be one"),
+        (lambda: separation_gap(jnp.eye(3), jnp.zeros(2, jnp.int32)), r"clusters must be integers of shape \(3,\)"),
+        (lambda: bipartition_of_updates(jnp.ones(3)), r"updates must be of shape \[N, D\]"),
+        (lambda: bipartition_of_updates(jnp.ones((3, 2)), block_size=0), "block_size must be at least 1"),
+        (lambda: bipartition_of_updates(jnp.ones((3, 2)), sketch_dim=0), "sketch_dim must be at least 1"),
+        (lambda: bipartition_of_updates(jnp.full((3, 2), jnp.inf)), "NaN or infinity in 3 row"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,318 @@
+"""Centered clipping and the robust aggregators against loops over their papers' equations in float64."""
+
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from scipy.optimize import minimize
+
+from jfcl import kernels
+from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
+from jfcl.kernels.clipping import gram_is_cheaper
+from jfcl.testing import count_compilations
+
+SEEDS = st.integers(0, 2**31)
+N, D, F = 11, 5, 2
+OPTIONS = {
+    "centered_clip": {"radius": 1.5, "num_iters": 3},
+    "trimmed_mean": {"num_malicious": F},
+    "mean_around_median": {"num_malicious": F},
+    "krum": {"num_malicious": F},
+    "multi_krum": {"num_malicious": F},
+    "bulyan": {"num_malicious": F},
+    "minimum_diameter": {"num_malicious": F},
+}
+PRE_OPTIONS = {
+    "clip_norms": {"radius": 1.0},
+    "adaptive_clip": {"num_malicious": F},
+    "nearest_neighbour_mixing": {"num_malicious": F},
+    "bucketing": {"bucket_size": 3, "key": jax.random.key(0)},
+}
+EVERY = pytest.mark.parametrize("name", AGGREGATORS)
+
+
+def updates(seed, count=N, dim=D):
+    return np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
+
+
+def call(name, z, **options):
+    return AGGREGATORS[name](z, **OPTIONS.get(name, {}), **options)
+
+
+# The papers' definitions, one loop each.
+
+
+def clipping(z, radius, num_iters, center=None, weights=None):
+    z = z.astype(np.float64)
+    v = np.zeros(z.shape[1]) if center is None else center.astype(np.float64)
+    w = np.full(len(z), 1 / len(z)) if weights is None else weights / weights.sum()
+    for _ in range(num_iters):
+        v = v + sum(
+            w_i * (z_i - v) * min(1, radius / max(np.linalg.norm(z_i - v), 1e-300))
+            for w_i, z_i in zip(w, z, strict=True)
+        )
+    return v
+
+
+def trimmed(z, f):
+    return np.sort(z, axis=0)[f : len(z) - f].mean(0)
+
+
+def around_median(z, keep):
+    out = []
+    for column in z.T:
+        order = np.argsort(abs(column - np.median(column)), kind="stable")
+        out.append(column[order[:keep]].mean())
+    return np.array(out)
+
+
+def krum_scores(z, f):
+    squares = ((z[:, None] - z[None]) ** 2).sum(-1)
+    return np.array([np.sort(np.delete(squares[i], i))[: max(len(z) - f - 2, 1)].sum() for i in range(len(z))])
+
+
+def krum(z, f):
+    return z[krum_scores(z, f).argmin()]
+
+
+def multi_krum(z, f):
+    return z[np.argsort(krum_scores(z, f))[: len(z) - f]].mean(0)
+
+
+def bulyan(z, f):
+    left, chosen = list(range(len(z))), []
+    for _ in range(len(z) - 2 * f):
+        best = left[int(krum_scores(z[left], f).argmin())]
+        left.remove(best)
+        chosen.append(best)
+    return around_median(z[sorted(chosen)], len(z) - 4 * f)
+
+
+def diameter(z, f):
+    best, choice = (np.inf, np.inf), None
+    for subset in itertools.combinations(range(len(z)), len(z) - f):
+        squares = [((z[i] - z[j]) ** 2).sum() for i in subset for j in subset]
+        if (max(squares), sum(squares)) < best:
+            best, choice = (max(squares), sum(squares)), subset
+    return z[list(choice)].mean(0)
+
+
+def geometric(z):
+    cost = lambda v: np.linalg.norm(z - v, axis=1).sum()  # noqa: E731
+    return minimize(
+        cost, np.median(z, axis=0), method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-10, "maxiter": 10**4}
+    ).x
+
+
+ORACLES = {
+    "mean": lambda z: z.mean(0),
+    "centered_clip": lambda z: clipping(z, 1.5, 3),
+    "coordinate_median": lambda z: np.median(z, axis=0),
+    "trimmed_mean": lambda z: trimmed(z, F),
+    "mean_around_median": lambda z: around_median(z, len(z) - F),
+    "krum": lambda z: krum(z, F),
+    "multi_krum": lambda z: multi_krum(z, F),
+    "bulyan": lambda z: bulyan(z, F),
+    "geometric_median": geometric,
+    "minimum_diameter": lambda z: diameter(z, F),
+}
+
+
+@EVERY
+@given(SEEDS, st.sampled_from([0.0, 100.0]))
+def test_definition(name, seed, offset):
+    z = updates(seed) + np.float32(offset if name != "centered_clip" else 0)
+    tolerance = 2e-3 if name == "geometric_median" else 2e-5 * (1 + offset)
+    np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
+
+
+@EVERY
+def test_masked_and_broken_clients_are_never_part_of_it(name):
+    z = updates(0)
+    more = np.insert(z, [2, 5, 5], np.float32(7), axis=0)
+    more[2], more[7] = np.nan, 1e30
+    mask = jnp.arange(14) != 7  # the client with 1e30 is masked; NaN and one more that is inf are found
+    more[6, 1] = np.inf
+    result, excluded = call(name, more, mask=mask, return_excluded=True)
+    np.testing.assert_allclose(result, call(name, z), atol=2e-5)
+    assert excluded == 2 and excluded.dtype == jnp.int32
+    inside_jit = jax.jit(lambda u: call(name, u, mask=mask))(more)
+    np.testing.assert_allclose(inside_jit, result, atol=2e-5)
+
+
+@EVERY
+def test_pytree_is_its_concatenation(name):
+    z = updates(1)
+    tree = {"a": z[:, :3].reshape(N, 1, 3), "b": z[:, 3], "c": z[:, 4:]}
+    result = call(name, tree)
+    assert result["a"].shape == (1, 3) and result["b"].shape == ()
+    flat = np.concatenate([np.ravel(result[k]) for k in "abc"])
+    np.testing.assert_allclose(flat, call(name, z), atol=1e-5)
+
+
+# Not for Bulyan: its last choices are between mutual nearest neighbours, whose scores are equal.
+@pytest.mark.parametrize("name", sorted(set(AGGREGATORS) - {"bulyan"}))
+@given(SEEDS)
+def test_order_does_not_matter(name, seed):
+    z = updates(seed)
+    order = np.random.default_rng(seed).permutation(N)
+    np.testing.assert_allclose(call(name, z[order]), call(name, z), atol=1e-4)
+
+
+@EVERY
+@given(SEEDS, st.sampled_from([10.0, 1e6]))
+def test_two_liars_of_eleven_are_bounded(name, seed, size):
+    z = updates(seed)
+    z[[3, 8]] = size * updates(seed + 1)[:2]
+    good = np.delete(z, [3, 8], axis=0)
+    reach = np.linalg.norm(good - good.mean(0), axis=1).max()
+    off = np.linalg.norm(np.asarray(call(name, z)) - good.mean(0))
+    if name == "mean":
+        assert size < 100 or off > 10 * reach
+    else:
+        assert off <= 2 * reach + (3 * 1.5 if name == "centered_clip" else 0)
+
+
+@EVERY
+def test_nobody_left_gives_zeros(name):
+    result, excluded = call(name, np.full((N, D), np.nan, np.float32), return_excluded=True)
+    assert not np.asarray(result).any() and excluded == N
+
+
+@EVERY
+def test_second_call_compiles_nothing(name):
+    call(name, updates(0))
+    with count_compilations() as compiled:
+        call(name, updates(1))
+    assert compiled.count == 0
+
+
+@EVERY
+def test_many_at_once(name):
+    batch = np.stack([updates(seed) for seed in range(3)])
+    many = jax.vmap(lambda z: call(name, z))(batch)
+    for one, z in zip(many, batch, strict=True):
+        np.testing.assert_allclose(one, call(name, z), atol=1e-5)
+
+
+# Centered clipping.
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+@given(SEEDS, st.sampled_from([0.3, 2.0, 1e9]), st.booleans(), st.booleans())
+def test_clipping_from_a_centre_with_weights(form, seed, radius, momentum, weighted):
+    z = updates(seed) + np.float32(10)
+    center = z[0] + np.float32(0.5) if momentum else None
+    weights = np.random.default_rng(seed).uniform(0, 3, N).astype(np.float32) if weighted else None
+    ours = centered_clip(z, radius=radius, center=center, num_iters=4, weights=weights, form=form)
+    np.testing.assert_allclose(ours, clipping(z, radius, 4, center, weights), atol=5e-5)
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+@given(SEEDS)
+def test_one_client_moves_the_result_by_a_bounded_step(form, seed):
+    z, other = updates(seed), updates(seed)
+    other[4] = 1e8 * updates(seed + 1)[4]
+    run = lambda u: np.asarray(centered_clip(u, radius=0.7, form=form))  # noqa: E731
+    assert np.linalg.norm(run(z) - run(other)) <= 2 * 0.7 / N + 1e-5
+    np.testing.assert_allclose(centered_clip(z, radius=np.inf, form=form), z.mean(0), atol=1e-5)
+
+
+def test_clipping_many_rows_goes_block_by_block():
+    z = updates(0, count=300, dim=20_000)  # six blocks
+    np.testing.assert_allclose(centered_clip(z, radius=100.0, num_iters=2), clipping(z, 100.0, 2), atol=1e-5)
+
+
+def test_clipping_takes_the_cheaper_form():
+    assert gram_is_cheaper(10, 10) and not gram_is_cheaper(1000, 3)
+
+
+# Before aggregating.
+
+
+def test_clip_norms():
+    z = updates(0)
+    clipped, mask = kernels.clip_norms(z, radius=1.0)
+    norms = np.linalg.norm(z, axis=1, keepdims=True)
+    np.testing.assert_allclose(clipped, z * np.minimum(1, 1 / norms), rtol=1e-5)
+    assert mask.all()
+
+
+@given(SEEDS)
+def test_adaptive_clip(seed):
+    z = updates(seed)
+    norms = np.linalg.norm(z, axis=1)
+    radius = np.sort(norms)[::-1][int(2 * F / N * (N - F))]
+    clipped, _ = kernels.adaptive_clip(z, num_malicious=F)
+    np.testing.assert_allclose(clipped, z * np.minimum(1, radius / norms)[:, None], rtol=1e-5)
+
+
+@given(SEEDS)
+def test_nearest_neighbour_mixing(seed):
+    z = updates(seed)
+    z[3] = z[7]  # a duplicate is as near as the update itself
+    mixed, _ = kernels.nearest_neighbour_mixing(z, num_malicious=F)
+    for i in range(N):
+        order = np.argsort(((z - z[i]) ** 2).sum(1), kind="stable")
+        np.testing.assert_allclose(mixed[i], z[order[: N - F]].mean(0), atol=1e-5)
+
+
+@given(SEEDS)
+def test_bucketing(seed):
+    z = updates(seed)
+    z[4] = np.nan
+    buckets, mask = kernels.bucketing(z, bucket_size=3, key=jax.random.key(seed))
+    assert buckets.shape == (4, D) and mask.sum() == 4
+    # Ten good updates in buckets of 3, 3, 3 and 1: their sizes give back the sum.
+    np.testing.assert_allclose(3 * buckets[:3].sum(0) + buckets[3], np.delete(z, 4, 0).sum(0), atol=1e-4)
+    different, _ = kernels.bucketing(z, bucket_size=3, key=jax.random.key(seed + 1))
+    assert not np.allclose(buckets, different)
+
+
+@pytest.mark.parametrize("name", PRE_AGGREGATORS)
+def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):
+    z = updates(0)
+    z[5, 0] = np.inf
+    tree = {"a": z[:, :4].reshape(N, 2, 2), "b": z[:, 4]}
+    changed, mask = PRE_AGGREGATORS[name](tree, **PRE_OPTIONS[name], mask=jnp.arange(N) != 2)
+    assert mask.sum() == (3 if name == "bucketing" else N - 2)
+    assert changed["a"].shape[1:] == (2, 2) and all(np.isfinite(leaf).all() for leaf in changed.values())
+    result = kernels.trimmed_mean(changed, num_malicious=1, mask=mask)
+    assert np.isfinite(result["a"]).all()
+
+
+Z = jnp.ones((6, 2))
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda: centered_clip(jnp.ones(3), radius=1.0), r"updates must be of shape \[N, D\]"),
+        (lambda: centered_clip(Z, radius=0.0), "radius must be a number above 0, got 0.0"),
+        (lambda: centered_clip(Z, radius=float("nan")), "radius must be a number above 0"),
+        (lambda: centered_clip(Z, radius=1.0, num_iters=0), "num_iters must be at least 1"),
+        (lambda: centered_clip(Z, radius=1.0, center=jnp.ones(3)), r"center must be of shapes \[\(2,\)\]"),
+        (lambda: centered_clip(Z, radius=1.0, center=jnp.full(2, jnp.nan)), "center must be finite"),
+        (lambda: centered_clip(Z, radius=1.0, weights=-jnp.ones(6)), "weights must be at least 0"),
+        (lambda: centered_clip(Z, radius=1.0, weights=jnp.ones(2)), r"weights must be of shape \(6,\)"),
+        (lambda: centered_clip(Z, radius=1.0, form="fast"), "form must be one of"),
+        (lambda: centered_clip(Z, radius=1.0, mask=jnp.ones(5, bool)), "mask must be bool of shape"),
+        (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be from 0 to 2"),
+        (lambda: kernels.trimmed_mean(Z, num_malicious=-1), "num_malicious must be from 0 to 2"),
+        (lambda: kernels.krum(Z, num_malicious=4), r"num_malicious must be from 0 to 3 \(f <= N - 3\), got 4"),
+        (lambda: kernels.multi_krum(Z, num_malicious=1, num_selected=0), "num_selected must be from 1 to N = 6"),
+        (lambda: kernels.bulyan(Z, num_malicious=1), r"\(4 f \+ 3 <= N\)"),
+        (lambda: kernels.minimum_diameter(jnp.ones((21, 2)), num_malicious=1), "at most 20 clients"),
+        (lambda: kernels.geometric_median(Z, smoothing=0.0), "smoothing must be above 0"),
+        (lambda: kernels.geometric_median(Z, num_iters=0), "num_iters must be at least 1"),
+        (lambda: kernels.clip_norms(Z, radius=-1.0), "radius must be at least 0"),
+        (lambda: kernels.bucketing(Z, bucket_size=7, key=jax.random.key(0)), "bucket_size must be from 1 to N = 6"),
+    ],
+)
+def test_bad_input_is_named(run, words):
+    with pytest.raises(ValueError, match=words):
+        run()

@@ -1,0 +1,193 @@
+"""Similarities and distances against NumPy in float64 and scikit-learn."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from scipy.spatial.distance import cdist
+from sklearn.metrics.pairwise import cosine_similarity
+
+from jfcl.kernels import gram, pairwise_cosine, similarity_summary, squared_distances
+
+SEEDS = st.integers(0, 2**31)
+SHAPES = st.sampled_from([(1, 4), (7, 3), (300, 5)])  # 300 clients: two strips
+
+
+def normal(shape, seed, scale=1.0):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def cosine(updates):
+    """Equation 18 in float64."""
+    updates = updates.astype(np.float64)
+    norms = np.linalg.norm(updates, axis=1)
+    return updates @ updates.T / np.outer(norms, norms)
+
+
+@given(SHAPES, SEEDS, st.sampled_from([1e-30, 1e-3, 1.0, 1e25]))
+def test_cosine_at_any_scale(shape, seed, scale):
+    updates = normal(shape, seed, scale)
+    ours = np.asarray(pairwise_cosine(updates))
+    np.testing.assert_allclose(ours, cosine(updates), atol=5e-7)
+    if scale == 1:
+        np.testing.assert_allclose(ours, cosine_similarity(updates.astype(np.float64)), atol=5e-7)
+    np.testing.assert_array_equal(ours, ours.T)
+    assert (np.diagonal(ours) == 1).all() and (abs(ours) <= 1).all()
+
+
+@given(SEEDS, st.floats(1e-3, 1e3))
+def test_lengths_do_not_matter(seed, scale):
+    updates = normal((7, 3), seed)
+    lengths = np.random.default_rng(seed).uniform(0.1, scale + 0.1, (7, 1)).astype(np.float32)
+    np.testing.assert_allclose(pairwise_cosine(updates), pairwise_cosine(lengths * updates), atol=1e-6)
+
+
+@given(SEEDS)
+def test_order_of_clients_is_carried_along(seed):
+    updates, order = normal((300, 5), seed), np.random.default_rng(seed).permutation(300)
+    one, other = np.asarray(pairwise_cosine(updates)), np.asarray(pairwise_cosine(updates[order]))
+    np.testing.assert_allclose(one[np.ix_(order, order)], other, atol=5e-7)
+
+
+def test_many_columns_go_block_by_block():
+    updates = normal((20, 5000), 0)
+    for block_size in (None, 7, 2500, 10**6):
+        np.testing.assert_allclose(pairwise_cosine(updates, block_size=block_size), cosine(updates), atol=5e-7)
+
+
+def test_pytree_is_its_concatenation():
+    tree = {"w": normal((9, 4, 3), 0), "b": normal((9, 2), 1), "scale": normal((9,), 2)}
+    flat = np.concatenate([leaf.reshape(9, -1) for leaf in jax.tree.leaves(tree)], axis=1)
+    np.testing.assert_allclose(pairwise_cosine(tree), cosine(flat), atol=5e-7)
+    np.testing.assert_allclose(gram(tree), flat.astype(np.float64) @ flat.T, atol=1e-5)
+    np.testing.assert_allclose(squared_distances(tree), cdist(flat, flat, "sqeuclidean"), atol=1e-4)
+
+
+def test_zero_and_masked_rows():
+    updates = normal((6, 4), 0)
+    updates[1] = 0
+    updates[4] = np.nan
+    similarity = np.asarray(pairwise_cosine(updates, mask=jnp.arange(6) != 4))
+    rest = [0, 2, 3, 5]
+    np.testing.assert_allclose(similarity[np.ix_(rest, rest)], cosine(updates[rest]), atol=5e-7)
+    assert not similarity[[1, 4]].any() and not similarity[:, [1, 4]].any()
+    distances = np.asarray(squared_distances(updates, mask=jnp.arange(6) != 4))
+    assert np.isinf(np.delete(distances[4], 4)).all() and distances[4, 4] == 0
+    np.testing.assert_allclose(
+        np.delete(np.delete(distances, 4, 0), 4, 1),
+        cdist(updates[[0, 1, 2, 3, 5]], updates[[0, 1, 2, 3, 5]]) ** 2,
+        atol=1e-5,
+    )
+    inner = np.asarray(gram(updates, mask=jnp.arange(6) != 4))
+    assert not inner[4].any() and np.isfinite(inner).all()
+
+
+def test_tiny_next_to_huge_rows():
+    updates = np.array([[1e-30, 0], [1e30, 1e30], [0, 3e38], [1e-44, 0]], np.float32)
+    similarity = np.asarray(pairwise_cosine(updates))
+    np.testing.assert_allclose(similarity[:3, :3], cosine(updates[:3]), atol=1e-6)
+    assert not similarity[3].any()  # below the smallest normal number: as good as zero
+
+
+def test_inside_jit_a_broken_row_is_opposed_to_all():
+    updates = normal((5, 3), 0)
+    updates[2, 1] = np.inf
+    similarity = np.asarray(jax.jit(pairwise_cosine)(updates))
+    assert (np.delete(similarity[2], 2) == -1).all() and similarity[2, 2] == 1
+    rest = [0, 1, 3, 4]
+    np.testing.assert_allclose(similarity[np.ix_(rest, rest)], cosine(updates[rest]), atol=5e-7)
+    assert np.isinf(np.asarray(jax.jit(squared_distances)(updates))[2, [0, 1, 3, 4]]).all()
+
+
+def test_bfloat16_products_in_float32_sums():
+    updates = normal((20, 4096), 0)
+    similarity = pairwise_cosine(updates, dtype=jnp.bfloat16)
+    assert similarity.dtype == jnp.float32
+    np.testing.assert_allclose(similarity, cosine(updates), atol=2e-3)
+    from_bfloat16 = pairwise_cosine(jnp.asarray(updates, jnp.bfloat16))
+    assert from_bfloat16.dtype == jnp.float32
+    np.testing.assert_allclose(from_bfloat16, cosine(updates), atol=2e-3)
+
+
+def test_integers_are_numbers_too():
+    np.testing.assert_allclose(pairwise_cosine(jnp.array([[3, 4], [4, 3]])), [[1, 0.96], [0.96, 1]], atol=1e-6)
+
+
+@given(SHAPES, SEEDS, st.sampled_from([0.0, 10.0, 1000.0]))
+def test_distances_in_spite_of_a_common_offset(shape, seed, offset):
+    points = normal(shape, seed) + np.float32(offset)
+    centers = points[:1] + np.float32(0.5)
+    truth = cdist(points.astype(np.float64), points.astype(np.float64), "sqeuclidean")
+    ours = np.asarray(squared_distances(points))
+    np.testing.assert_allclose(ours, truth, atol=1e-4)
+    np.testing.assert_array_equal(ours, ours.T)
+    assert (ours >= 0).all() and not np.diagonal(ours).any()
+    np.testing.assert_allclose(
+        squared_distances(points, centers), cdist(points.astype("d"), centers.astype("d"), "sqeuclidean"), atol=1e-4
+    )
+
+
+def test_distances_in_spite_of_far_attackers():
+    points = normal((40, 30), 0, 1e-2)
+    points[::3] = 1e6 + normal((14, 30), 1, 200)  # 35 %
+    good = np.arange(40) % 3 != 0
+    truth = cdist(points[good].astype("d"), points[good].astype("d"), "sqeuclidean")
+    np.testing.assert_allclose(np.asarray(squared_distances(points))[np.ix_(good, good)], truth, rtol=1e-4, atol=1e-8)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_summary(seed, num_clusters):
+    rng = np.random.default_rng(seed)
+    similarity, clusters = cosine(normal((7, 3), seed)).astype(np.float32), rng.integers(0, num_clusters, 7)
+    similarity = np.minimum(similarity, similarity.T)
+    mask = rng.random(7) < 0.8
+    intra, cross = [np.inf, -np.inf], [np.inf, -np.inf]
+    for i in range(7):
+        for j in range(i):
+            if mask[i] and mask[j]:
+                found = intra if clusters[i] == clusters[j] else cross
+                found[:] = min(found[0], similarity[i, j]), max(found[1], similarity[i, j])
+    ours = similarity_summary(similarity, jnp.asarray(clusters), mask=jnp.asarray(mask))
+    np.testing.assert_array_equal(np.stack(ours), np.array(intra + cross, np.float32))
+
+
+def test_many_at_once():
+    batch = np.stack([normal((7, 3), seed) for seed in range(3)])
+    for kernel in (pairwise_cosine, gram, squared_distances):
+        many = jax.vmap(kernel)(batch)
+        for one, updates in zip(many, batch, strict=True):
+            np.testing.assert_allclose(one, kernel(updates), atol=1e-6)
+
+
+def test_wide_updates_are_not_copied():
+    shape = jax.ShapeDtypeStruct((50, 1_000_000), jnp.float32)  # 200 MB
+    for kernel in (pairwise_cosine, gram, squared_distances):
+        memory = jax.jit(kernel).lower(shape).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 20e6, kernel
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: pairwise_cosine(jnp.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
+        (lambda: pairwise_cosine(jnp.ones((0, 3))), r"of at least one client \(N = 0\)"),
+        (lambda: pairwise_cosine({}), "updates must be an array"),
+        (lambda: pairwise_cosine([jnp.ones((3, 2)), jnp.ones((4, 2))]), "stacked on one leading client axis"),
+        (lambda: pairwise_cosine(jnp.ones((3, 2), bool)), "of real numbers"),
+        (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(2, bool)), "mask must be bool of shape"),
+        (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(3)), "mask must be bool of shape"),
+        (lambda: pairwise_cosine(jnp.ones((3, 2)), block_size=0), "block_size must be at least 1, got 0"),
+        (lambda: pairwise_cosine(jnp.array([[1.0], [jnp.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),
+        (lambda: gram(jnp.array([[jnp.inf]])), "points must be finite"),
+        (
+            lambda: squared_distances(jnp.ones((3, 2)), jnp.ones((3, 4))),
+            r"centers must be as wide as the points, \[2\]",
+        ),
+        (lambda: similarity_summary(jnp.eye(3), jnp.zeros(3)), "clusters must be integers"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,209 @@
+"""Threshold-Clustering against loops over equation (24) in float64."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from sklearn.cluster import KMeans
+from sklearn.datasets import make_blobs
+
+from jfcl.kernels import threshold_clustering
+from jfcl.kernels.threshold import gram_is_cheaper
+
+SEEDS = st.integers(0, 2**31)
+FORMS = pytest.mark.parametrize("form", ["direct", "gram"])
+
+
+def equation_24(points, centers, num_rounds, radius_of, strict=False):
+    """`radius_of(round, k, distances)`."""
+    z, v = points.astype(np.float64), centers.astype(np.float64)
+    path = []
+    for l in range(num_rounds):
+        new = np.empty_like(v)
+        for k in range(len(v)):
+            distances = np.array([np.sqrt(((z_i - v[k]) ** 2).sum()) for z_i in z])
+            radius = radius_of(l, k, distances)
+            inside = distances < radius if strict else distances <= radius
+            new[k] = sum(z[i] if inside[i] else v[k] for i in range(len(z))) / len(z)
+        v = new
+        path.append(v)
+    return np.stack(path)
+
+
+def blobs(seed, count=24, dim=6, offset=0.0):
+    points, truth = make_blobs(count, dim, centers=3, cluster_std=1.0, random_state=seed % 2**31)
+    return (points + offset).astype(np.float32), truth
+
+
+@FORMS
+@given(SEEDS, st.sampled_from([0.0, 10.0]), st.booleans())
+def test_quantile_is_numpys(form, seed, offset, own):
+    points, _ = blobs(seed, offset=offset)
+    centers = points if own else points[:2] + np.float32(0.5)
+    ours = threshold_clustering(
+        points, None if own else centers, quantile=0.3, num_rounds=4, form=form, trajectory=True
+    )
+    truth = equation_24(points, centers, 4, lambda l, k, d: np.quantile(d, 0.3))
+    np.testing.assert_allclose(ours, truth, atol=2e-5)
+    last = threshold_clustering(points, None if own else centers, quantile=0.3, num_rounds=4, form=form)
+    np.testing.assert_allclose(last, truth[-1], atol=2e-5)
+
+
+@FORMS
+@given(SEEDS)
+def test_radius_by_round_and_centre(form, seed):
+    points, _ = blobs(seed)
+    radii = np.random.default_rng(seed).uniform(1, 15, (3, 2)).astype(np.float32)
+    for radius in (radii, radii[0], radii[0, 0]):
+        ours = threshold_clustering(points, points[:2], radius=radius, num_rounds=3, form=form)
+        by_round = np.broadcast_to(radius, (3, 2))
+        truth = equation_24(points, points[:2], 3, lambda l, k, d, by_round=by_round: by_round[l, k])
+        np.testing.assert_allclose(ours, truth[-1], atol=2e-5)
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("rule", "factor", "strict"), [("index", 1, False), ("index_shrunk", 0.99, False), ("index_strict", 1, True)]
+)
+@given(seed=SEEDS, quantile=st.sampled_from([0.0, 0.1, 0.2, 0.55, 1.0]))
+def test_rules_of_the_authors_code(form, rule, factor, strict, seed, quantile):
+    points, _ = blobs(seed)
+
+    def radius_of(l, k, distances):
+        return factor * np.sort(distances)[min(int(len(distances) * quantile), len(distances) - 1)]
+
+    # Centres off the points, and one round: ranks of float32 and float64 distances agree.
+    centers = points[:3] + np.float32(0.3)
+    ours = threshold_clustering(points, centers, quantile=quantile, quantile_rule=rule, num_rounds=1, form=form)
+    np.testing.assert_allclose(ours, equation_24(points, centers, 1, radius_of, strict)[-1], atol=2e-5)
+
+
+@FORMS
+@given(SEEDS)
+def test_three_means_rule(form, seed):
+    # Distances to a centre in one of three blobs on a line, unevenly far apart: three groups of distances.
+    rng = np.random.default_rng(seed)
+    places = np.repeat([0.0, 20.0, 50.0], 8)[:, None] * np.ones((1, 6))
+    points = (places + rng.standard_normal((24, 6))).astype(np.float32)
+
+    def radius_of(l, k, distances):
+        means = KMeans(3, n_init=5, random_state=0).fit(distances[:, None]).cluster_centers_
+        return np.sort(means.ravel())[1:].mean()
+
+    ours = threshold_clustering(points, points[:2], radius="three_means", num_rounds=1, form=form)
+    np.testing.assert_allclose(ours, equation_24(points, points[:2], 1, radius_of)[-1], atol=1e-4)
+
+
+@FORMS
+@given(SEEDS)
+def test_masked_points_do_not_exist(form, seed):
+    points, _ = blobs(seed)
+    mask = np.random.default_rng(seed).permutation(24) < 17
+    broken = np.where(mask[:, None], points, np.nan)
+    for options in ({"quantile": 0.4}, {"radius": 6.0}):
+        full = threshold_clustering(points[mask], points[:2], num_rounds=3, form=form, **options)
+        masked = threshold_clustering(broken, points[:2], num_rounds=3, form=form, mask=jnp.asarray(mask), **options)
+        np.testing.assert_allclose(masked, full, atol=2e-5)
+        inside_jit = jax.jit(
+            lambda z, options=options: threshold_clustering(z, points[:2], num_rounds=3, form=form, **options)
+        )(broken)
+        np.testing.assert_allclose(inside_jit, full, atol=2e-5)
+
+
+@FORMS
+@given(SEEDS)
+def test_far_attackers_cost_no_digits(form, seed):
+    points, _ = blobs(seed)
+    points[::3] = 1e6 * np.random.default_rng(seed).standard_normal((8, 6))
+    truth = equation_24(points, points, 5, lambda l, k, d: np.quantile(d, 0.2))[-1]
+    ours = threshold_clustering(points, quantile=0.2, num_rounds=5, form=form)
+    good = np.arange(24) % 3 != 0
+    np.testing.assert_allclose(np.asarray(ours)[good], truth[good], atol=1e-4)
+
+
+@FORMS
+@given(SEEDS)
+def test_laws(form, seed):
+    points, _ = blobs(seed)
+    rng = np.random.default_rng(seed)
+
+    def run(z, **options):
+        return np.asarray(threshold_clustering(z, points[:2], num_rounds=3, form=form, **options))
+
+    # An infinite radius is the mean; a zero radius leaves a centre alone where no point is.
+    np.testing.assert_allclose(run(points, radius=np.inf), np.tile(points.mean(0), (2, 1)), atol=1e-5)
+    away = points[:2] + np.float32(0.5)
+    np.testing.assert_allclose(threshold_clustering(points, away, radius=0.0, num_rounds=3, form=form), away, atol=2e-5)
+    # The order of the points does not matter, nor do a shift and a scale.
+    np.testing.assert_allclose(run(points[rng.permutation(24)], quantile=0.3), run(points, quantile=0.3), atol=2e-5)
+    moved = threshold_clustering(3 * points + 5, 3 * points[:2] + 5, quantile=0.3, num_rounds=3, form=form)
+    np.testing.assert_allclose(moved, 3 * run(points, quantile=0.3) + 5, atol=2e-4)
+    # One hostile point moves a centre by at most the radius over N.
+    hostile = np.concatenate([points, 1e4 * rng.standard_normal((1, 6)).astype(np.float32)])
+    clean = np.asarray(threshold_clustering(hostile, points[:2], radius=4.0, num_rounds=1, form=form))
+    without = points[:2] + (run_once(points, points[:2], 4.0) - points[:2]) * 24 / 25
+    assert np.linalg.norm(clean - without, axis=1).max() <= 4.0 / 25 + 1e-4
+
+
+def run_once(points, centers, radius):
+    return equation_24(points, centers, 1, lambda l, k, d: radius)[-1].astype(np.float32)
+
+
+def test_recovers_blobs():
+    points, truth = blobs(3, count=60, dim=10)
+    moved = np.asarray(threshold_clustering(points, quantile=0.3, num_rounds=40))
+    means = np.stack([points[truth == c].mean(0) for c in range(3)])
+    spread = np.linalg.norm(points - means[truth], axis=1).mean()
+    assert np.linalg.norm(moved - means[truth], axis=1).max() < 0.5 * spread
+
+
+def test_forms_agree_on_many_wide_points():
+    points = np.random.default_rng(0).standard_normal((100, 20_000)).astype(np.float32) + 10
+    points[50:] += 0.05
+    gram, direct = (
+        threshold_clustering(points, points[:3], quantile=0.4, num_rounds=10, form=form) for form in ("gram", "direct")
+    )
+    np.testing.assert_allclose(gram, direct, rtol=1e-5)
+
+
+def test_auto_takes_the_cheaper_form():
+    assert gram_is_cheaper(300, 300, 10) and not gram_is_cheaper(10_000, 1, 3)
+
+
+def test_inside_vmap():
+    batch = np.stack([blobs(seed)[0] for seed in range(3)])
+    many = jax.vmap(lambda z: threshold_clustering(z, z[:2], quantile=0.3, num_rounds=3))(batch)
+    for one, z in zip(many, batch, strict=True):
+        np.testing.assert_allclose(one, threshold_clustering(z, z[:2], quantile=0.3, num_rounds=3), atol=1e-5)
+
+
+POINTS = jnp.ones((4, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"points": jnp.ones(3)}, r"points must be of shape \[N, D\]"),
+        ({"points": jnp.ones((0, 2))}, "at least one client"),
+        ({"centers": jnp.ones((2, 3))}, r"centers must be of shape \[K, 2\], got \(2, 3\)"),
+        ({"radius": None}, "radius, quantile must be exactly one of the two"),
+        ({"quantile": 0.5}, "radius, quantile must be exactly one of the two"),
+        ({"radius": -1.0}, "radius must be at least 0"),
+        ({"radius": float("nan")}, "radius must be at least 0, and not NaN"),
+        ({"radius": None, "quantile": 1.5}, r"quantile must be within \[0, 1\], got 1.5"),
+        ({"radius": jnp.ones(5)}, r"radius must be of one of the shapes \(\(\), \(2,\), \(3, 2\)\)"),
+        ({"radius": "two_means"}, "three_means"),
+        ({"num_rounds": 0}, "num_rounds must be at least 1, got 0"),
+        ({"quantile_rule": "nearest"}, "quantile_rule must be one of"),
+        ({"form": "fast"}, "form must be one of"),
+        ({"mask": jnp.ones(3, bool)}, "mask must be bool of shape"),
+        ({"points": jnp.full((4, 2), jnp.nan)}, r"points must be finite, got 'NaN or infinity in 4 row\(s\)'"),
+        ({"centers": jnp.full((2, 2), jnp.inf)}, "centers must be finite"),
+    ],
+)
+def test_bad_input_is_named(options, words):
+    options = {"points": POINTS, "centers": POINTS[:2], "radius": 1.0, "num_rounds": 3} | options
+    with pytest.raises(ValueError, match=words):
+        threshold_clustering(options.pop("points"), options.pop("centers"), **options)
