@@ -15,6 +15,8 @@ from jfcl.kernels.bipartition import (
 )
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.clipping import centered_clip
+from jfcl.kernels.kmeans import KMeans, kmeans
+from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
 from jfcl.kernels.robust import (
     adaptive_clip,
     bucketing,
@@ -63,8 +65,11 @@ PRE_AGGREGATORS = {
 
 __all__ = [
     "AGGREGATORS",
+    "OPERATORS",
     "PRE_AGGREGATORS",
     "Bipartition",
+    "KMeans",
+    "Operator",
     "SimilaritySummary",
     "adaptive_clip",
     "bipartition_of_updates",
@@ -77,6 +82,7 @@ __all__ = [
     "cut",
     "geometric_median",
     "gram",
+    "kmeans",
     "krum",
     "mean",
     "mean_around_median",
@@ -84,6 +90,7 @@ __all__ = [
     "multi_krum",
     "nearest_neighbour_mixing",
     "optimal_bipartition",
+    "orthonormal",
     "pairwise_cosine",
     "separation_gap",
     "similarity_summary",

@@ -1,0 +1,162 @@
+"""k-means for many points on the device: k-means++ starts, Lloyd's steps, the best of several runs."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.kernels.base import (
+    HIGHEST,
+    check,
+    finite_rows,
+    is_concrete,
+    product_of_rows,
+    refuse_nonfinite,
+    row_mask,
+    rows_of,
+    squared_norms,
+)
+from jfcl.kernels.similarity import central_origin, usable_rows
+
+IMPLEMENTATIONS = ("auto", "device", "sklearn")
+SKLEARN_BELOW = 2**20  # numbers: below, scikit-learn ends before the compilation would (2-core CPU)
+
+
+class KMeans(NamedTuple):
+    """`centers` `[K, D]`; `cluster` `[N]` int32, -1 for masked points; `inertia` `[]`, the sum of squared distances."""
+
+    centers: jax.Array
+    cluster: jax.Array
+    inertia: jax.Array
+
+
+def kmeans(
+    points: jax.Array,
+    num_clusters: int,
+    *,
+    key: jax.Array,
+    num_iters: int = 300,
+    num_restarts: int = 10,
+    tol: float = 1e-4,
+    mask: jax.Array | None = None,
+    implementation: str = "auto",
+) -> KMeans:
+    """Clusters points so that their squared distances to the cluster means are small (Lloyd 1982).
+
+    Starts are k-means++ (Arthur, Vassilvitskii 2007), the greedy kind: the best of `2 + ln K` candidates for every
+    centre. An empty cluster takes the point that is farthest from its centre.
+
+    Args:
+      points: `[N, D]`.
+      num_clusters: `K`, from 1 to the number of points that count.
+      key: for the starts.
+      num_iters: Lloyd steps at most, for each run.
+      num_restarts: runs; the one with the lowest inertia is returned.
+      tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
+      mask: `[N]` bool: points that count.
+      implementation: `"device"`: this one. `"sklearn"`: scikit-learn's, on the host and outside `jit` only. `"auto"`:
+        scikit-learn for small problems on a CPU, where it ends before ours is compiled.
+
+    Returns:
+      `KMeans(centers [K, D], cluster [N] int32, inertia [])`. Inside `jit`, points with NaN or infinity count as
+      masked.
+
+    Raises:
+      ValueError: wrong rank; `num_clusters` outside its range; `num_iters` or `num_restarts` below 1; an unknown
+        implementation, or scikit-learn inside `jit`; outside `jit`: NaN or infinity.
+
+    Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> found = kmeans(jnp.array([[0.0], [1.0], [8.0], [9.0]]), 2, key=jax.random.key(0))
+      >>> sorted(found.centers[:, 0].tolist()), float(found.inertia)
+      ([0.5, 8.5], 1.0)
+    """
+    (points,) = rows_of(jnp.asarray(points), name="points")
+    mask = row_mask(mask, len(points))
+    counted = int(mask.sum()) if is_concrete(mask) else len(points)
+    check(1 <= num_clusters <= counted, "num_clusters", num_clusters, f"from 1 to the number of points, {counted}")
+    check(num_iters >= 1, "num_iters", num_iters, "at least 1")
+    check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
+    check(implementation in IMPLEMENTATIONS, "implementation", implementation, f"one of {IMPLEMENTATIONS}")
+    concrete = is_concrete(points, mask, key)
+    check(concrete or implementation != "sklearn", "implementation", implementation, "another one inside jit")
+    refuse_nonfinite([points], name="points", rows_that_count=mask)
+    small = concrete and points.size <= SKLEARN_BELOW and jax.default_backend() == "cpu"
+    if implementation == "sklearn" or (implementation == "auto" and small):
+        return _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask)
+    return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
+
+
+def _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask):
+    from sklearn.cluster import KMeans as SklearnKMeans  # slow to import, and not always needed
+
+    seed = int(jax.random.bits(key, dtype=jnp.uint32))
+    model = SklearnKMeans(num_clusters, n_init=num_restarts, max_iter=num_iters, tol=tol, random_state=seed)
+    kept = np.asarray(mask)
+    fitted = model.fit(np.asarray(points)[kept])
+    cluster = np.full(len(kept), -1, np.int32)
+    cluster[kept] = fitted.labels_
+    centers = jnp.asarray(fitted.cluster_centers_, points.dtype)
+    return KMeans(centers, jnp.asarray(cluster), jnp.asarray(fitted.inertia_, points.dtype))
+
+
+@partial(jax.jit, static_argnames=("num_clusters", "num_iters", "num_restarts"))
+def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
+    usable = mask & finite_rows([points])
+    (origin,) = central_origin([points], usable)
+    z = usable_rows(points - origin[None, :], usable)
+    norms = squared_norms([z])
+    count = jnp.maximum(usable.sum(), 1).astype(z.dtype)
+    weights = usable.astype(z.dtype)
+    center_of_mass = jnp.matmul(weights, z, precision=HIGHEST) / count
+    variance = jnp.maximum((norms.sum() / count - center_of_mass @ center_of_mass) / z.shape[1], 0.0)
+
+    def distances(centers):
+        """`[N, K]` squared; 0 for unusable points."""
+        squares = norms[:, None] - 2.0 * product_of_rows(z, centers) + squared_norms([centers])[None, :]
+        return jnp.maximum(squares, 0.0) * weights[:, None]
+
+    def start(key):
+        def next_center(k, carry):
+            centers, nearest = carry
+            chance = jnp.where(nearest.sum() > 0, nearest, weights)  # all points are centres: any will do
+            candidates = jax.random.choice(
+                jax.random.fold_in(key, k), len(z), (2 + int(math.log(num_clusters)),), p=chance / chance.sum()
+            )
+            reached = jnp.minimum(nearest[:, None], distances(z[candidates]))
+            best = jnp.argmin(reached.sum(axis=0))
+            return centers.at[k].set(z[candidates[best]]), reached[:, best]
+
+        first = z[jax.random.choice(jax.random.fold_in(key, 0), len(z), p=weights / count)]
+        centers = jnp.zeros((num_clusters, z.shape[1]), z.dtype).at[0].set(first)
+        return jax.lax.fori_loop(1, num_clusters, next_center, (centers, distances(first[None, :])[:, 0]))[0]
+
+    def lloyd(carry):
+        centers, _, step = carry
+        squares = distances(centers)
+        cluster = jnp.argmin(squares, axis=1)
+        members = jax.nn.one_hot(cluster, num_clusters, dtype=z.dtype, axis=0) * weights[None, :]
+        sizes = members.sum(axis=1)
+        means = jnp.matmul(members, z, precision=HIGHEST) / jnp.maximum(sizes, 1.0)[:, None]
+        farthest = jnp.argsort(squares.min(axis=1), descending=True)  # the e-th empty cluster takes the e-th farthest
+        empty = sizes == 0
+        moved = jnp.where(empty[:, None], z[farthest[jnp.cumsum(empty) - 1]], means)
+        return moved, squared_norms([moved - centers]).sum(), step + 1
+
+    def run(key):
+        moving = (start(key), jnp.full((), jnp.inf, z.dtype), 0)
+        going = lambda carry: (carry[1] > tol * variance) & (carry[2] < num_iters)  # noqa: E731
+        centers = jax.lax.while_loop(going, lloyd, moving)[0]
+        squares = distances(centers)
+        return KMeans(centers, jnp.argmin(squares, axis=1).astype(jnp.int32), squares.min(axis=1).sum())
+
+    runs = jax.lax.map(run, jax.random.split(key, num_restarts))
+    best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
+    return best._replace(centers=best.centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))

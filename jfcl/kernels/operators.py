@@ -1,0 +1,113 @@
+"""Secret orthonormal operators, with which clients hide their updates (Clustered Federated Learning, section V-B).
+
+All clients apply the same operator `P`, drawn from a seed that the server does not know, to their flattened updates.
+Inner products, norms, similarities and hence splits are unchanged, and means commute with `P`, so the server can do
+all of its work on `P Δθ`; clients invert what comes back. It sees how long updates are and how similar, and nothing of
+what they contain. That hides coordinates, no more: who knows some pairs of `Δθ` and `P Δθ` can find the operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.kernels.base import HIGHEST, check
+
+
+class Operator(NamedTuple):
+    """`apply`: `[..., D]` to `[..., P]`, with `P = D` except for rotations; `invert`: the way back."""
+
+    apply: Callable[[jax.Array], jax.Array]
+    invert: Callable[[jax.Array], jax.Array]
+
+
+def permutation(key: jax.Array, dim: int) -> Operator:
+    """A random order of the coordinates; exact. Values, though not their places, stay visible."""
+    order = jax.random.permutation(key, dim)
+    back = jnp.argsort(order)
+    return Operator(lambda x: jnp.take(x, order, axis=-1), lambda y: jnp.take(y, back, axis=-1))
+
+
+def sign_flip(key: jax.Array, dim: int) -> Operator:
+    """A random sign for every coordinate; exact. Magnitudes stay visible."""
+    signs = jax.random.rademacher(key, (dim,), jnp.int8)
+
+    def flip(x):
+        return x * signs.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (dim,))
+
+    return Operator(flip, flip)
+
+
+def rotation(key: jax.Array, dim: int) -> Operator:
+    """A randomised Hadamard rotation: random signs, then every coordinate spread over all (Ailon, Chazelle 2009).
+
+    Vectors are padded with zeros to the next power of two, `P`, and so are longer than before. `O(P log P)`.
+    """
+    flip = sign_flip(key, dim).apply
+    padded = 2 ** math.ceil(math.log2(dim)) if dim > 1 else 1
+
+    def apply(x):
+        return _hadamard(jnp.pad(flip(x), [(0, 0)] * (x.ndim - 1) + [(0, padded - dim)]))
+
+    return Operator(apply, lambda y: flip(_hadamard(y)[..., :dim]))
+
+
+def _hadamard(x: jax.Array) -> jax.Array:
+    """The Walsh-Hadamard transform over the last axis, orthonormal and so its own inverse.
+
+    The matrix for `2^(6 a + b)` is a Kronecker product of `a` matrices of size 64 and one of `2^b`: a small matrix
+    product along each of as many axes.
+    """
+    bits = x.shape[-1].bit_length() - 1
+    factors = [64] * (bits // 6) + ([2 ** (bits % 6)] if bits % 6 else [])
+    batch = x.shape[:-1]
+    y = x.reshape(*batch, *factors)
+    for axis, size in enumerate(factors, start=len(batch)):
+        y = jnp.moveaxis(
+            jnp.tensordot(y, _hadamard_matrix(size).astype(x.dtype), (axis, 0), precision=HIGHEST), -1, axis
+        )
+    return y.reshape(x.shape)
+
+
+def _hadamard_matrix(size: int) -> jax.Array:
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return jnp.asarray(matrix / math.sqrt(size), jnp.float32)
+
+
+OPERATORS = {"permutation": permutation, "sign": sign_flip, "rotation": rotation}
+
+
+def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
+    """A random orthonormal operator on vectors of `dim` numbers, and its inverse.
+
+    Args:
+      name: `"permutation"`, `"sign"` or `"rotation"` (randomised Hadamard).
+      key: the clients' secret; the same key gives the same operator.
+      dim: `D`, at least 1.
+
+    Returns:
+      `Operator(apply, invert)`, both for arrays `[..., D]` of any rank; rotations give `[..., P]` with `P` the next
+      power of two. `invert(apply(x))` is `x`, bit for bit for permutations and signs.
+
+    Raises:
+      ValueError: an unknown name; `dim` below 1.
+
+    Cost: one pass; rotations `O(P log P)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> hide = orthonormal("rotation", jax.random.key(0), 3)
+      >>> secret = hide.apply(jnp.array([3.0, 1.0, 4.0]))
+      >>> secret.shape, round(float(jnp.linalg.norm(secret)), 4), hide.invert(secret).round(4).tolist()
+      ((4,), 5.099, [3.0, 1.0, 4.0])
+    """
+    check(name in OPERATORS, "name", name, f"one of {tuple(OPERATORS)}")
+    check(dim >= 1, "dim", dim, "at least 1")
+    return OPERATORS[name](key, dim)

@@ -1,0 +1,114 @@
+"""k-means against scikit-learn and float64 loops."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from sklearn.cluster import KMeans
+from sklearn.datasets import load_digits, make_blobs
+from sklearn.metrics import adjusted_rand_score
+
+from jfcl.kernels import kmeans
+
+KEY = jax.random.key(0)
+BOTH = pytest.mark.parametrize("implementation", ["device", "sklearn", "auto"])
+
+
+def blobs(seed, offset=0.0):
+    points, truth = make_blobs(90, 5, centers=4, cluster_std=0.5, random_state=seed)
+    return (points + offset).astype(np.float32), truth
+
+
+@BOTH
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 1000.0]))
+def test_is_as_good_as_scikit_learn(implementation, seed, offset):
+    points, _ = blobs(seed, offset)
+    ours = kmeans(points, 4, key=jax.random.key(seed), implementation=implementation)
+    theirs = KMeans(4, n_init=10, random_state=seed).fit(points.astype(np.float64))
+    assert ours.inertia <= 1.01 * theirs.inertia_ + 1e-3
+    z, c = points.astype(np.float64), np.asarray(ours.centers, np.float64)
+    squares = ((z[:, None] - c[None]) ** 2).sum(-1)
+    np.testing.assert_allclose(ours.inertia, squares.min(1).sum(), rtol=2e-3)
+    np.testing.assert_array_equal(ours.cluster, squares.argmin(1))
+    for k in range(4):  # a fixed point of Lloyd's step
+        np.testing.assert_allclose(c[k], z[np.asarray(ours.cluster) == k].mean(0), atol=2e-3)
+
+
+def test_digits():
+    points = load_digits().data.astype(np.float32)
+    ours = kmeans(points, 10, key=KEY, implementation="device")
+    theirs = KMeans(10, n_init=10, random_state=0).fit(points)
+    assert ours.inertia <= 1.01 * theirs.inertia_
+
+
+@BOTH
+def test_masked_and_broken_points_do_not_exist(implementation):
+    points, truth = blobs(1)
+    broken, mask = points.copy(), np.arange(90) % 4 != 1
+    broken[~mask] = np.nan
+    found = kmeans(broken, 4, key=KEY, mask=jnp.asarray(mask), implementation=implementation)
+    assert (np.asarray(found.cluster) == -1).tolist() == (~mask).tolist()
+    assert adjusted_rand_score(np.asarray(found.cluster)[mask], truth[mask]) == 1
+    assert np.isfinite(found.centers).all() and np.isfinite(found.inertia)
+
+
+def test_inside_jit_broken_points_are_masked():
+    points, _ = blobs(1)
+    points[7] = np.inf
+    found = jax.jit(lambda z: kmeans(z, 4, key=KEY))(points)
+    assert np.flatnonzero(np.asarray(found.cluster) == -1).tolist() == [7] and np.isfinite(found.inertia)
+
+
+def test_one_cluster_and_as_many_as_points():
+    points, _ = blobs(2)
+    one = kmeans(points, 1, key=KEY, implementation="device")
+    np.testing.assert_allclose(one.centers[0], points.mean(0), atol=1e-5)
+    every = kmeans(points[:9], 9, key=KEY, implementation="device")
+    assert every.inertia < 1e-3 and sorted(every.cluster.tolist()) == list(range(9))
+
+
+def test_more_clusters_than_different_points():
+    found = kmeans(jnp.ones((6, 2)), 3, key=KEY, implementation="device")
+    assert found.inertia == 0 and np.isfinite(found.centers).all()
+
+
+def test_more_steps_and_runs_are_no_worse():
+    points = load_digits().data.astype(np.float32)
+    inertia = lambda **options: float(kmeans(points, 10, key=KEY, implementation="device", **options).inertia)  # noqa: E731
+    steps = [inertia(num_restarts=1, num_iters=n, tol=0.0) for n in (1, 3, 30)]
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_many_at_once():
+    batch = np.stack([blobs(seed)[0] for seed in range(3)])
+    keys = jax.random.split(KEY, 3)
+    many = jax.vmap(lambda z, key: kmeans(z, 4, key=key))(batch, keys)
+    for i in range(3):
+        truth = blobs(i)[1]
+        assert adjusted_rand_score(many.cluster[i], truth) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"points": jnp.ones(3)}, r"points must be of shape \[N, D\]"),
+        ({"num_clusters": 0}, "num_clusters must be from 1 to the number of points, 5, got 0"),
+        ({"num_clusters": 6}, "num_clusters must be from 1 to the number of points, 5, got 6"),
+        ({"mask": jnp.arange(5) < 2}, "num_clusters must be from 1 to the number of points, 2, got 3"),
+        ({"num_iters": 0}, "num_iters must be at least 1"),
+        ({"num_restarts": 0}, "num_restarts must be at least 1"),
+        ({"implementation": "gpu"}, "implementation must be one of"),
+        ({"points": jnp.full((5, 2), jnp.nan)}, "points must be finite"),
+    ],
+)
+def test_bad_input_is_named(options, words):
+    options = {"points": jnp.ones((5, 2)), "num_clusters": 3, "key": KEY} | options
+    with pytest.raises(ValueError, match=words):
+        kmeans(options.pop("points"), options.pop("num_clusters"), **options)
+
+
+def test_scikit_learn_is_refused_inside_jit():
+    with pytest.raises(ValueError, match="implementation must be another one inside jit"):
+        jax.jit(lambda z: kmeans(z, 2, key=KEY, implementation="sklearn"))(jnp.ones((5, 2)))

@@ -1,0 +1,73 @@
+"""Orthonormal operators against explicit matrices."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from scipy.linalg import hadamard
+
+from jfcl.kernels import OPERATORS, orthonormal
+
+EVERY = pytest.mark.parametrize("name", OPERATORS)
+DIMS = st.sampled_from([1, 2, 5, 64, 130])
+
+
+def vectors(seed, dim):
+    return np.random.default_rng(seed).standard_normal((4, dim)).astype(np.float32)
+
+
+@EVERY
+@given(DIMS, st.integers(0, 2**31))
+def test_is_orthonormal_and_has_an_inverse(name, dim, seed):
+    hide = orthonormal(name, jax.random.key(seed), dim)
+    x = vectors(seed, dim)
+    y = hide.apply(x)
+    np.testing.assert_allclose(np.asarray(y, np.float64) @ np.asarray(y).T, x.astype(np.float64) @ x.T, atol=1e-4)
+    back = hide.invert(y)
+    if name == "rotation":
+        np.testing.assert_allclose(back, x, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(back, x)
+    np.testing.assert_allclose(hide.apply(x.mean(0)), y.mean(0), atol=1e-5)  # means commute with it
+    np.testing.assert_allclose(hide.apply(x[:, None, :])[:, 0], y, atol=1e-6)
+
+
+@EVERY
+def test_matrix(name):
+    hide = orthonormal(name, jax.random.key(3), 8)
+    matrix = np.asarray(hide.apply(jnp.eye(8))).T
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(8), atol=1e-6)
+    if name == "permutation":
+        assert set(np.unique(matrix)) == {0, 1}
+    elif name == "sign":
+        np.testing.assert_array_equal(abs(matrix), np.eye(8))
+        assert set(np.diagonal(matrix)) == {-1, 1}
+    else:
+        np.testing.assert_allclose(matrix * matrix[0], hadamard(8) / 8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [128, 4096])
+def test_rotation_is_the_hadamard_matrix_with_signs(dim):
+    hide = orthonormal("rotation", jax.random.key(1), dim)
+    x = vectors(0, dim)
+    signs = np.asarray(hide.apply(jnp.eye(dim, dtype=jnp.float32)))[:, 0] * np.sqrt(dim)
+    np.testing.assert_allclose(hide.apply(x), (x * signs) @ hadamard(dim) / np.sqrt(dim), atol=1e-4)
+
+
+@EVERY
+def test_depends_on_the_key_and_on_nothing_else(name):
+    x = vectors(0, 130)
+    same = [orthonormal(name, jax.random.key(5), 130).apply(x) for _ in range(2)]
+    np.testing.assert_array_equal(*same)
+    assert not np.allclose(same[0], orthonormal(name, jax.random.key(6), 130).apply(x))
+    inside = jax.jit(lambda key, x: orthonormal(name, key, 130).apply(x))(jax.random.key(5), x)
+    np.testing.assert_allclose(inside, same[0], atol=1e-6)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"name must be one of .*got 'shuffle'"):
+        orthonormal("shuffle", jax.random.key(0), 3)
+    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
+        orthonormal("sign", jax.random.key(0), 0)
