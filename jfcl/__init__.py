@@ -4,7 +4,7 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import data, models, plots, testing
+from jfcl import data, kernels, models, plots, testing, theory
 from jfcl._version import __version__
 from jfcl.algorithms import fedavg, ifca, local_only, oracle, with_restarts
 from jfcl.core import Algorithm, Clients, Task, stack_clients
@@ -27,6 +27,7 @@ __all__ = [
     "evaluate",
     "fedavg",
     "ifca",
+    "kernels",
     "local_only",
     "local_training",
     "models",
@@ -36,5 +37,6 @@ __all__ = [
     "simulate",
     "stack_clients",
     "testing",
+    "theory",
     "with_restarts",
 ]

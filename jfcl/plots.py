@@ -1,4 +1,4 @@
-"""Pictures of runs. Every function takes records (dicts as in `History.records`) and returns a matplotlib `Figure`."""
+"""Pictures of runs: functions from records (dicts as in `History.records`) and results to a matplotlib `Figure`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.metrics import contingency
+from jfcl.theory import SplitProbability, max_noise
 
 Records = Sequence[dict[str, Any]]
 
@@ -137,4 +138,36 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's held-out examples")
     axes.grid(alpha=0.3)
     axes.legend()
+    return figure
+
+
+def split_probability(probability: SplitProbability, num_clusters: Sequence[int], noise: Any) -> Figure:
+    """CFL's figure 3: where the theorem guarantees a correct split, and how often it is correct beyond.
+
+    Args:
+      probability: from `jfcl.theory.split_probability`, `[A, G]` arrays.
+      num_clusters: `[A]`, ascending.
+      noise: `[G]`, ascending.
+
+    Example:
+      >>> import jax
+      >>> from jfcl import theory
+      >>> found = theory.split_probability(jax.random.key(0), [2, 3], [0.1, 1.0], num_trials=5)
+      >>> split_probability(found, [2, 3], [0.1, 1.0]).axes[0].get_ylabel()
+      'noise $\\\\gamma_{max}$'
+    """
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    k = np.linspace(min(num_clusters), max(num_clusters), 200)
+    for axes, values, title in zip(
+        panels, (probability.correct, probability.gap), ("correct split", "gap > 0"), strict=True
+    ):
+        shown = axes.pcolormesh(
+            num_clusters, noise, np.asarray(values).T, vmin=0, vmax=1, cmap="Blues", shading="nearest"
+        )
+        axes.plot(k, max_noise(k), color="tab:green", lw=2, label="guaranteed below")
+        axes.set(xlabel="clusters $k$", title=f"P[{title}]")
+    panels[0].set_ylabel(r"noise $\gamma_{max}$")
+    panels[0].legend(loc="upper right")
+    figure.colorbar(shown, ax=panels)
     return figure
