@@ -19,11 +19,13 @@ lint: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
+	$(BIN)/python benchmarks/kernels.py
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:
 	$(PYTHON) -m venv .venv-torch && .venv-torch/bin/pip install --quiet -r benchmarks/peers/requirements-torch.txt
 	$(PYTHON) -m venv .venv-fedjax && .venv-fedjax/bin/pip install --quiet -r benchmarks/peers/requirements-fedjax.txt
+	$(PYTHON) -m venv .venv-byzfl && .venv-byzfl/bin/pip install --quiet -r benchmarks/peers/requirements-byzfl.txt
 
 notebooks: .venv/dev
 	$(BIN)/python -m pytest -m slow tests/test_notebooks.py

@@ -52,14 +52,20 @@ def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | N
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report(name: str, title: str, columns: list[str], rows: list[dict[str, Any]], command: str) -> None:
-    """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`."""
+def report(name: str | None, title: str, columns: list[str], rows: list[dict[str, Any]], command: str) -> None:
+    """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`.
+
+    Columns that no row has are left out; without a `name` nothing is written.
+    """
+    columns = [column for column in columns if any(row.get(column) is not None for row in rows)]
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
     for row in rows:
         table.add_row(*[_cell(row.get(column)) for column in columns])
     Console(width=120).print(table)
+    if name is None:
+        return
     device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{device}.json"

@@ -11,11 +11,13 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def test_its_code_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    code, kernels = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     assert "num_rounds=50" in code
     exec(code.replace("num_rounds=50", "num_rounds=2").replace("restarts=5, ", ""), {})
     accuracy, identity = map(float, capsys.readouterr().out.split())
     assert 0 < accuracy <= 1 and 0 < identity <= 1
+    exec(kernels, {})
+    assert capsys.readouterr().out == "120 (200, 5000) (5000,)\n"
 
 
 def test_its_commands_parse():

@@ -1,0 +1,365 @@
+"""The kernels against what a user would take instead: SciPy, NumPy's BLAS, scikit-learn, ByzFL, the obvious form.
+
+    python benchmarks/kernels.py [--only NAME] [--quick]
+
+Each pair is timed in turn in one process (ByzFL in its own, see `make peers`); seconds are medians after one call that
+compiles. `times` is how often ours fits into the reference. Writes `results/kernels-<device>.json` and the growth of
+`bipartition_of_updates` as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import RESULTS, report, run_peer
+from matplotlib.figure import Figure
+from scipy.cluster.hierarchy import linkage
+from scipy.spatial.distance import squareform
+from sklearn.cluster import KMeans
+
+from jfcl import kernels
+from jfcl.kernels.bipartition_of_updates import BLOCK_SIZE, tiles_computed
+
+Row = dict[str, Any]
+
+
+def timed(fn: Callable[[], Any], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(fn())
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def in_turn(named: dict[str, Callable[[], Any]], repeats: int = 5) -> dict[str, float]:
+    """Median seconds of each, one after the other in every repetition; the first call of each is not counted."""
+    for fn in named.values():
+        timed(fn, 1)
+    runs: dict[str, list[float]] = {name: [] for name in named}
+    for _ in range(repeats):
+        for name, fn in named.items():
+            runs[name] += timed(fn, 1)
+    return {name: statistics.median(r) for name, r in runs.items()}
+
+
+def rows_of(kernel: str, size: str, seconds: dict[str, float], flop: float = 0.0, gigabytes: float = 0.0) -> list[Row]:
+    """One row for each; the first is the reference."""
+    reference = next(iter(seconds.values()))
+    rows = []
+    for i, (what, s) in enumerate(seconds.items()):
+        row = {"kernel": kernel, "size": size, "what": what, "seconds": s, "times": reference / s if i else None}
+        if flop:
+            row["gflops"] = flop / s / 1e9
+        if gigabytes:
+            row["gb/s"] = gigabytes / s
+        rows.append(row)
+    return rows
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def prim_in_numpy(similarity: np.ndarray) -> float:
+    """The plain loop."""
+    count = len(similarity)
+    best, outside = similarity[0].copy(), np.ones(count, bool)
+    outside[0], weakest = False, np.inf
+    for _ in range(count - 1):
+        j = int(np.where(outside, best, -np.inf).argmax())
+        weakest = min(weakest, best[j])
+        outside[j] = False
+        np.maximum(best, similarity[j], out=best)
+    return weakest
+
+
+def bipartition(quick: bool) -> list[Row]:
+    rows = []
+    for count in (1000, 2000) if quick else (1000, 5000, 10_000):
+        similarity = kernels.pairwise_cosine(normal(count, 64))
+        host = np.asarray(similarity)
+        distances = 1.0 - host.astype(np.float64)
+        np.fill_diagonal(distances, 0)
+        condensed = squareform(distances, checks=False)
+        del distances
+        seconds = in_turn(
+            {
+                "SciPy linkage(single)": lambda c=condensed: linkage(c, "single"),
+                "NumPy Prim": lambda h=host: prim_in_numpy(h),
+                "optimal_bipartition": lambda s=similarity: kernels.optimal_bipartition(s),
+                "single_linkage_tree": lambda s=similarity: kernels.single_linkage_tree(s),
+            }
+        )
+        rows += rows_of("bipartition", f"N={count}", seconds)
+        if count <= 5000:
+            seconds = in_turn(
+                {
+                    "SciPy linkage(complete)": lambda c=condensed: linkage(c, "complete"),
+                    "complete_linkage_tree": lambda s=similarity: kernels.complete_linkage_tree(s),
+                },
+                repeats=3,
+            )
+            rows += rows_of("complete linkage", f"N={count}", seconds)
+    return rows
+
+
+def cosine(quick: bool) -> list[Row]:
+    rows = []
+    for count, dim in ((1000, 2000),) if quick else ((5000, 2000), (1000, 100_000)):
+        updates = jnp.asarray(normal(count, dim))
+        host = np.asarray(updates)
+        seconds = in_turn(
+            {
+                "NumPy U @ U.T (BLAS)": lambda h=host: h @ h.T,
+                "jitted U @ U.T": jax.jit(lambda u=updates: u @ u.T),
+                "pairwise_cosine": lambda u=updates: kernels.pairwise_cosine(u),
+                "gram": lambda u=updates: kernels.gram(u),
+                "squared_distances": lambda u=updates: kernels.squared_distances(u),
+            }
+        )
+        rows += rows_of("cosine", f"N={count} D={dim}", seconds, flop=count * count * dim)
+    return rows
+
+
+@jax.jit
+def _recomputed(points, quantile, num_rounds):
+    """Threshold clustering with every point a centre, distances by a matrix product in every round."""
+
+    def move(_, centers):
+        squares = jnp.square(points).sum(1)[None, :] - 2 * centers @ points.T + jnp.square(centers).sum(1)[:, None]
+        inside = (squares <= jnp.quantile(squares, quantile, axis=1)[:, None]).astype(points.dtype)
+        return (inside @ points + (len(points) - inside.sum(1))[:, None] * centers) / len(points)
+
+    return jax.lax.fori_loop(0, num_rounds, move, points)
+
+
+def threshold(quick: bool) -> list[Row]:
+    rows = []
+    for count, dim in ((100, 10_000),) if quick else ((200, 100_000), (300, 100_000), (1000, 100_000)):
+        points = normal(count, dim) + 10
+        device = jnp.asarray(points)
+        run = lambda form, z=device: kernels.threshold_clustering(z, quantile=0.2, num_rounds=10, form=form)  # noqa: E731
+        named = {"distances recomputed by products": lambda z=device: _recomputed(z, 0.2, 10)}
+        if count <= 300:
+            named["direct form"] = lambda run=run: run("direct")
+        named["gram form"] = lambda run=run: run("gram")
+        rows += rows_of("threshold", f"N=K={count} D={dim} L=10", in_turn(named, repeats=2))
+        if count <= 300:
+            truth = threshold_in_float64(points)
+            for row, what in zip(rows[-len(named) :], named, strict=True):
+                row["error"] = float(np.abs(np.asarray(named[what]()) - truth).max())
+    return rows
+
+
+def threshold_in_float64(points: np.ndarray) -> np.ndarray:
+    """The centres after ten rounds, from products of centred points in float64."""
+    mean = points.astype(np.float64).mean(0)
+    z = points - mean
+    gram, a = z @ z.T, np.eye(len(z))
+    for _ in range(10):
+        squares = np.diagonal(gram)[None] - 2 * a @ gram + (a @ gram * a).sum(1)[:, None]
+        distances = np.sqrt(np.maximum(squares, 0))
+        inside = distances <= np.quantile(distances, 0.2, axis=1)[:, None]
+        a = inside / len(z) + (1 - inside.mean(1))[:, None] * a
+    return a @ z + mean
+
+
+def clipping(quick: bool) -> list[Row]:
+    count, dim = (200, 10_000) if quick else (1000, 100_000)
+    updates = jnp.asarray(normal(count, dim))
+    host, copy = np.asarray(updates), np.empty((count, dim), np.float32)
+    gigabytes = updates.nbytes / 1e9
+    center = jnp.asarray(normal(dim, seed=1)) * 0.1
+
+    @jax.jit
+    def as_written(z, v):
+        distances = jnp.linalg.norm(z - v[None], axis=1)
+        return v + ((z - v[None]) * jnp.minimum(1, 300.0 / distances)[:, None]).mean(0)
+
+    seconds = in_turn(
+        {
+            "NumPy copy (read and write)": lambda: np.copyto(copy, host),
+            "as written": lambda: as_written(updates, center),
+            "centered_clip, an iteration": lambda: kernels.centered_clip(updates, radius=300.0, center=center),
+        }
+    )
+    rows = rows_of("clipping", f"N={count} D={dim}", seconds)
+    for row, passes in zip(
+        rows, (2, 2, 2), strict=True
+    ):  # the equation reads the updates twice: lengths, then the mean
+        row["gb/s"] = passes * gigabytes / row["seconds"]
+        row["times"] = row["gb/s"] / rows[0]["gb/s"]
+    few = jnp.asarray(normal(50, dim))
+    run = lambda form: kernels.centered_clip(few, radius=300.0, num_iters=50, form=form)  # noqa: E731
+    seconds = in_turn({"direct form": lambda: run("direct"), "gram form": lambda: run("gram")})
+    return rows + rows_of("clipping", f"N=50 D={dim}, 50 iterations", seconds)
+
+
+def matmul_peak() -> float:
+    """GFLOP/s of a large product, now."""
+    x = jnp.asarray(normal(4096, 4096))
+    product = jax.jit(lambda x: x @ x)
+    product(x)
+    return 2 * 4096**3 / min(timed(lambda: product(x), 3)) / 1e9
+
+
+def of_updates(quick: bool) -> list[Row]:
+    """Time, share of the matrix product's peak, and memory beside the updates, until five minutes are reached."""
+    rows = []
+    sizes = [(n, 1000) for n in ((2000, 4000) if quick else (5000, 10_000, 20_000, 40_000, 80_000, 160_000))]
+    sizes += [] if quick else [(10_000, 100), (10_000, 10_000)]
+    for kind in ("random", "four clusters"):
+        slow = False
+        for count, dim in sizes:
+            if slow and dim == 1000:
+                continue
+            updates = normal(count, dim)
+            if kind != "random":
+                if count > 20_000 or dim != 1000:
+                    continue
+                updates += normal(4, dim, seed=1)[np.random.default_rng(2).integers(0, 4, count)]
+            updates = jnp.asarray(updates)
+            lowered = jax.jit(kernels.bipartition_of_updates).lower(updates)
+            memory = lowered.compile().memory_analysis().temp_size_in_bytes / 1e6
+            kernels.bipartition_of_updates(updates[:2])
+            before = matmul_peak()
+            first = timed(lambda u=updates: kernels.bipartition_of_updates(u), 1)  # with its compilation, if new
+            seconds = first if first[0] > 60 else timed(lambda u=updates: kernels.bipartition_of_updates(u), 1)
+            peak = (before + matmul_peak()) / 2
+            height = min(BLOCK_SIZE, count)
+            gflops = (
+                float(tiles_computed(updates)) * height * count * dim * 2 / seconds[0] / 1e9
+                if count <= 80_000
+                else None
+            )
+            print(f"N={count} D={dim} {kind}: {seconds[0]:.2f} s", file=sys.stderr, flush=True)
+            rows.append(
+                {
+                    "kernel": "bipartition_of_updates",
+                    "size": f"N={count} D={dim}",
+                    "what": kind,
+                    "seconds": seconds[0],
+                    "gflops": gflops,
+                    "share of peak": gflops / peak if gflops else None,
+                    "temporary_mb": memory,
+                    "clients": count,
+                    "dim": dim,
+                }
+            )
+            slow |= seconds[0] > 75  # four times as much would pass five minutes
+    return rows
+
+
+def plot_growth(rows: list[Row]) -> None:
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    by_n, by_d = figure.subplots(1, 2)
+    random = [r for r in rows if r.get("what") == "random"]
+    for axes, fixed, along, label in (
+        (by_n, "dim", "clients", "N, D = 1000"),
+        (by_d, "clients", "dim", "D, N = 10,000"),
+    ):
+        value = 1000 if fixed == "dim" else 10_000
+        points = sorted((r[along], r["seconds"]) for r in random if r[fixed] == value)
+        if len(points) < 2:
+            continue
+        x, y = np.array(points).T
+        axes.loglog(x, y, "o-", label="bipartition_of_updates")
+        power = 2 if along == "clients" else 1
+        axes.loglog(x, y[-1] * (x / x[-1]) ** power, ":", color="gray", label=f"{label[0]}{'²' if power == 2 else ''}")
+        axes.set(xlabel=label, ylabel="seconds")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(RESULTS / "kernels-growth.png", dpi=110)
+
+
+def k_means(quick: bool) -> list[Row]:
+    rows = []
+    for count, dim, k in ((1000, 100, 4),) if quick else ((1000, 100, 4), (1000, 1000, 4), (2000, 10_000, 4)):
+        points = normal(count, dim) + normal(k, dim, seed=1)[np.random.default_rng(2).integers(0, k, count)]
+        device, key = jnp.asarray(points), jax.random.key(0)
+        run = lambda how, z=device, k=k, key=key: kernels.kmeans(z, k, key=key, implementation=how)  # noqa: E731
+        compile_and_run = timed(lambda run=run: run("device"), 1)[0]
+        seconds = in_turn(
+            {
+                "scikit-learn": lambda p=points, k=k: KMeans(k, n_init=10, random_state=0).fit(p) and None,
+                "kmeans on the device": lambda run=run: run("device"),
+            },
+            repeats=3,
+        )
+        rows += rows_of("kmeans", f"N={count} D={dim} K={k}", seconds)
+        rows[-1]["first call"] = compile_and_run
+    return rows
+
+
+def aggregators(quick: bool) -> list[Row]:
+    case = {"clients": 50, "dim": 1000 if quick else 100_000, "malicious": 10, "iterations": 3, "radius": 100.0}
+    case |= {"repeats": 3, "head": 1000}
+    theirs = run_peer("byzfl", "byzfl_aggregators.py", case)
+    if theirs is None:
+        print("byzfl: not set up, see 'make peers'", file=sys.stderr)
+    updates = jnp.asarray(normal(case["clients"], case["dim"]))
+    options = {
+        "geometric_median": {"num_iters": case["iterations"]},
+        "centered_clip": {"radius": case["radius"], "num_iters": case["iterations"]},
+        "mean": {},
+        "coordinate_median": {},
+    }
+    rows = []
+    for name, fn in {**kernels.AGGREGATORS, **kernels.PRE_AGGREGATORS}.items():
+        if name in ("minimum_diameter", "bucketing", "clip_norms"):
+            continue
+        given = options.get(name, {"num_malicious": case["malicious"]})
+        ours = statistics.median(timed(lambda fn=fn, given=given: fn(updates, **given), 4)[1:])
+        row = {"kernel": "aggregators", "size": f"N={case['clients']} D={case['dim']}", "what": name, "seconds": ours}
+        if theirs and name in theirs:
+            row["reference seconds"] = statistics.median(theirs[name]["seconds"])
+            row["times"] = row["reference seconds"] / ours
+            result = fn(updates, **given)
+            result = result[0] if isinstance(result, tuple) else result
+            head = np.asarray(result).reshape(-1)[: case["head"]]
+            row["difference"] = float(np.abs(head - np.array(theirs[name]["head"])).max())
+        rows.append(row)
+    return rows
+
+
+SECTIONS = {
+    "bipartition": bipartition,
+    "cosine": cosine,
+    "threshold": threshold,
+    "clipping": clipping,
+    "kmeans": k_means,
+    "aggregators": aggregators,
+    "of_updates": of_updates,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; writes nothing")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for name, section in SECTIONS.items():
+        if args.only in (None, name):
+            print(name, file=sys.stderr, flush=True)
+            rows += section(args.quick)
+    command = "python benchmarks/kernels.py" + (f" --only {args.only}" if args.only else "")
+    columns = ["kernel", "size", "what", "seconds", "times", "gflops", "share of peak", "gb/s", "error", "temporary_mb"]
+    columns += ["difference", "first call"]
+    name = None if args.quick else "kernels" + (f"-{args.only}" if args.only else "")
+    report(name, "Kernels; times: how often ours fits into the reference", columns, rows, command)
+    if any(r["kernel"] == "bipartition_of_updates" for r in rows) and not args.quick:
+        plot_growth(rows)
+
+
+if __name__ == "__main__":
+    main()
