@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 from jfcl import kernels
 from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
 from jfcl.kernels.clipping import gram_is_cheaper
+from jfcl.kernels.robust import sort_columns
 from jfcl.testing import count_compilations
 
 SEEDS = st.integers(0, 2**31)
@@ -197,6 +198,12 @@ def test_many_at_once(name):
     many = jax.vmap(lambda z: call(name, z))(batch)
     for one, z in zip(many, batch, strict=True):
         np.testing.assert_allclose(one, call(name, z), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3), (5, 40), (37, 2000), (600, 3)])
+def test_columns_are_sorted(shape):
+    x = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
+    np.testing.assert_array_equal(sort_columns(jnp.asarray(x)), np.sort(x, axis=0))
 
 
 # Centered clipping.

@@ -14,7 +14,7 @@ import numpy as np
 def main(case: dict) -> dict:
     """`{name: {"seconds": [...], "result": [...]}}` for the updates of `np.random.default_rng(0)`."""
     n, d, f = case["clients"], case["dim"], case["malicious"]
-    updates = np.random.default_rng(0).standard_normal((n, d)).astype(np.float32)
+    updates = np.random.default_rng(0).standard_normal((n, d), np.float32)
     aggregators = {
         "coordinate_median": byzfl.Median(),
         "trimmed_mean": byzfl.TrMean(f=f),
