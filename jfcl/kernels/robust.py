@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.kernels.base import (
-    HIGHEST,
     PyTree,
     check,
     distances_from,
@@ -119,7 +118,7 @@ def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
     return weights / jnp.where(total > 0, total, jnp.ones_like(total))
 
 
-def by_columns(fn: Callable[[jax.Array], jax.Array], rows: list[jax.Array], block: int = 1024) -> list[jax.Array]:
+def by_columns(fn: Callable[[jax.Array], jax.Array], rows: list[jax.Array], block: int = 512) -> list[jax.Array]:
     """`fn` from `[N, c]` to `[c]` for all columns of every matrix, a block that fits the cache at a time."""
 
     def of_matrix(x):
@@ -529,10 +528,23 @@ def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
     return jax.tree.unflatten(structure, shaped)
 
 
-def _prepared(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+def _counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+    """The rows, and which of them count: not masked, and finite."""
     rows = rows_of(updates)
-    usable = row_mask(mask, len(rows[0])) & finite_rows(rows)
-    return [usable_rows(x, usable) for x in rows], usable
+    return rows, row_mask(mask, len(rows[0])) & finite_rows(rows)
+
+
+@jax.jit
+def _shorten(rows, usable, radius):
+    norms = jnp.sqrt(squared_norms(rows))
+    scale = jnp.where(norms > radius, radius / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny), 1.0)
+    return [usable_rows(x * scale[:, None].astype(x.dtype), usable) for x in rows]
+
+
+@jax.jit
+def _mix(rows, usable, mixing):
+    """`mixing @ rows`, whatever stands in the rows that do not count."""
+    return [weighted_sum(x, mixing, usable) for x in rows]
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
@@ -557,15 +569,12 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    rows, usable = _prepared(updates, mask)
+    rows, usable = _counted(updates, mask)
     radius = jnp.asarray(radius, jnp.float32)
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
     if is_concrete(radius):
         check((radius >= 0).all(), "radius", radius.tolist(), "at least 0, and not NaN")
-    norms = jnp.sqrt(squared_norms(rows))
-    scale = jnp.minimum(1.0, radius / jnp.where(norms > 0, norms, 1.0))
-    scale = jnp.where(norms > 0, scale, 1.0)
-    return _with_rows(updates, [x * scale[:, None].astype(x.dtype) for x in rows]), usable
+    return _with_rows(updates, _shorten(rows, usable, radius)), usable
 
 
 def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
@@ -590,13 +599,18 @@ def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None
       [[1.0], [2.0], [4.0], [4.0]]
     """
     check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
-    rows, usable = _prepared(updates, mask)
+    rows, usable = _counted(updates, mask)
+    radius = _arc_radius(rows, usable, _at_most_half(num_malicious, usable))
+    return _with_rows(updates, _shorten(rows, usable, radius)), usable
+
+
+@jax.jit
+def _arc_radius(rows, usable, f):
     count = usable.sum()
-    f = _at_most_half(num_malicious, usable)
     num_clipped = (2 * f * (count - f)) // jnp.maximum(count, 1)
     norms = jnp.where(usable, jnp.sqrt(squared_norms(rows)), -jnp.inf)
-    radius = jnp.sort(norms, descending=True)[jnp.minimum(num_clipped, len(usable) - 1)]
-    return clip_norms(updates, radius=jnp.maximum(radius, 0.0), mask=usable)
+    longest_first = jnp.sort(norms, descending=True)
+    return jnp.maximum(longest_first[jnp.minimum(num_clipped, len(usable) - 1)], 0.0)
 
 
 def nearest_neighbour_mixing(
@@ -623,16 +637,20 @@ def nearest_neighbour_mixing(
       [[0.5], [0.5], [5.5]]
     """
     check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
-    rows, usable = _prepared(updates, mask)
-    squares = _squared_distances(rows, usable)
-    places = jnp.arange(len(usable), dtype=jnp.int32)
-    rank = jnp.argsort(jnp.argsort(squares, axis=1, stable=True), axis=1).astype(jnp.int32)
-    rank = jnp.where(places[:, None] == places[None, :], -1, rank)  # a duplicate must not displace the update itself
-    order = jnp.argsort(rank, axis=1, stable=True)
-    position = jnp.argsort(order, axis=1)
-    near = (position < usable.sum() - _at_most_half(num_malicious, usable)) & usable[None, :] & usable[:, None]
-    mixing = near.astype(squares.dtype) / jnp.maximum(near.sum(axis=1, keepdims=True), 1).astype(squares.dtype)
-    return _with_rows(updates, [jnp.matmul(mixing.astype(x.dtype), x, precision=HIGHEST) for x in rows]), usable
+    rows, usable = _counted(updates, mask)
+    keep = usable.sum() - _at_most_half(num_malicious, usable)
+    return _with_rows(updates, _mix(rows, usable, _nearest(_squared_distances(rows, usable), usable, keep))), usable
+
+
+@jax.jit
+def _nearest(squares, usable, keep):
+    """`[N, N]` shares: of each usable row's `keep` nearest, itself always among them."""
+    itself = jnp.eye(len(usable), dtype=bool)
+    squares = jnp.where(itself, -1.0, squares)  # a duplicate must not displace the update itself
+    order = jnp.argsort(squares, axis=1, stable=True)
+    rank = jnp.argsort(order, axis=1)
+    near = (rank < keep) & usable[None, :] & usable[:, None]
+    return near.astype(squares.dtype) / jnp.maximum(near.sum(axis=1, keepdims=True), 1).astype(squares.dtype)
 
 
 def bucketing(
@@ -659,7 +677,7 @@ def bucketing(
       >>> bucketing(jnp.array([[1.0], [2.0], [3.0], [6.0]]), bucket_size=4, key=jax.random.key(0))[0].tolist()
       [[3.0]]
     """
-    rows, usable = _prepared(updates, mask)
+    rows, usable = _counted(updates, mask)
     count = len(usable)
     check(1 <= bucket_size <= count, "bucket_size", bucket_size, f"from 1 to N = {count}")
     shuffled = jax.random.permutation(key, count)
@@ -669,5 +687,4 @@ def bucketing(
     members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
     sizes = members.sum(axis=1)
     mixing = members.astype(jnp.float32) / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
-    mixed = [jnp.matmul(mixing.astype(x.dtype), x, precision=HIGHEST) for x in rows]
-    return _with_rows(updates, mixed), sizes > 0
+    return _with_rows(updates, _mix(rows, usable, mixing)), sizes > 0

@@ -134,7 +134,8 @@ def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | Non
       `[N, N]`, exactly symmetric. Inside `jit`, rows with NaN or infinity count as masked.
 
     Raises:
-      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
+      ValueError: wrong rank or lengths, no points, a non-positive block size; outside `jit`: rows with NaN or
+        infinity that count.
 
     Cost: `N² D` multiplications, `O(N²)` memory beside the input.
 
@@ -144,6 +145,7 @@ def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | Non
       [[5.0, 11.0], [11.0, 25.0]]
     """
     rows = rows_of(points, name="points")
+    check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
     mask = row_mask(mask, len(rows[0]))
     refuse_nonfinite(rows, name="points", rows_that_count=mask)
     return _gram(rows, mask, block_size)
