@@ -43,6 +43,27 @@ def test_digits():
     assert ours.inertia <= 1.01 * theirs.inertia_
 
 
+@pytest.mark.parametrize("implementation", ["device", "sklearn"])
+def test_inertia_of_narrow_clusters_far_apart(implementation):
+    rng = np.random.default_rng(0)
+    points = (1000 * rng.choice(2, 200)[:, None] + 1e-2 * rng.standard_normal((200, 3))).astype(np.float32)
+    found = kmeans(points, 2, key=KEY, implementation=implementation)
+    z = points.astype(np.float64)
+    exact = sum(((side - side.mean(0)) ** 2).sum() for side in (z[z[:, 0] < 500], z[z[:, 0] > 500]))
+    np.testing.assert_allclose(found.inertia, exact, rtol=0.02)
+
+
+@BOTH
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
+def test_narrow_types_and_duplicates(implementation, dtype):
+    points = jnp.asarray([[0, 0], [0, 0], [8, 1], [8, 1]], dtype)
+    for num_clusters in (2, 3):
+        found = kmeans(points, num_clusters, key=KEY, implementation=implementation)
+        assert found.inertia == 0 and found.centers.dtype == jnp.float32
+        assert len(set(found.cluster.tolist())) == 2
+
+
 @BOTH
 def test_masked_and_broken_points_do_not_exist(implementation):
     points, truth = blobs(1)

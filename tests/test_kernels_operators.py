@@ -71,3 +71,15 @@ def test_bad_input_is_named():
         orthonormal("shuffle", jax.random.key(0), 3)
     with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
         orthonormal("sign", jax.random.key(0), 0)
+    hide = orthonormal("rotation", jax.random.key(0), 5)
+    with pytest.raises(ValueError, match=r"x must be of shape \[\.\.\., 5\], got \(2, 6\)"):
+        hide.apply(jnp.ones((2, 6)))
+    with pytest.raises(ValueError, match=r"x must be of shape \[\.\.\., 8\], got \(5,\)"):
+        hide.invert(jnp.ones(5))
+
+
+@EVERY
+def test_integers_are_numbers_too(name):
+    hide = orthonormal(name, jax.random.key(0), 6)
+    whole = jnp.arange(12).reshape(2, 6)
+    np.testing.assert_array_equal(hide.apply(whole), hide.apply(whole.astype(jnp.float32)))

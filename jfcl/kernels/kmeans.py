@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ from jfcl.kernels.base import (
     HIGHEST,
     check,
     finite_rows,
+    fold_rows,
     is_concrete,
     product_of_rows,
     refuse_nonfinite,
     row_mask,
     rows_of,
     squared_norms,
+    sum_dtype,
 )
 from jfcl.kernels.similarity import central_origin, usable_rows
 
@@ -96,19 +99,23 @@ def kmeans(
 
 def _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask):
     from sklearn.cluster import KMeans as SklearnKMeans  # slow to import, and not always needed
+    from sklearn.exceptions import ConvergenceWarning
 
     seed = int(jax.random.bits(key, dtype=jnp.uint32))
     model = SklearnKMeans(num_clusters, n_init=num_restarts, max_iter=num_iters, tol=tol, random_state=seed)
     kept = np.asarray(mask)
-    fitted = model.fit(np.asarray(points)[kept])
+    with warnings.catch_warnings():  # fewer different points than clusters is an answer here, not news
+        warnings.filterwarnings("ignore", category=ConvergenceWarning)
+        fitted = model.fit(np.asarray(points, sum_dtype(points))[kept])
     cluster = np.full(len(kept), -1, np.int32)
     cluster[kept] = fitted.labels_
-    centers = jnp.asarray(fitted.cluster_centers_, points.dtype)
-    return KMeans(centers, jnp.asarray(cluster), jnp.asarray(fitted.inertia_, points.dtype))
+    centers = jnp.asarray(fitted.cluster_centers_, sum_dtype(points))
+    return KMeans(centers, jnp.asarray(cluster), jnp.asarray(fitted.inertia_, sum_dtype(points)))
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "num_iters", "num_restarts"))
 def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
+    points = points.astype(sum_dtype(points))
     usable = mask & finite_rows([points])
     (origin,) = central_origin([points], usable)
     z = usable_rows(points - origin[None, :], usable)
@@ -122,6 +129,16 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         """`[N, K]` squared; 0 for unusable points."""
         squares = norms[:, None] - 2.0 * product_of_rows(z, centers) + squared_norms([centers])[None, :]
         return jnp.maximum(squares, 0.0) * weights[:, None]
+
+    def inertia(centers, cluster):
+        """From the differences: expanded squares leave nothing of clusters that are narrow and far apart."""
+
+        def add(parts, start, length, total):
+            block = jax.lax.dynamic_slice_in_dim(cluster, start, length)
+            counts = jax.lax.dynamic_slice_in_dim(weights, start, length)
+            return total + squared_norms([parts[0] - centers[block]]) @ counts
+
+        return fold_rows(add, jnp.zeros((), z.dtype), [z])
 
     def start(key):
         def next_center(k, carry):
@@ -154,8 +171,8 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         moving = (start(key), jnp.full((), jnp.inf, z.dtype), 0)
         going = lambda carry: (carry[1] > tol * variance) & (carry[2] < num_iters)  # noqa: E731
         centers = jax.lax.while_loop(going, lloyd, moving)[0]
-        squares = distances(centers)
-        return KMeans(centers, jnp.argmin(squares, axis=1).astype(jnp.int32), squares.min(axis=1).sum())
+        cluster = jnp.argmin(distances(centers), axis=1).astype(jnp.int32)
+        return KMeans(centers, cluster, inertia(centers, cluster))
 
     runs = jax.lax.map(run, jax.random.split(key, num_restarts))
     best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)

@@ -97,7 +97,7 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
       power of two. `invert(apply(x))` is `x`, bit for bit for permutations and signs.
 
     Raises:
-      ValueError: an unknown name; `dim` below 1.
+      ValueError: an unknown name; `dim` below 1; from the operators: vectors of another length.
 
     Cost: one pass; rotations `O(P log P)`.
 
@@ -110,4 +110,17 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
     """
     check(name in OPERATORS, "name", name, f"one of {tuple(OPERATORS)}")
     check(dim >= 1, "dim", dim, "at least 1")
-    return OPERATORS[name](key, dim)
+    hide = OPERATORS[name](key, dim)
+    hidden_dim = jax.eval_shape(hide.apply, jax.ShapeDtypeStruct((dim,), jnp.float32)).shape[-1]
+    return Operator(_checked(hide.apply, dim), _checked(hide.invert, hidden_dim))
+
+
+def _checked(function, dim):
+    """`function` on real vectors of `dim` numbers; integers become floats."""
+
+    def call(x):
+        x = jnp.asarray(x)
+        check(x.ndim >= 1 and x.shape[-1] == dim, "x", x.shape, f"of shape [..., {dim}]")
+        return function(x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32))
+
+    return call
