@@ -7,16 +7,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
+_ONE = np.float32(1)
 HIGHEST = (
     jax.lax.Precision.HIGHEST
 )  # plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16
 
 
 def is_concrete(*values: Any) -> bool:
-    """False if any array of `values` is a tracer: inside `jit` or `vmap` nothing can be looked at, or raise."""
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    """Whether the arrays in `values` can be looked at: not if one is a tracer, and not while a program is traced.
+
+    Inside `jit` a constant is no tracer, but all that is computed from it is.
+    """
+    leaves = jax.tree.leaves(values)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return False
+    arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
+    return not (arrays and isinstance(jax.lax.add(_ONE, _ONE), jax.core.Tracer))
 
 
 def check(ok: Any, argument: str, value: Any, accepted: str) -> None:

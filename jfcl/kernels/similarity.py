@@ -19,6 +19,7 @@ from jfcl.kernels.base import (
     check,
     finite_rows,
     fold_columns,
+    is_concrete,
     product_of_rows,
     refuse_nonfinite,
     row_mask,
@@ -256,8 +257,13 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
     return [weighted_sum(x, weights, near) for x in rows]
 
 
-def signed_sums(rows: list[jax.Array], usable: jax.Array, key: jax.Array, count: int) -> jax.Array:
-    """`[N, count]`: sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows."""
+def signed_sums(
+    rows: list[jax.Array], usable: jax.Array, key: jax.Array, count: int, block: int | None = None
+) -> jax.Array:
+    """`[N, count]`: sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows.
+
+    The signs depend on `key`, on the widths of `rows` and on `block` (columns; default: what suits `N`).
+    """
     dtype = sum_dtype(*rows)
 
     def add(part, leaf, start, total):
@@ -267,7 +273,7 @@ def signed_sums(rows: list[jax.Array], usable: jax.Array, key: jax.Array, count:
         signs = 1.0 - 2.0 * bits.reshape(part.shape[1], -1)[:, :count].astype(dtype)
         return total + jnp.matmul(usable_rows(part, usable).astype(dtype), signs, precision=HIGHEST)
 
-    return fold_columns(add, jnp.zeros((len(usable), count), dtype), rows, _block(len(usable)))
+    return fold_columns(add, jnp.zeros((len(usable), count), dtype), rows, block or _block(len(usable)))
 
 
 def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
@@ -387,7 +393,7 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     if not jnp.issubdtype(similarity.dtype, jnp.floating):
         check(jnp.issubdtype(similarity.dtype, jnp.integer), name, similarity.dtype, "of real numbers")
         similarity = similarity.astype(jnp.float32)
-    if not isinstance(similarity, jax.core.Tracer):
+    if is_concrete(similarity):
         difference, size = (float(x) for x in _asymmetry(similarity))
         if difference != difference:  # NaN
             refuse_nonfinite([similarity], name=name)
