@@ -4,23 +4,27 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import data, kernels, models, plots, testing, theory
+from jfcl import attacks, data, kernels, models, plots, testing, theory
 from jfcl._version import __version__
-from jfcl.algorithms import fedavg, ifca, local_only, oracle, with_restarts
-from jfcl.core import Algorithm, Clients, Task, stack_clients
+from jfcl.algorithms import byzantine_cfl, cfl, fedavg, ifca, local_only, oracle, with_restarts
+from jfcl.core import Adversary, Algorithm, Clients, Task, stack_clients
 from jfcl.local import local_training
 from jfcl.mapping import auto, chunked
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.simulation import DivergedError, History, rollout, simulate
 
 __all__ = [
+    "Adversary",
     "Algorithm",
     "Clients",
     "DivergedError",
     "History",
     "Task",
     "__version__",
+    "attacks",
     "auto",
+    "byzantine_cfl",
+    "cfl",
     "chunked",
     "cluster_recovery",
     "data",

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import PyTree
+from jfcl import mapping
+from jfcl.core import Adversary, PyTree
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -91,6 +92,30 @@ def cluster_mean(tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clust
     return divide_rows(
         sums, add_to_clusters(jnp.zeros(num_clusters), weights, cluster, (weights > 0).astype(jnp.float32))
     )
+
+
+def attacked(adversary: Adversary | None, key: jax.Array, updates: PyTree, ids: jax.Array, usable: jax.Array):
+    """`updates` `[N, ...]` as the server gets them, and which of them count, `[N]` bool: finite, and usable before.
+
+    `ids` `[N]` says which clients they are from; padding clients' ids may lie beyond `adversary.malicious`.
+    """
+    if adversary is None:
+        return updates, usable
+    known = jnp.asarray(adversary.malicious)
+    malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
+    updates = adversary.attack(key, updates, malicious, usable)
+    return updates, usable & jax.vmap(is_finite)(updates)
+
+
+def robust_cluster_mean(
+    aggregator: Callable[..., PyTree], updates: PyTree, cluster: jax.Array, usable: jax.Array, num_clusters: int
+) -> PyTree:
+    """`aggregator(updates, mask=members)` for every cluster, one after the other: pytree of `[K, ...]`."""
+
+    def one(k):
+        return aggregator(updates, mask=usable & (cluster == k))
+
+    return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
 
 
 def stack_trees(trees: list[PyTree]) -> PyTree:

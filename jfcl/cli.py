@@ -30,6 +30,7 @@ GROUPS = {
     "data": "data: who holds what",
     "training": "training: model, rounds, local steps",
     "method": "method: options that some methods take",
+    "attack": "attack: hostile clients, and aggregators that withstand them",
     "run": "run: seeds, evaluation, memory",
 }
 DEMO = {
@@ -102,7 +103,15 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (field, kind) in _fields().items():
         if name == "method":
             continue
-        shown = "" if field.default is None else f" [{field.default}]"
+        shown = "" if field.default is None or kind is bool else f" [{field.default}]"
+        if kind is bool:
+            groups[field.metadata["group"]].add_argument(
+                "--" + name.replace("_", "-"),
+                action="store_true",
+                default=argparse.SUPPRESS,
+                help=field.metadata["help"],
+            )
+            continue
         groups[field.metadata["group"]].add_argument(
             "--" + name.replace("_", "-"),
             type=kind,
@@ -130,7 +139,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
     listing.add_argument(
-        "what", nargs="?", metavar="WHAT", help="methods, datasets, models, heterogeneities, partitions"
+        "what",
+        nargs="?",
+        metavar="WHAT",
+        help="methods, datasets, models, heterogeneities, partitions, attacks, aggregators",
     )
 
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
@@ -270,9 +282,12 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
     """`jfcl list`."""
-    from jfcl import data, models
+    from jfcl import attacks, data, kernels, models
     from jfcl.algorithms import METHODS
     from jfcl.core import check_choice
+
+    def first_lines(functions):
+        return {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
 
     tables = {
         "methods": {name: method.summary for name, method in METHODS.items()},
@@ -281,6 +296,8 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
         "models": {name: entry[1] for name, entry in models.MODELS.items()},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
+        "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
+        "aggregators": first_lines(kernels.AGGREGATORS),
     }
     if args.what is not None:
         check_choice("list", args.what, tables)

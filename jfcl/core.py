@@ -76,6 +76,18 @@ class Algorithm(NamedTuple):
     task: Task | None = None
 
 
+class Adversary(NamedTuple):
+    """Hostile clients who act together when updates are sent; attacks are in `jfcl.attacks`.
+
+    Attributes:
+      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`.
+      malicious: `[N]` bool, by client id: who they are.
+    """
+
+    attack: Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
+    malicious: Any
+
+
 def num_clients(clients: Clients) -> int:
     """The length `N` of the client axis, padding clients included."""
     return clients.size.shape[0]

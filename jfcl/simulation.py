@@ -298,7 +298,8 @@ def simulate(
         resumed_at = done
         before = totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
         saved_at = time.perf_counter()
-        num_models = jax.tree.leaves(state.params)[0].shape[1]
+        # Methods that start with one cluster and split it have not collapsed while they have one.
+        num_models = 1 if hasattr(state, "active") else jax.tree.leaves(state.params)[0].shape[1]
         warned = set()
 
         def assess(state, data: Clients | None, *, by_loss: bool):
@@ -406,6 +407,12 @@ def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int)
             warnings.warn(
                 f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"
                 " a warm start (init_params) can prevent that",
+                stacklevel=3,
+            )
+        if row.get("capacity_reached") and "capacity" not in warned:
+            warned.add("capacity")
+            warnings.warn(
+                f"round {row['round']}, seed {row['seed']}: a cluster would be split, but max_clusters are in use",
                 stacklevel=3,
             )
         if row.get("nonfinite") and "nonfinite" not in warned:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jfcl.algorithms.cfl import byzantine_cfl, cfl
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.local_only import local_only
@@ -40,6 +41,10 @@ METHODS = {
     "local": Method(local_only, "every client trains alone, nothing is sent", "per client"),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best", "per cluster"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", "per cluster"),
+    "cfl": Method(cfl, "clusters whose clients pull apart are split in two (Sattler et al. 2021)", "per cluster"),
+    "byzantine_cfl": Method(
+        byzantine_cfl, "one model for the majority, dissenters are shut out (Sattler et al. 2020)", "one global"
+    ),
 }
 
-__all__ = ["METHODS", "Method", "fedavg", "ifca", "local_only", "oracle", "with_restarts"]
+__all__ = ["METHODS", "Method", "byzantine_cfl", "cfl", "fedavg", "ifca", "local_only", "oracle", "with_restarts"]

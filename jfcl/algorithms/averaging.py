@@ -14,8 +14,17 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_to_clusters, divide_rows, is_finite, num_bytes, where_rows
+from jfcl.aggregate import (
+    add_to_clusters,
+    attacked,
+    divide_rows,
+    is_finite,
+    num_bytes,
+    robust_cluster_mean,
+    where_rows,
+)
 from jfcl.core import (
+    Adversary,
     Algorithm,
     Batch,
     Clients,
@@ -24,6 +33,7 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
+    client_ids,
     client_keys,
     max_examples,
     num_clients,
@@ -108,6 +118,8 @@ def averaging(
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """Builds an `Algorithm` of that round. Users want `fedavg`, `oracle` or `ifca`; method authors want this.
@@ -123,6 +135,9 @@ def averaging(
       server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: apply it as it is.
       cohort: how many clients, drawn anew each round, take part; default: all.
       init_params: warm start: one model, or `K` stacked.
+      adversary: hostile clients, see `jfcl.attacks`.
+      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one from `jfcl.kernels` in place of the mean;
+        clients then count alike. With it or an adversary a round keeps all updates: `O(N D)` memory.
       client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
 
     Returns:
@@ -139,6 +154,8 @@ def averaging(
         server_optimizer,
         "left out where parameters are shared: its state would differ between the copies of a shared layer",
     )
+    alone = aggregator is None or (shared is None and not everyone)
+    check(alone, "aggregator", aggregator, "left out where parameters are shared, or sums divided by all participants")
     server_optimizer = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     client_axis = mapping.auto() if client_axis is None else client_axis
 
@@ -199,12 +216,25 @@ def averaging(
             return add_to_clusters(sums, updates, cluster, weights), add_to_clusters(weight, weights, cluster, ones)
 
         zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
-        (sums, weight), (chosen, looked, finite, loss, steps, opt_states) = mapping.map_reduce(
-            client_axis, client, fold, zero
-        )(client_keys(clients_key, present), present.examples, jnp.asarray(present.size), last, client_states)
+        given = (client_keys(clients_key, present), present.examples, jnp.asarray(present.size), last, client_states)
+        if adversary is None and aggregator is None:
+            (sums, weight), kept = mapping.map_reduce(client_axis, client, fold, zero)(*given)
+            chosen, looked, finite, loss, steps, opt_states = kept
+        else:
+            (updates, _, counts), kept = client_axis(client)(*given)
+            chosen, looked, finite, loss, steps, opt_states = kept
+            attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+            updates, usable = attacked(adversary, attack_key, updates, client_ids(present), finite)
+            finite = usable
+            counts = counts * usable.astype(jnp.float32)
+            (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), fold, zero)(
+                updates, chosen, counts
+            )
 
         all_weight = jnp.broadcast_to(weight.sum(), weight.shape)
         own_mean = divide_rows(sums, all_weight if everyone else weight)
+        if aggregator is not None:
+            own_mean = robust_cluster_mean(aggregator, updates, chosen, counts > 0, num_clusters)
         used = jax.tree.map(lambda _: weight > 0, state.params)
         mean = own_mean
         if shared is not None:

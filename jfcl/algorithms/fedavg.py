@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import averaging
-from jfcl.core import Algorithm, PyTree, Task, num_clients
+from jfcl.core import Adversary, Algorithm, PyTree, Task, num_clients
 from jfcl.local import LocalTraining
 from jfcl.mapping import Mapping
 
@@ -19,6 +21,8 @@ def fedavg(
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Every round each client of the cohort trains the global model; the server averages what comes back.
@@ -31,6 +35,9 @@ def fedavg(
         `optax.sgd(1.0, momentum=0.9)` FedAvgM; default: the mean of the clients' models.
       cohort: clients per round, drawn without replacement; default: all.
       init_params: a model to start from.
+      adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
+      aggregator: `(updates, mask=...) -> update`, a robust one from `jfcl.kernels` in place of the mean; clients then
+        count alike.
       client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: what suits the backend.
 
     Returns:
@@ -60,5 +67,7 @@ def fedavg(
         server_optimizer=server_optimizer,
         cohort=cohort,
         init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
         client_axis=client_axis,
     )

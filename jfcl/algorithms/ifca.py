@@ -11,7 +11,7 @@ import optax
 from jfcl import mapping
 from jfcl.algorithms.averaging import averaging
 from jfcl.algorithms.restarts import with_restarts
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_choice, check_count, num_clients
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_choice, check_count, num_clients
 from jfcl.local import LocalTraining, mean_loss
 
 AVERAGE = ("models", "gradients")
@@ -46,6 +46,8 @@ def ifca(
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """Every round each client picks the model of lowest loss on its data and trains it; models are averaged by choice.
@@ -65,7 +67,8 @@ def ifca(
       restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
-      server_optimizer, cohort, init_params, client_axis: as in `jfcl.fedavg`; `init_params` may be `K` stacked models.
+      server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`; `init_params` may
+        be `K` stacked models.
 
     Returns:
       `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
@@ -124,6 +127,8 @@ def ifca(
         server_optimizer=server_optimizer,
         cohort=cohort,
         init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
         client_axis=client_axis,
     )
     if restarts == 1:

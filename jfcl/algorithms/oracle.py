@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import averaging
-from jfcl.core import Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.local import LocalTraining
 from jfcl.mapping import Mapping
 
@@ -22,6 +24,8 @@ def oracle(
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """FedAvg with one model per true cluster ("ground truth" in the FC paper).
@@ -29,7 +33,8 @@ def oracle(
     Args:
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
       num_clusters: `K`; default: the largest of `cluster` plus one.
-      task, training, weights, server_optimizer, cohort, init_params, client_axis: as in `jfcl.fedavg`.
+      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+        `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
@@ -71,5 +76,7 @@ def oracle(
         server_optimizer=server_optimizer,
         cohort=cohort,
         init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
         client_axis=client_axis,
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import inspect
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import data, mapping, models, plots
+from jfcl import attacks, data, kernels, mapping, models, plots
 from jfcl.algorithms import METHODS
-from jfcl.core import Algorithm, PyTree, Task, check, check_choice, check_count, check_labels, max_examples, num_clients
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    check_labels,
+    max_examples,
+    num_clients,
+)
 from jfcl.local import KEEP, LocalTraining, local_training
 from jfcl.metrics import rounds_to_recovery
 from jfcl.runs import RunFolder, finite_or_none, write_json
@@ -30,6 +43,20 @@ SERVER_OPTIMIZERS = {
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
     "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
 }
+# Options that are handed to the method under their own name, where they are given.
+PASSED_ON = (
+    "weights",
+    "cohort",
+    "stable_rounds",
+    "eps_1",
+    "eps_2",
+    "gamma_max",
+    "max_clusters",
+    "min_rounds",
+    "min_size",
+    "similarity",
+    "threshold",
+)
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 
 
@@ -94,6 +121,21 @@ class Config:
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
+    eps_1: float | None = _option(None, "split clusters whose mean update is shorter (cfl)")
+    eps_2: float | None = _option(None, "and whose longest update is longer (cfl)")
+    relative: bool = _option(False, "measure both in norms of the first round's updates (cfl)")
+    gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
+    max_clusters: int | None = _option(None, "clusters at most (cfl)")
+    min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
+    min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
+    similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
+    threshold: float | None = _option(None, "shut out the smaller side below this similarity (byzantine_cfl)")
+    attack: str | None = _option(None, "what malicious clients do; 'jfcl list attacks' shows them", "attack")
+    malicious: float = _option(0.0, "share of the clients that are malicious", "attack")
+    aggregator: str | None = _option(
+        None, "robust aggregator in place of the mean; 'jfcl list aggregators' shows them", "attack"
+    )
+    radius: float | None = _option(None, "of --aggregator centered_clip", "attack")
     init_from: str | None = _option(None, "folder of a run of the same model to start from (warm start)")
     seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
     seed: int | None = _option(None, "run with this seed alone", "run")
@@ -145,6 +187,17 @@ def validate(config: Config) -> None:
     if config.cohort is not None:
         check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
     check(config.seed is None or config.seed >= 0, "seed", config.seed, "0 or more")
+    check(0 <= config.malicious < 1, "malicious", config.malicious, "a share in [0, 1)")
+    if config.attack is not None:
+        check_choice("attack", config.attack, attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
+        check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
+        sends = "adversary" in METHODS[config.method].options or config.attack in attacks.DATA_ATTACKS
+        on_data = ", ".join(attacks.DATA_ATTACKS)
+        check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
+    if config.aggregator is not None:
+        check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
+    if config.radius is not None:
+        check(config.radius > 0, "radius", config.radius, "above 0")
 
 
 def make_training(config: Config, steps_per_round: int) -> LocalTraining:
@@ -183,14 +236,35 @@ def load_params(folder: str) -> PyTree:
     return params
 
 
+def malicious_clients(config: Config) -> np.ndarray:
+    """`[N]` bool: who is malicious, the same for all seeds of one split."""
+    return attacks.choose_malicious(config.clients, config.malicious, seed=config.data_seed)
+
+
+def make_aggregator(config: Config):
+    """The aggregator of `config`, told how many clients may be malicious and how far to trust."""
+    fn = kernels.AGGREGATORS[config.aggregator]
+    takes = inspect.signature(fn).parameters
+    given = {}
+    if "num_malicious" in takes:
+        given["num_malicious"] = round(config.malicious * config.clients)
+    if "radius" in takes:
+        check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
+        given["radius"] = config.radius
+    return partial(fn, **given)
+
+
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
     """The method of `config`, given those of its options that it takes; `ValueError` for options it does not have."""
     method = METHODS[config.method]
     options: dict[str, Any] = {"client_axis": client_axis}
-    if config.weights is not None:
-        options["weights"] = config.weights
-    if config.cohort is not None:
-        options["cohort"] = config.cohort
+    options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
+    if config.relative:
+        options["relative"] = True
+    if config.attack in attacks.UPDATE_ATTACKS:
+        options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
+    if config.aggregator is not None:
+        options["aggregator"] = make_aggregator(config)
     if config.server_optimizer != "average" or config.server_lr != 1:
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     if config.average != "models":
@@ -202,8 +276,6 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
             known = any(path.startswith(prefix) for path in paths)
             check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
         options["shared"] = lambda path: path.startswith(prefixes)
-    if config.stable_rounds is not None:
-        options["stable_rounds"] = config.stable_rounds
     if config.restarts != 1:
         options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
     if config.init_from is not None:
@@ -226,6 +298,17 @@ def _leaves(task: Task):
     return jax.tree_util.tree_leaves_with_path(jax.eval_shape(task.init, jax.random.key(0)))
 
 
+def attack_data(config: Config, federation):
+    """`federation` with the malicious clients' data attacked, where that is the attack, and their tests left out."""
+    malicious = malicious_clients(config)
+    train, test = federation.train, federation.test
+    if config.attack in attacks.DATA_ATTACKS:
+        train = attacks.poison(
+            train, malicious, config.attack, num_classes=federation.num_classes, seed=config.data_seed
+        )
+    return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
     validate(config)
@@ -245,6 +328,8 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
         **{name: value for name, value in extra.items() if value is not None},
     )
     check_labels(federation.train, federation.num_classes)
+    if config.attack is not None:
+        federation = attack_data(config, federation)
     module = models.MODELS[config.model][0](federation.num_classes)
     task = models.classification(module, federation.input_shape, federation.num_classes)
     m = max_examples(federation.train)

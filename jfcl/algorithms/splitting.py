@@ -1,0 +1,529 @@
+"""One communication round of Clustered Federated Learning, for `cfl` and `byzantine_cfl`.
+
+A round has two sides. The clients train and send updates, hidden if they like (section V-B). The server, `serve`,
+sees those updates and nothing else of a model: it decides on splits and averages, for all clusters at once, inside
+the compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from jfcl import local, mapping
+from jfcl.aggregate import (
+    add_to_clusters,
+    attacked,
+    divide_rows,
+    is_finite,
+    num_bytes,
+    robust_cluster_mean,
+    where_rows,
+)
+from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    client_ids,
+    client_keys,
+    max_examples,
+    num_clients,
+)
+from jfcl.kernels import OPERATORS, bipartition_of_updates, optimal_bipartition, orthonormal, pairwise_cosine
+from jfcl.kernels import separation_gap as gap_of
+from jfcl.kernels.base import rows_of, squared_norms
+from jfcl.kernels.similarity import signed_sums
+
+SIMILARITIES = ("updates", "gradients")
+DENSE_UP_TO = 4096  # clients whose similarities are kept as a matrix; beyond, they are computed in tiles
+SKETCH_COLUMNS = 4096  # a block of columns in the sketches; part of what they are, since signs are drawn per block
+
+
+class ParameterTree(NamedTuple):
+    """What is kept of every split, by the slot `k` of the cluster that it made (section V-C). See `parameter_tree`.
+
+    Attributes:
+      born: `[K]` int32, the round of the split; 0 where there was none.
+      cross_similarity: `[K]`, of the bipartition.
+      model: pytree of `[K, ...]`, the parent's model before the split.
+      side: `[K, N]` int8: 0 for clients not in the parent, 1 for those that stayed in its slot, 2 for those that moved.
+      updates: `[K, N, S]`, what the parent's clients had sent: all numbers if those are at most `tree_dim`, else
+        `tree_dim` sums of them with random signs, whose cosines are off by about `1 / sqrt(tree_dim)`.
+    """
+
+    born: jax.Array
+    cross_similarity: jax.Array
+    model: PyTree
+    side: jax.Array
+    updates: jax.Array
+
+
+class CFLState(NamedTuple):
+    """The state of Clustered Federated Learning; `K` is its capacity, clusters that exist are `active`.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the clusters' models.
+      cluster: `[N]` int32.
+      active: `[K]` bool.
+      parent: `[K]` int32, the cluster from which each was split; -1 for the first and for those that are not active.
+      since: `[K]` int32, the round in which each cluster got its present members.
+      final: `[K]` bool, clusters that are not looked at any more.
+      round: `[]` int32, rounds done.
+      scale: `[2]`, mean and largest update norm of the first round, for relative thresholds.
+      excluded: `[N]` int32, the round in which a client was shut out or has left; 0 for the others.
+      tree: `ParameterTree`.
+      client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    active: jax.Array
+    parent: jax.Array
+    since: jax.Array
+    final: jax.Array
+    round: jax.Array
+    scale: jax.Array
+    excluded: jax.Array
+    tree: ParameterTree
+    client: PyTree
+
+
+class Rules(NamedTuple):
+    """What a variant of the method decides. `K` clusters throughout.
+
+    Attributes:
+      max_clusters: `K`.
+      ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
+      accept: `(splits) -> [K]` bool: which bipartitions to carry out.
+      keep_larger: instead of making the second side a cluster, shut the smaller side out for ever.
+      similarity: of `"updates"` or `"gradients"`.
+      aggregator: in place of the mean, or None.
+      true_cluster: `[N]`, for the separation gap, or None.
+      tree_dim: numbers kept of an update at a split.
+      recursive: clusters that stand still and are not split are final.
+    """
+
+    max_clusters: int
+    ripe: Callable[..., tuple[jax.Array, jax.Array]]
+    accept: Callable[[Any], jax.Array]
+    keep_larger: bool = False
+    similarity: str = "updates"
+    aggregator: Callable[..., PyTree] | None = None
+    true_cluster: Any = None
+    tree_dim: int = 0
+    recursive: bool = False
+
+
+class Sent(NamedTuple):
+    """What the server gets in a round.
+
+    Attributes:
+      updates: pytree of `[N, ...]`: an orthonormal operator's image of them where they are hidden.
+      usable: `[N]` bool: clients that took part and sent finite numbers.
+      present: `[N]` bool: clients that took part.
+      weight: `[N]` float32, what each counts in a mean.
+      gradients: `() -> ` the same of gradients, for the server to ask for.
+    """
+
+    updates: PyTree
+    usable: jax.Array
+    present: jax.Array
+    weight: jax.Array
+    gradients: Callable[[], PyTree]
+
+
+class Splits(NamedTuple):
+    """What a round has found out about each cluster, `[K]`, and which side every client would be on, `[N]` bool."""
+
+    cross_similarity: jax.Array
+    smaller: jax.Array
+    side: jax.Array
+
+
+def bipartitions(vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted: jax.Array) -> Splits:
+    """The optimal bipartition of every wanted cluster.
+
+    Args:
+      vectors: pytree of `[N, ...]`, updates or gradients.
+      cluster: `[N]` int32 in `0..K-1`.
+      usable: `[N]` bool; clients that are not are on no side (False).
+      wanted: `[K]` bool: clusters to look at.
+
+    Returns:
+      `Splits`; for clusters not wanted the cross similarity is `inf`.
+    """
+    count = len(cluster)
+    dense = count <= DENSE_UP_TO
+    given = pairwise_cosine(vectors, mask=usable) if dense else vectors
+    split = optimal_bipartition if dense else bipartition_of_updates
+
+    def one(k, wanted):
+        members = usable & (cluster == k)
+        nothing = (jnp.full((), jnp.inf), jnp.zeros((), jnp.int32), jnp.zeros(count, bool))
+
+        def look():
+            side, cross = split(given, members)
+            ones = side.sum().astype(jnp.int32)
+            return cross, jnp.minimum(ones, members.sum().astype(jnp.int32) - ones), side
+
+        return jax.lax.cond(wanted, look, lambda: nothing)
+
+    cross, smaller, sides = mapping.chunked(1)(one)(jnp.arange(len(wanted), dtype=jnp.int32), wanted)
+    return Splits(cross, smaller, sides.any(axis=0))
+
+
+def separation_gaps(vectors: PyTree, cluster: jax.Array, usable: jax.Array, true_cluster: Any, count: int) -> jax.Array:
+    """`[K]`: the separation gap (Definition 2) inside every cluster; `nan` for those of fewer than two clients."""
+    similarity = pairwise_cosine(vectors, mask=usable)
+
+    def one(k):
+        members = usable & (cluster == k)
+        gap = gap_of(similarity, jnp.asarray(true_cluster), members)
+        return jnp.where(members.sum() > 1, gap, jnp.nan)
+
+    return mapping.chunked(1)(one)(jnp.arange(count, dtype=jnp.int32))
+
+
+class Accepted(NamedTuple):
+    """`into` `[K]` int32: the slot of the new cluster, `K` where there is no split; `full` `[]` bool: too few slots."""
+
+    into: jax.Array
+    full: jax.Array
+
+
+def allot(accept: jax.Array, active: jax.Array) -> Accepted:
+    """Gives every accepted split (`[K]` bool) a slot that is not `active`, lowest first, while there are any."""
+    capacity = len(active)
+    free = jnp.argsort(active, stable=True).astype(jnp.int32)
+    turn = jnp.cumsum(accept).astype(jnp.int32) - 1
+    fits = accept & (turn < (~active).sum())
+    return Accepted(jnp.where(fits, free[jnp.clip(turn, 0, capacity - 1)], capacity), (accept & ~fits).any())
+
+
+def sketch(updates: PyTree, usable: jax.Array, dim: int) -> jax.Array:
+    """`[N, S]`: stacked updates as `ParameterTree.updates` keeps them; zeros for clients that are not usable."""
+    rows = rows_of(updates)
+    if sum(x.shape[1] for x in rows) <= dim:
+        whole = jnp.concatenate([x.astype(jnp.float32) for x in rows], axis=1)
+        return jnp.where(usable[:, None], whole, 0.0)
+    if dim == 0:
+        return jnp.zeros((len(usable), 0))
+    return signed_sums(rows, usable, jax.random.key(0), dim, SKETCH_COLUMNS).astype(jnp.float32)
+
+
+class Served(NamedTuple):
+    """What the server decides: `into` `[K]` (see `Accepted`), each cluster's mean update, and what to report."""
+
+    into: jax.Array
+    means: PyTree
+    metrics: dict[str, jax.Array]
+
+
+def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sent) -> tuple[CFLState, Served]:
+    """The server's part of a round. It sees `sent` and its own books: `state` comes without models.
+
+    Returns:
+      `(state, Served)`; the state's models are the caller's to put back.
+    """
+    capacity = rules.max_clusters
+    updates, usable, weight = sent.updates, sent.usable, sent.weight
+
+    def means(cluster: jax.Array, weight: jax.Array) -> PyTree:
+        """The weighted mean of each cluster's updates, `[K, ...]`, added up in the order of the clients."""
+        if rules.aggregator is not None:
+            return robust_cluster_mean(rules.aggregator, updates, cluster, weight > 0, capacity)
+
+        def fold(total, sent):
+            update, k, w = sent
+            ones = (w > 0).astype(jnp.float32)
+            return add_to_clusters(total[0], update, k, w), add_to_clusters(total[1], w, k, ones)
+
+        zero = (jax.tree.map(lambda u: jnp.zeros((capacity, *u.shape[1:]), u.dtype), updates), jnp.zeros(capacity))
+        (sums, total), _ = mapping.map_reduce(client_axis, lambda u, k, w: ((u, k, w), ()), fold, zero)(
+            updates, cluster, weight
+        )
+        return divide_rows(sums, total)
+
+    # How far each cluster still moves, and how far its most discontented client would.
+    norms = jnp.sqrt(squared_norms(rows_of(updates)))
+    max_norm = jax.ops.segment_max(jnp.where(usable, norms, 0.0), state.cluster, capacity)
+    max_norm = jnp.maximum(max_norm, 0.0)
+    mean_norm = jnp.sqrt(squared_norms(rows_of(means(state.cluster, weight))))
+    members = jax.ops.segment_sum(usable.astype(jnp.int32), state.cluster, capacity)
+    scale = jnp.where(state.round == 0, jnp.stack([mean_norm[0], max_norm[0]]), state.scale)
+    state = state._replace(scale=scale)
+    stationary, wanted = rules.ripe(state, mean_norm, max_norm, members)
+    wanted = wanted & state.active & ~state.final
+
+    def vectors():
+        return updates if rules.similarity == "updates" else sent.gradients()
+
+    nothing = Splits(jnp.full(capacity, jnp.inf), jnp.zeros(capacity, jnp.int32), jnp.zeros(len(usable), bool))
+    splits = jax.lax.cond(wanted.any(), lambda: bipartitions(vectors(), state.cluster, usable, wanted), lambda: nothing)
+    accepted = wanted & rules.accept(splits)
+    new_round = state.round + 1
+    metrics = {}
+    if rules.true_cluster is not None:
+        metrics["separation_gap"] = separation_gaps(vectors(), state.cluster, usable, rules.true_cluster, capacity)
+
+    into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)
+    if rules.keep_larger:
+        ones = jax.ops.segment_sum((splits.side & usable).astype(jnp.int32), state.cluster, capacity)
+        out_is_side = 2 * ones <= members  # of halves the first client's stays
+        leaves = accepted[state.cluster] & usable & (splits.side == out_is_side[state.cluster])
+        leaves = leaves | (sent.present & ~usable)  # who sends NaN is like nobody
+        state = state._replace(excluded=jnp.where(leaves, new_round, state.excluded))
+        weight = jnp.where(leaves, 0.0, weight)
+    else:
+        into, full = allot(accepted, state.active)
+        was_split = into < capacity
+        moves = splits.side & was_split[state.cluster]
+        stays = usable & was_split[state.cluster] & ~moves
+        final = state.final
+        if rules.recursive:
+            final = final | (state.active & stationary & ~was_split)
+        tree = state.tree
+
+        def note():
+            parts = jnp.where(moves, 2, jnp.where(stays, 1, 0)).astype(jnp.int8)
+            sides = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
+            seen = sketch(updates, usable, rules.tree_dim)
+            kept = jnp.where((sides > 0)[:, :, None], seen[None, :, :], 0.0)
+            return tree._replace(
+                born=tree.born.at[into].set(new_round, mode="drop"),
+                cross_similarity=tree.cross_similarity.at[into].set(splits.cross_similarity, mode="drop"),
+                side=tree.side.at[into].set(sides, mode="drop"),
+                updates=tree.updates.at[into].set(kept, mode="drop"),
+            )
+
+        tree = jax.lax.cond(was_split.any(), note, lambda: tree)
+        state = state._replace(
+            cluster=jnp.where(moves, into[state.cluster], state.cluster).astype(jnp.int32),
+            active=state.active.at[into].set(True, mode="drop"),
+            parent=state.parent.at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop"),
+            since=jnp.where(was_split, new_round, state.since).at[into].set(new_round, mode="drop"),
+            final=final,
+            tree=tree,
+        )
+
+    split_from = jnp.full(capacity, -1, jnp.int32).at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
+    metrics |= {
+        "mean_norm": mean_norm,
+        "max_norm": max_norm,
+        "cross_similarity": splits.cross_similarity,
+        "split_from": split_from,
+        "num_clusters": state.active.sum().astype(jnp.int32),
+        "num_excluded": (state.excluded > 0).sum().astype(jnp.int32),
+        "capacity_reached": full,
+    }
+    # The children average at once, each its own clients' updates of this round.
+    return state._replace(round=new_round), Served(into, means(state.cluster, weight), metrics)
+
+
+def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_from: Callable, patience: int, axis):
+    """Takes back the splits of `patience` rounds ago after which their clients do worse on examples kept aside.
+
+    Section II-A: "if after splitting up the clients a degradation in model performance is observed, it is always
+    possible to fall back to the Federated Learning solution". The parent gets its clients and its model back, and is
+    final.
+
+    Returns:
+      `(state, undone [])`.
+    """
+    capacity = len(state.active)
+    due = state.active & (state.tree.born > 0) & (state.round - state.tree.born == patience)
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    # Of every cluster: the split that is due in which it took part, as the new side or as the one that stayed.
+    judged = jnp.full(capacity, -1, jnp.int32).at[jnp.where(due, state.parent, capacity)].set(slots, mode="drop")
+    judged = jnp.where(due, slots, judged)
+
+    def performance(models, k, batch):
+        params = jax.tree.map(lambda p: p[k], models)
+        return -task.loss(params, batch) if task.correct is None else task.correct(params, batch)
+
+    def client(examples, size, cluster):
+        k = judged[cluster]
+        rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
+        aside = (rows >= learns_from(size)) & (rows < size)
+        blank = local.blank_padding(examples, size)
+        now = local.masked_mean(performance(state.params, cluster, blank), aside)
+        before = local.masked_mean(performance(state.tree.model, k, blank), aside)
+        return now - before, (k >= 0) & aside.any()
+
+    def judge():
+        gain, counts = axis(client)(clients.examples, jnp.asarray(clients.size), state.cluster)
+        counts = counts & (state.excluded == 0)
+        gain = jax.ops.segment_sum(jnp.where(counts, gain, 0.0), judged[state.cluster], capacity)
+        undo = due & (gain < 0)
+        target = jnp.where(undo, state.parent, capacity)
+        params = jax.tree.map(lambda p, m: p.at[target].set(m, mode="drop"), state.params, state.tree.model)
+        return state._replace(
+            params=params,
+            cluster=jnp.where(undo[state.cluster], state.parent[state.cluster], state.cluster),
+            active=state.active & ~undo,
+            parent=jnp.where(undo, -1, state.parent),
+            final=state.final.at[target].set(True, mode="drop"),
+            tree=state.tree._replace(
+                born=jnp.where(undo, 0, state.tree.born),
+                side=jnp.where(undo[:, None], jnp.int8(0), state.tree.side),
+            ),
+        ), undo.sum().astype(jnp.int32)
+
+    return jax.lax.cond(due.any(), judge, lambda: (state, jnp.zeros((), jnp.int32)))
+
+
+def rounds(
+    task: Task,
+    training: local.LocalTraining,
+    rules: Rules,
+    *,
+    weights: str,
+    privacy: str | None,
+    privacy_seed: int,
+    validation: float,
+    patience: int,
+    init_params: PyTree | None,
+    adversary: Adversary | None,
+    client_axis: mapping.Mapping | None,
+) -> Algorithm:
+    """The `Algorithm` of these rules; the arguments are those of `cfl`, `patience` its `fallback_rounds`."""
+    check_count("max_clusters", rules.max_clusters)
+    check_choice("similarity", rules.similarity, SIMILARITIES)
+    check_choice("weights", weights, WEIGHTS)
+    check_count("tree_dim", rules.tree_dim, least=0)
+    if privacy is not None:
+        check_choice("privacy", privacy, OPERATORS)
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    capacity = rules.max_clusters
+
+    def hide(update: PyTree) -> PyTree:
+        return update if privacy is None else hidden(update, privacy, privacy_seed)
+
+    def reveal(means: PyTree, like: PyTree) -> PyTree:
+        if privacy is None:
+            return means
+        flat, unravel = ravel_pytree(like)
+        return jax.vmap(unravel)(secret_operator(privacy, privacy_seed, len(flat)).invert(means["hidden"]))
+
+    def learns_from(size: jax.Array) -> jax.Array:
+        """How many of a client's `size` examples are for training; the others judge splits."""
+        return size - jnp.floor(validation * size.astype(jnp.float32)).astype(size.dtype) if validation else size
+
+    def init(key: jax.Array, clients: Clients) -> CFLState:
+        n = num_clients(clients)
+        check(capacity <= n, "max_clusters", capacity, f"at most the {n} clients there are")
+        if rules.true_cluster is not None:
+            shape = jnp.shape(rules.true_cluster)
+            check(shape == (n,), "true_cluster", shape, f"of shape ({n},)")
+            check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
+        one = initial_models(task, key, 1, init_params)
+        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
+        sent = jax.eval_shape(hide, jax.tree.map(lambda p: p[0], params))
+        keeps = capacity > 1 and not rules.keep_larger
+        length = min(sum(x.size for x in jax.tree.leaves(sent)), rules.tree_dim) if keeps else 0
+        tree = ParameterTree(
+            born=jnp.zeros(capacity, jnp.int32),
+            cross_similarity=jnp.full(capacity, jnp.inf),
+            model=params,
+            side=jnp.zeros((capacity, n), jnp.int8),
+            updates=jnp.zeros((capacity, n, length)),
+        )
+        return CFLState(
+            params=params,
+            cluster=jnp.zeros(n, jnp.int32),
+            active=jnp.arange(capacity) == 0,
+            parent=jnp.full(capacity, -1, jnp.int32),
+            since=jnp.zeros(capacity, jnp.int32),
+            final=jnp.zeros(capacity, bool),
+            round=jnp.zeros((), jnp.int32),
+            scale=jnp.zeros(2),
+            excluded=jnp.zeros(n, jnp.int32),
+            tree=tree,
+            client=initial_optimizers(training, params, clients),
+        )
+
+    def step(key: jax.Array, state: CFLState, clients: Clients):
+        m, size = max_examples(clients), jnp.asarray(clients.size)
+        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+        metrics = {}
+        if validation:
+            state, metrics["undone"] = undo_harmful_splits(task, state, clients, learns_from, patience, client_axis)
+        present = (size > 0) & (state.excluded == 0)
+        if rules.recursive:
+            present = present & ~state.final[state.cluster]
+        size = jnp.where(present, learns_from(size), 0)
+
+        def client(key, examples, size, cluster, opt_state):
+            begin = jax.tree.map(lambda p: p[cluster], state.params)
+            if training.keep != "everything":
+                done = state.round * local.steps_per_round(training, size, m)
+                opt_state = local.start_optimizer(training, begin, done)
+            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            update = jax.tree.map(jnp.subtract, trained.params, begin)
+            opt_state = trained.opt_state if training.keep == "everything" else ()
+            return hide(update), is_finite(update), trained.loss, trained.num_steps, opt_state
+
+        updates, finite, loss, steps, opt_states = client_axis(client)(
+            client_keys(clients_key, clients), clients.examples, size, state.cluster, state.client
+        )
+        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+        updates, usable = attacked(adversary, attack_key, updates, client_ids(clients), present & finite)
+        weight = client_weight(weights, size) * usable.astype(jnp.float32)
+
+        def gradients():
+            def gradient(examples, size, cluster):
+                begin = jax.tree.map(lambda p: p[cluster], state.params)
+                return hide(jax.grad(lambda p: local.mean_loss(task, p, examples, size))(begin))
+
+            return client_axis(gradient)(clients.examples, size, state.cluster)
+
+        books = state._replace(params=(), client=(), tree=state.tree._replace(model=()))
+        books, served = serve(rules, client_axis, books, Sent(updates, usable, present, weight, gradients))
+
+        # The clients again: new clusters start from their parent's model, and everybody adds the mean update.
+        def at_splits(models):
+            """`models` with those of clusters that are split in the slots of the new clusters."""
+            return jax.tree.map(lambda x, p: x.at[served.into].set(p, mode="drop"), models, state.params)
+
+        one_model = jax.tree.map(lambda p: p[0], state.params)
+        params = jax.tree.map(jnp.add, at_splits(state.params), reveal(served.means, one_model))
+        # Free slots hold the first model, so that whoever looks for the best of all is not misled by an old one.
+        first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
+        params = where_rows(books.active, params, first)
+        tree = books.tree._replace(model=at_splits(state.tree.model))
+
+        counted = present.astype(jnp.float32)
+        sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
+        metrics |= {
+            "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+            "bytes_up": counted.sum() * sent_bytes,
+            "bytes_down": counted.sum() * sent_bytes,
+            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
+            "participants": present.sum().astype(jnp.int32),
+            "nonfinite": (present & ~usable).sum().astype(jnp.int32),
+            **served.metrics,
+        }
+        return books._replace(params=params, tree=tree, client=opt_states), metrics
+
+    return Algorithm(init, step, task)
+
+
+def secret_operator(privacy: str, seed: int, dim: int):
+    """The clients' operator. Nothing that the server draws from leads to its key."""
+    return orthonormal(privacy, jax.random.fold_in(jax.random.key(seed), 0x5EC8E7), dim)
+
+
+def hidden(update: PyTree, privacy: str, seed: int) -> PyTree:
+    """What a client sends instead of its update: one vector, `{"hidden": [P]}`."""
+    flat = ravel_pytree(update)[0]
+    return {"hidden": secret_operator(privacy, seed, len(flat)).apply(flat)}

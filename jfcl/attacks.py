@@ -1,0 +1,224 @@
+"""Hostile clients: attacks on their data, and on the updates they send.
+
+An attack on data changes the malicious clients' examples once, before the simulation (`poison`). An attack on updates
+is a function `(key, updates, malicious, usable) -> updates` that methods call in every round on what all clients are
+about to send: pytrees of `[N, ...]`, who is malicious and whose update counts, `[N]` bool each. The attackers know
+all good updates and act together, which is the worst case of the literature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import NormalDist
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.core import Clients, PyTree, check, check_choice, num_clients
+
+UpdateAttack = Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
+# (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
+DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
+
+def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarray:
+    """`[count]` bool: `round(fraction * count)` clients drawn at random.
+
+    Raises:
+      ValueError: a fraction outside [0, 1).
+
+    Example:
+      >>> choose_malicious(10, 0.3).sum()
+      np.int64(3)
+    """
+    check(0 <= fraction < 1, "malicious", fraction, "a fraction in [0, 1)")
+    chosen = np.zeros(count, bool)
+    chosen[np.random.default_rng(seed).permutation(count)[: round(fraction * count)]] = True
+    return chosen
+
+
+# On updates.
+
+
+def _rows(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """`condition` `[N]` shaped to go with `x` `[N, ...]`."""
+    return condition.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
+    """An attack from `(key, x [N, ...], malicious, good) -> what the malicious send`, leaf by leaf."""
+
+    def attack(key, updates, malicious, usable):
+        good = usable & ~malicious
+        leaves, structure = jax.tree.flatten(updates)
+        sent = []
+        for i, x in enumerate(leaves):
+            lie = make(jax.random.fold_in(key, i), x, malicious, good)
+            sent.append(jnp.where(_rows(malicious, x), lie.astype(x.dtype), x))
+        return jax.tree.unflatten(structure, sent)
+
+    return attack
+
+
+def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
+    """`[1, ...]`: the mean of the good rows."""
+    kept = jnp.where(_rows(good, x), x, jnp.zeros((), x.dtype))
+    return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
+
+
+def gaussian(std: float = 1.0) -> UpdateAttack:
+    """Normal numbers instead of an update (Byzantine CFL: standard deviation 1)."""
+    return _send(lambda key, x, malicious, good: std * jax.random.normal(key, x.shape, x.dtype))
+
+
+def sign_flip(scale: float = 1.0) -> UpdateAttack:
+    """The own update turned round, `-scale` times."""
+    return _send(lambda key, x, malicious, good: -scale * x)
+
+
+def scaled(scale: float = 10.0) -> UpdateAttack:
+    """The own update, `scale` times."""
+    return _send(lambda key, x, malicious, good: scale * x)
+
+
+def zero() -> UpdateAttack:
+    """Nothing."""
+    return _send(lambda key, x, malicious, good: jnp.zeros_like(x))
+
+
+def nan() -> UpdateAttack:
+    """Not a number, everywhere."""
+    return _send(lambda key, x, malicious, good: jnp.full_like(x, jnp.nan))
+
+
+def ipm(strength: float = 0.5) -> UpdateAttack:
+    """Inner-product manipulation: `-strength` times the mean of the good (Xie, Koyejo, Gupta 2020)."""
+    return _send(lambda key, x, malicious, good: -strength * _good_mean(x, good) + jnp.zeros_like(x))
+
+
+def alie(deviations: float | None = None) -> UpdateAttack:
+    """A little is enough: the mean of the good less so many standard deviations (Baruch, Baruch, Goldberg 2019).
+
+    By default as many as still look like a good client to a majority: the quantile `(n − f − s) / (n − f)` of the
+    normal distribution, with `s = ⌊n/2⌋ + 1 − f`; looked up for whole numbers of clients.
+    """
+
+    def lie(key, x, malicious, good):
+        mean = _good_mean(x, good)
+        spread = jnp.sqrt(_good_mean(jnp.square(x - mean), good))
+        count, f = len(malicious), malicious.sum()
+        z = jnp.asarray([_alie_quantile(count, i) for i in range(count + 1)])[f] if deviations is None else deviations
+        return mean - z * spread + jnp.zeros_like(x)
+
+    return _send(lie)
+
+
+def _alie_quantile(count: int, malicious: int) -> float:
+    good = count - malicious
+    share = (good - (count // 2 + 1 - malicious)) / good if good else 0.5
+    return NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6)) if share > 0 else 0.0
+
+
+def mimic() -> UpdateAttack:
+    """All send what the first good client sends, so that it counts too much (Karimireddy, He, Jaggi 2022)."""
+    return _send(lambda key, x, malicious, good: x[jnp.argmax(good)][None] + jnp.zeros_like(x))
+
+
+def force_split() -> UpdateAttack:
+    """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split."""
+
+    def lie(key, x, malicious, good):
+        ratio = good.sum().astype(x.dtype) / jnp.maximum(malicious.sum(), 1).astype(x.dtype)
+        return -ratio * _good_mean(x, good) + jnp.zeros_like(x)
+
+    return _send(lie)
+
+
+def hijack(scale: float = 10.0) -> UpdateAttack:
+    """Aimed at clustering by cosine: the good mean's direction, so that nothing looks amiss, `scale` times as long."""
+    return _send(lambda key, x, malicious, good: scale * _good_mean(x, good) + jnp.zeros_like(x))
+
+
+UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
+    "gaussian": gaussian,
+    "sign_flip": sign_flip,
+    "scaled": scaled,
+    "zero": zero,
+    "nan": nan,
+    "ipm": ipm,
+    "alie": alie,
+    "mimic": mimic,
+    "force_split": force_split,
+    "hijack": hijack,
+}
+
+
+# On data.
+
+
+def label_zero(rng, x, y, num_classes):
+    """Every label becomes 0 (Byzantine CFL's label flip)."""
+    return x, np.zeros_like(y)
+
+
+def label_reverse(rng, x, y, num_classes):
+    """Label y becomes (number of classes − 1) − y."""
+    return x, (num_classes - 1 - y).astype(y.dtype)
+
+
+def noisy_inputs(rng, x, y, num_classes):
+    """Every input becomes uniform noise in (−10, 10) (Byzantine CFL)."""
+    return rng.uniform(-10, 10, x.shape).astype(x.dtype), y
+
+
+def backdoor(rng, x, y, num_classes):
+    """A bright 3 x 3 patch in the corner of half of the images, and label 0 for those (Gu et al. 2017)."""
+    check(x.ndim == 4, "backdoor", x.shape, "for images [n, H, W, C]")
+    x, y = x.copy(), y.copy()
+    marked = rng.permutation(len(x))[: len(x) // 2]
+    x[marked, -3:, -3:, :] = x.max(initial=1.0)
+    y[marked] = 0
+    return x, y
+
+
+DATA_ATTACKS: dict[str, DataAttack] = {
+    "label_zero": label_zero,
+    "label_reverse": label_reverse,
+    "noisy_inputs": noisy_inputs,
+    "backdoor": backdoor,
+}
+
+
+def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: int, seed: int = 0) -> Clients:
+    """`clients` with the real examples of the malicious ones attacked.
+
+    Args:
+      clients: with examples `{"x": inputs, "y": labels}`, on the host.
+      malicious: `[N]` bool.
+      name: one of `DATA_ATTACKS`.
+      num_classes: of the labels.
+      seed: for attacks that draw.
+
+    Returns:
+      New `Clients`; the given arrays are left alone.
+
+    Raises:
+      ValueError: an unknown attack, `malicious` of another length.
+
+    Example:
+      >>> import numpy as np
+      >>> clients = Clients({"x": np.zeros((2, 3, 1)), "y": np.array([[1, 2, 3], [4, 5, 6]])}, np.array([3, 2]))
+      >>> poison(clients, np.array([False, True]), "label_reverse", num_classes=10).examples["y"].tolist()
+      [[1, 2, 3], [5, 4, 6]]
+    """
+    check_choice("attack", name, DATA_ATTACKS)
+    malicious = np.asarray(malicious)
+    check(
+        malicious.shape == (num_clients(clients),), "malicious", malicious.shape, f"of shape ({num_clients(clients)},)"
+    )
+    x, y = (np.array(clients.examples[part]) for part in ("x", "y"))
+    for i in np.flatnonzero(malicious):
+        n = int(clients.size[i])
+        x[i, :n], y[i, :n] = DATA_ATTACKS[name](np.random.default_rng([seed, int(i)]), x[i, :n], y[i, :n], num_classes)
+    return clients._replace(examples={**clients.examples, "x": x, "y": y})
