@@ -4,13 +4,14 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import attacks, data, kernels, models, plots, testing, theory
+from jfcl import attacks, data, kernels, models, parameter_tree, plots, testing, theory
 from jfcl._version import __version__
 from jfcl.algorithms import byzantine_cfl, cfl, fedavg, ifca, local_only, oracle, with_restarts
 from jfcl.core import Adversary, Algorithm, Clients, Task, stack_clients
 from jfcl.local import local_training
 from jfcl.mapping import auto, chunked
 from jfcl.metrics import cluster_recovery, evaluate
+from jfcl.parameter_tree import assign_newcomer
 from jfcl.simulation import DivergedError, History, rollout, simulate
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "History",
     "Task",
     "__version__",
+    "assign_newcomer",
     "attacks",
     "auto",
     "byzantine_cfl",
@@ -36,6 +38,7 @@ __all__ = [
     "local_training",
     "models",
     "oracle",
+    "parameter_tree",
     "plots",
     "rollout",
     "simulate",

@@ -20,6 +20,7 @@ ORDER = [
     "data",
     "models",
     "metrics",
+    "parameter_tree",
     "runs",
     "simulation",
     "plots",

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jfcl.algorithms.cfl import byzantine_cfl, cfl
+from jfcl.algorithms.byzantine_cfl import byzantine_cfl
+from jfcl.algorithms.cfl import cfl
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.local_only import local_only

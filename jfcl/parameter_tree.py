@@ -1,0 +1,373 @@
+"""The parameter tree of Clustered Federated Learning (Sattler et al. 2021, section V-C): newcomers, leavers, paths.
+
+Every split that `jfcl.cfl` carries out leaves a node with the model before it, and what its clients had sent. A client
+that comes later is led from the root to a leaf by the similarity of its updates to those (Algorithm 4), and every
+client can be served any model on its path, from the most general to its own cluster's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl import local, mapping, metrics
+from jfcl.aggregate import is_finite
+from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
+from jfcl.core import Clients, PyTree, Task, check, check_choice, check_clients, client_keys, max_examples, num_clients
+from jfcl.kernels import OPERATORS
+
+
+class Node(NamedTuple):
+    """A cluster that exists or has existed; everything on the host.
+
+    Attributes:
+      parent: index of the parent in the list of nodes; -1 for the root.
+      children: indices of the two children, the one that kept the slot first; `()` for a leaf.
+      slot: the cluster's row in `state.params` and value in `state.cluster` (for leaves).
+      round: the round in which it was made, 0 for the root.
+      clients: `[n]` indices of the clients in it (of inner nodes: of those whose updates were looked at).
+      cross_similarity: of the bipartition that divided it; `nan` for a leaf.
+      split: the slot under which `state.tree` keeps its division; -1 for a leaf.
+    """
+
+    parent: int
+    children: tuple[int, ...]
+    slot: int
+    round: int
+    clients: np.ndarray
+    cross_similarity: float
+    split: int
+
+
+def nodes(state: CFLState) -> list[Node]:
+    """The tree as a list, parents before children: clusters in the order in which they were made.
+
+    Args:
+      state: of `jfcl.cfl`, of one seed, outside `jit`.
+
+    Returns:
+      `2 S + 1` nodes after `S` splits; the first is the root.
+
+    Raises:
+      ValueError: the state of another method.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
+      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+      >>> [(node.children, node.clients.tolist()) for node in nodes(state)]
+      [((1, 2), [0, 1, 2]), ((), [0, 2]), ((), [1])]
+    """
+    _check_state(state)
+    cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
+    born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
+    made = [k for k in np.flatnonzero(active & (born > 0))]
+    found = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
+    at = {0: 0}  # the node that is in a slot now
+    for k in sorted(made, key=lambda k: (born[k], parent[k])):
+        p = int(parent[k])
+        above, left = at[p], len(found)
+        found[above] = found[above]._replace(
+            children=(left, left + 1),
+            clients=np.flatnonzero(side[k] > 0),
+            cross_similarity=float(cross[k]),
+            split=int(k),
+        )
+        for slot in (p, int(k)):
+            at[slot] = len(found)
+            found.append(Node(above, (), slot, int(born[k]), np.arange(0), np.nan, -1))
+    gone = np.asarray(state.excluded) > 0
+    for slot, i in at.items():
+        found[i] = found[i]._replace(clients=np.flatnonzero((cluster == slot) & ~gone))
+    return found
+
+
+def _check_state(state: CFLState) -> None:
+    ok = isinstance(getattr(state, "tree", None), ParameterTree)
+    check(ok, "state", type(state).__name__, "a CFLState, which jfcl.cfl leaves")
+    shape = np.shape(state.cluster)
+    check(len(shape) == 1, "state", f"cluster of shape {shape}", "of one seed: jax.tree.map(lambda x: x[s], state)")
+
+
+def models(state: CFLState) -> PyTree:
+    """The models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
+    found = nodes(state)
+    inner = jnp.asarray([n.split >= 0 for n in found])
+    slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])
+
+    def pick(params, before):
+        choose = inner.reshape(-1, *[1] * (params.ndim - 1))
+        return jnp.where(choose, before[split], params[slot])
+
+    return jax.tree.map(pick, state.params, state.tree.model)
+
+
+def path(state: CFLState, cluster: int) -> list[int]:
+    """Indices into `nodes(state)` from the root to the leaf of a cluster.
+
+    Raises:
+      ValueError: a cluster that does not exist.
+    """
+    found = nodes(state)
+    leaves = {node.slot: i for i, node in enumerate(found) if not node.children}
+    check(cluster in leaves, "cluster", cluster, f"one of the clusters there are, {sorted(leaves)}")
+    way = [leaves[cluster]]
+    while found[way[0]].parent >= 0:
+        way.insert(0, found[way[0]].parent)
+    return way
+
+
+class PathEvaluation(NamedTuple):
+    """`node` `[N, L]`: every client's path, its leaf repeated at the end; `loss`, `accuracy` `[N, L]` of its models."""
+
+    node: np.ndarray
+    loss: np.ndarray
+    accuracy: np.ndarray | None
+
+
+def evaluate_paths(
+    task: Task, state: CFLState, clients: Clients, *, client_axis: mapping.Mapping | None = None
+) -> PathEvaluation:
+    """How well every client would be served by each model on its path, from the most general one to its own.
+
+    Args:
+      task: of the run.
+      state: of `jfcl.cfl`.
+      clients: `[N]`, test examples of the clients of the run, in their order.
+
+    Returns:
+      `PathEvaluation`; `L` is the depth of the tree plus 1. `accuracy` is None for tasks without one.
+
+    Cost: a forward pass over all examples for every level.
+    """
+    n = num_clients(clients)
+    check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
+    ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
+    depth = max(map(len, ways.values()))
+    padded = {k: way + way[-1:] * (depth - len(way)) for k, way in ways.items()}
+    node = np.array([padded[int(k)] for k in np.asarray(state.cluster)], np.int32)
+    stacked = models(state)
+    levels = [
+        metrics.evaluate(task, stacked, clients, jnp.asarray(node[:, level]), client_axis=client_axis)
+        for level in range(depth)
+    ]
+    column = lambda name: np.stack([np.asarray(level[name]) for level in levels], axis=1)  # noqa: E731
+    return PathEvaluation(node, column("loss"), column("accuracy") if "accuracy" in levels[0] else None)
+
+
+class Assignment(NamedTuple):
+    """`cluster` `[M]` int32; `similarity` `[M]` to the most similar client at the last split (`nan` without one)."""
+
+    cluster: jax.Array
+    similarity: jax.Array
+
+
+def assign_newcomer(
+    task: Task,
+    training: local.LocalTraining,
+    state: CFLState,
+    newcomers: Clients,
+    *,
+    key: jax.Array,
+    privacy: str | None = None,
+    privacy_seed: int = 0,
+    client_axis: mapping.Mapping | None = None,
+) -> Assignment:
+    """Leads new clients, one or many, from the root to a leaf (Algorithm 4).
+
+    At every node a newcomer trains the node's model as the clients did, and goes to the side that holds the client
+    with the most similar update.
+
+    Args:
+      task, training, privacy, privacy_seed: those of the run. (Newcomers know the clients' secret.)
+      state: of `jfcl.cfl`; or from `load_tree`.
+      newcomers: `M` clients, training examples.
+      key: for their mini-batches.
+
+    Returns:
+      `Assignment`; newcomer `i` is then served `state.params[cluster[i]]`. Cost: one round of local training for each
+      level of the tree, and `M N S` operations.
+
+    Raises:
+      ValueError: a state of another method, without updates (`tree_dim=0`), or of another model.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
+      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+      >>> late = jfcl.Clients({"x": np.zeros((1, 3, 2), np.float32), "y": y[1:2]}, np.full(1, 3, np.int32))
+      >>> jfcl.assign_newcomer(task, training, state, late, key=jax.random.key(1)).cluster.tolist()
+      [1]
+    """
+    _check_state(state)
+    _check_model(task, state.params)
+    check_clients(newcomers, name="newcomers")
+    if privacy is not None:
+        check_choice("privacy", privacy, OPERATORS)
+    tree = state.tree
+    split_at_all = bool(jnp.any(tree.born > 0))
+    check(tree.updates.shape[2] > 0 or not split_at_all, "tree_dim", 0, "above 0 in the run, to assign newcomers")
+    if not split_at_all:
+        count = num_clients(newcomers)
+        return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    return _assign(task, training, state, newcomers, key, privacy, privacy_seed, client_axis)
+
+
+def _assign(task, training, state, newcomers, key, privacy, privacy_seed, client_axis):
+    tree, m, dim = state.tree, max_examples(newcomers), state.tree.updates.shape[2]
+    size = jnp.asarray(newcomers.size)
+
+    def next_split(slot, seen):
+        """The first split of the cluster in `slot` after round `seen`, and whether there is one."""
+        later = (state.parent == slot) & (tree.born > seen)
+        return jnp.argmin(jnp.where(later, tree.born, jnp.iinfo(jnp.int32).max)), later.any()
+
+    def train(key, examples, size, k):
+        begin = jax.tree.map(lambda p: p[k], tree.model)
+        done = (tree.born[k] - 1) * local.steps_per_round(training, size, m)
+        opt_state = local.start_optimizer(training, begin, done)
+        trained = local.train(task, training, key, begin, examples, size, opt_state).params
+        update = jax.tree.map(jnp.subtract, trained, begin)
+        return update if privacy is None else hidden(update, privacy, privacy_seed)
+
+    def side(update, k):
+        """Algorithm 4, lines 6 to 11: the largest similarity to the clients that stayed, and to those that moved."""
+        them = tree.updates[k]
+        lengths = jnp.linalg.norm(them, axis=1) * jnp.linalg.norm(update)
+        similarity = (them @ update) / jnp.where(lengths > 0, lengths, 1.0)
+        stayed, moved = (jnp.where(tree.side[k] == which, similarity, -jnp.inf).max() for which in (1, 2))
+        return moved >= stayed, jnp.maximum(stayed, moved)
+
+    def descend(carry):
+        slot, seen, similarity, level = carry
+        k, inner = jax.vmap(next_split)(slot, seen)
+        keys = client_keys(jax.random.fold_in(key, level), newcomers)
+        updates = client_axis(train)(keys, newcomers.examples, size, k)
+        finite = jax.vmap(is_finite)(updates)
+        moves, nearest = mapping.chunked(1)(side)(sketch(updates, finite, dim), k)
+        slot = jnp.where(inner & moves, k, slot).astype(jnp.int32)
+        return slot, jnp.where(inner, tree.born[k], seen), jnp.where(inner, nearest, similarity), level + 1
+
+    def going(carry):
+        return jax.vmap(next_split)(carry[0], carry[1])[1].any()
+
+    count = num_clients(newcomers)
+    start = (jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan), 0)
+    slot, _, similarity, _ = jax.jit(lambda carry: jax.lax.while_loop(going, descend, carry))(start)
+    return Assignment(slot, similarity)
+
+
+def leave(state: CFLState, who: jax.Array) -> CFLState:
+    """The state after some clients have left: they train no more, and what they had sent is forgotten.
+
+    Their clusters keep models and places, so the others notice nothing.
+
+    Args:
+      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; go on with it by `jfcl.rollout(..., state=...)`.
+      who: `[N]` bool.
+
+    Raises:
+      ValueError: `who` of another shape or type.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
+      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
+      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
+      >>> state = leave(algorithm.init(jax.random.key(0), clients), np.array([False, True, False]))
+      >>> int(algorithm.step(jax.random.key(1), state, clients)[1]["participants"])
+      2
+    """
+    _check_state(state)
+    who = jnp.asarray(who)
+    n = len(state.cluster)
+    check(who.shape == (n,) and who.dtype == bool, "who", (who.shape, who.dtype), f"bool of shape ({n},)")
+    tree = state.tree
+    return state._replace(
+        excluded=jnp.where(who & (state.excluded == 0), jnp.maximum(state.round, 1), state.excluded),
+        tree=tree._replace(
+            side=jnp.where(who[None, :], jnp.int8(0), tree.side),
+            updates=jnp.where(who[None, :, None], 0.0, tree.updates),
+        ),
+    )
+
+
+_BOOKS = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
+
+
+def _named(tree: PyTree) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(p): np.asarray(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def save_tree(file: str | Path, state: CFLState) -> None:
+    """Writes a run's parameter tree to one `.npz` file: models, splits, what clients had sent, who is where."""
+    _check_state(state)
+    arrays = {f"params{name}": x for name, x in _named(state.params).items()}
+    arrays |= {f"model{name}": x for name, x in _named(state.tree.model).items()}
+    arrays |= {name: np.asarray(getattr(state, name)) for name in _BOOKS}
+    arrays |= {name: np.asarray(getattr(state.tree, name)) for name in ParameterTree._fields if name != "model"}
+    np.savez(file, **arrays)
+
+
+def load_tree(file: str | Path, task: Task) -> CFLState:
+    """A parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
+
+    Args:
+      file: `tree.npz`, or the run's folder.
+      task: of the same model.
+
+    Returns:
+      `CFLState`, without the clients' optimisers.
+
+    Raises:
+      ValueError: no such file, a file of something else, a tree of another model.
+    """
+    file = Path(file)
+    file = file / "tree.npz" if file.is_dir() else file
+    check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
+    try:
+        with np.load(file) as arrays:
+            saved = {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is not a parameter tree: {error}") from None
+    missing = [name for name in (*_BOOKS, "born", "side", "updates") if name not in saved]
+    check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    capacity = len(saved["active"])
+
+    def read(part):
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        names = [jax.tree_util.keystr(p) for p, _ in leaves]
+        there = {name.removeprefix(part) for name in saved if name.startswith(part)}
+        differ = sorted(there ^ set(names))
+        check(not differ, "file", str(file), f"of this task's model, which differs in {', '.join(differ)}")
+        for name, leaf in zip(names, (leaf for _, leaf in leaves), strict=True):
+            shape, wanted = saved[part + name].shape, (capacity, *leaf.shape)
+            check(shape == wanted, "file", str(file), f"of this task's model: {name} is {shape} there, {wanted} here")
+        return jax.tree.unflatten(structure, [jnp.asarray(saved[part + name]) for name in names])
+
+    tree = ParameterTree(
+        model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
+    )
+    return CFLState(params=read("params"), tree=tree, client=(), **{name: jnp.asarray(saved[name]) for name in _BOOKS})
+
+
+def _check_model(task: Task, params: PyTree) -> None:
+    shapes = _named(jax.tree.map(lambda s: np.empty(s.shape, bool), jax.eval_shape(task.init, jax.random.key(0))))
+    have = _named(jax.tree.map(lambda p: np.empty(p.shape[1:], bool), params))
+    same = {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in have.items()}
+    check(same, "state", {n: x.shape for n, x in have.items()}, f"of the task's model {[*shapes]}")

@@ -1,0 +1,116 @@
+"""Attacks do what their papers say, to the malicious clients and to nobody else."""
+
+from statistics import NormalDist
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfcl import attacks
+from jfcl.core import Clients
+
+KEY = jax.random.key(0)
+MALICIOUS = np.array([False, True, False, False, True])
+USABLE = np.array([True, True, True, False, True])
+UPDATES = {
+    "w": np.random.default_rng(0).standard_normal((5, 3, 2)).astype(np.float32),
+    "b": np.random.default_rng(1).standard_normal(5).astype(np.float32),
+}
+GOOD = USABLE & ~MALICIOUS
+
+
+def sent(attack):
+    result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), jnp.asarray(MALICIOUS), jnp.asarray(USABLE))
+    for name, leaf in UPDATES.items():
+        np.testing.assert_array_equal(result[name][~MALICIOUS], leaf[~MALICIOUS])
+    return {name: np.asarray(leaf)[MALICIOUS] for name, leaf in result.items()}
+
+
+@pytest.mark.parametrize(
+    ("attack", "formula"),
+    [
+        (attacks.sign_flip(2.0), lambda x: -2 * x[MALICIOUS]),
+        (attacks.scaled(3.0), lambda x: 3 * x[MALICIOUS]),
+        (attacks.zero(), lambda x: 0 * x[MALICIOUS]),
+        (attacks.nan(), lambda x: np.nan * x[MALICIOUS]),
+        (attacks.ipm(0.5), lambda x: -0.5 * x[GOOD].mean(0)),
+        (attacks.alie(1.5), lambda x: x[GOOD].mean(0) - 1.5 * x[GOOD].std(0)),
+        (attacks.mimic(), lambda x: x[0]),
+        (attacks.force_split(), lambda x: -x[GOOD].mean(0) * GOOD.sum() / MALICIOUS.sum()),
+        (attacks.hijack(10.0), lambda x: 10 * x[GOOD].mean(0)),
+    ],
+)
+def test_formula(attack, formula):
+    result = sent(attack)
+    for name, leaf in UPDATES.items():
+        want = formula(leaf.astype(np.float64))
+        np.testing.assert_allclose(result[name], np.broadcast_to(want, result[name].shape), rtol=1e-5, atol=1e-6)
+
+
+def test_force_split_brings_the_mean_to_rest():
+    result = sent(attacks.force_split())
+    for name, leaf in UPDATES.items():
+        np.testing.assert_allclose(leaf[GOOD].sum(0) + result[name].sum(0), 0, atol=1e-5)
+
+
+def test_gaussian_is_drawn_anew_for_every_client_and_round():
+    updates = {"w": jnp.zeros((5, 4000))}
+    one, other = (
+        np.asarray(attacks.gaussian(2.0)(key, updates, jnp.asarray(MALICIOUS), jnp.asarray(USABLE))["w"])
+        for key in jax.random.split(KEY)
+    )
+    assert abs(one[MALICIOUS].std() - 2) < 0.1 and abs(one[MALICIOUS].mean()) < 0.1
+    assert not np.allclose(one[1], one[4]) and not np.allclose(one[1], other[1])
+
+
+def test_alie_hides_as_far_out_as_a_majority_allows():
+    x = np.random.default_rng(0).standard_normal((25, 2000)).astype(np.float32)
+    malicious = np.arange(25) >= 20
+    result = attacks.alie()(KEY, jnp.asarray(x), jnp.asarray(malicious), jnp.ones(25, bool))
+    n, f = 25, 5
+    z = NormalDist().inv_cdf((n - f - (n // 2 + 1 - f)) / (n - f))
+    np.testing.assert_allclose(result[22], x[:20].mean(0) - z * x[:20].std(0), atol=1e-5)
+
+
+def clients():
+    rng = np.random.default_rng(0)
+    x, y = rng.random((5, 6, 8, 8, 1)).astype(np.float32), rng.integers(0, 10, (5, 6)).astype(np.int32)
+    return Clients({"x": x, "y": y}, np.array([6, 4, 6, 6, 5], np.int32))
+
+
+@pytest.mark.parametrize("name", attacks.DATA_ATTACKS)
+def test_data_attacks_touch_real_examples_of_the_malicious_only(name):
+    before = clients()
+    after = attacks.poison(before, MALICIOUS, name, num_classes=10, seed=3)
+    for part in "xy":
+        np.testing.assert_array_equal(after.examples[part][~MALICIOUS], before.examples[part][~MALICIOUS])
+        np.testing.assert_array_equal(after.examples[part][1, 4:], before.examples[part][1, 4:])
+        np.testing.assert_array_equal(before.examples[part], clients().examples[part])
+    changed = any((after.examples[p][i, :4] != before.examples[p][i, :4]).any() for p in "xy" for i in (1, 4))
+    assert changed
+    x, y = after.examples["x"][1, :4], after.examples["y"][1, :4]
+    if name == "label_zero":
+        assert not y.any()
+    elif name == "label_reverse":
+        np.testing.assert_array_equal(y, 9 - before.examples["y"][1, :4])
+    elif name == "noisy_inputs":
+        assert x.min() < -8 and x.max() > 8
+    else:
+        marked = (x[:, -3:, -3:] == 1.0).all(axis=(1, 2, 3))
+        assert marked.sum() == 2 and not y[marked].any()
+        np.testing.assert_array_equal(y[~marked], before.examples["y"][1, :4][~marked])
+
+
+def test_choice_is_a_share_and_depends_on_the_seed():
+    assert attacks.choose_malicious(100, 0.3).sum() == 30 and not attacks.choose_malicious(5, 0.0).any()
+    assert (attacks.choose_malicious(100, 0.3, seed=1) != attacks.choose_malicious(100, 0.3)).any()
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"malicious must be a fraction in \[0, 1\), got 1.0"):
+        attacks.choose_malicious(5, 1.0)
+    with pytest.raises(ValueError, match="unknown attack 'label_none': did you mean 'label_zero'"):
+        attacks.poison(clients(), MALICIOUS, "label_none", num_classes=10)
+    with pytest.raises(ValueError, match=r"malicious must be of shape \(5,\)"):
+        attacks.poison(clients(), MALICIOUS[:3], "label_zero", num_classes=10)

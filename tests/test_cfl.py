@@ -1,0 +1,411 @@
+"""Clustered Federated Learning against loops over the papers' algorithms in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl.algorithms import splitting
+from jfcl.algorithms.splitting import allot, bipartitions
+from jfcl.core import Clients
+
+LR, STEPS = 0.1, 2
+TASK = jfcl.models.task(lambda key: {"w": jnp.zeros(3)}, lambda p, x: x @ p["w"], kind="regression")
+TRAINING = jfcl.local_training(optax.sgd(LR), num_steps=STEPS)
+
+
+def regression(truth, cluster, *, noise=0.05, seed=0, examples=12):
+    rng = np.random.default_rng(seed)
+    n = len(cluster)
+    x = rng.standard_normal((n, examples, 3)).astype(np.float32)
+    y = np.einsum("nmd,nd->nm", x, np.asarray(truth)[cluster]) + noise * rng.standard_normal((n, examples))
+    size = rng.integers(examples // 2, examples + 1, n).astype(np.int32)
+    return Clients({"x": x, "y": y.astype(np.float32)}, size)
+
+
+def local_update(clients, i, w):
+    """SGD_n(w, D_i) - w for the task's loss, in float64."""
+    n = clients.size[i]
+    x, y = (np.asarray(clients.examples[k][i][:n], np.float64) for k in "xy")
+    start = w.copy()
+    for _ in range(STEPS):
+        w = w - LR * loss_gradient(x, y, w)
+    return w - start
+
+
+def loss_gradient(x, y, w):
+    """Of the mean squared error, which is the library's regression loss."""
+    return 2 * x.T @ (x @ w - y) / len(x)
+
+
+def best_bipartition(updates, members):
+    """Equation 35 by looking at all bipartitions; the first client's side and the largest similarity across."""
+    u = {i: updates[i] / np.linalg.norm(updates[i]) for i in members}
+    best = (np.inf, None)
+    for choice in itertools.product([False, True], repeat=len(members) - 1):
+        if any(choice):
+            second = {m for m, c in zip(members[1:], choice, strict=True) if c}
+            cross = max(u[i] @ u[j] for i in members if i not in second for j in second)
+            best = min(best, (cross, sorted(second)), key=lambda b: b[0])
+    return best
+
+
+def algorithm_5(clients, rounds, eps_1, eps_2, gamma_max):
+    """With weights by size, to the letter; returns the clusters as sets, and every client's model."""
+    n = len(clients.size)
+    clusters, models = [list(range(n))], {0: np.zeros(3)}
+    for _ in range(rounds):
+        next_clusters, next_models = [], {}
+        for k, members in enumerate(clusters):
+            updates = {i: local_update(clients, i, models[k].copy()) for i in members}
+
+            def mean(group, updates=updates):
+                return np.average([updates[i] for i in group], axis=0, weights=clients.size[group])
+
+            groups = [members]
+            if (
+                np.linalg.norm(mean(members)) < eps_1
+                and max(np.linalg.norm(u) for u in updates.values()) > eps_2
+                and len(members) > 1
+            ):
+                cross, second = best_bipartition(updates, members)
+                if np.sqrt((1 - cross) / 2) > gamma_max:
+                    groups = [[i for i in members if i not in second], second]
+            for group in groups:
+                next_models[len(next_clusters)] = models[k] + mean(group)
+                next_clusters.append(group)
+        clusters, models = next_clusters, next_models
+    return clusters, {i: models[k] for k, group in enumerate(clusters) for i in group}
+
+
+TRUTH = [[2, 0, 0], [-1, 1.7, 0], [-1, -1.7, 0.5]]
+CLUSTER = np.array([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+@pytest.mark.parametrize(("rounds", "gamma_max"), [(10, 0.0), (25, 0.0), (60, 0.0), (60, 0.95)])
+def test_is_algorithm_5(rounds, gamma_max):
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, gamma_max=gamma_max, max_clusters=8)
+    state, metrics = jax.jit(lambda: jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=rounds))()
+    clusters, models = algorithm_5(clients, rounds, 0.05, 0.2, gamma_max)
+    found = {frozenset(np.flatnonzero(state.cluster == k).tolist()) for k in set(state.cluster.tolist())}
+    assert found == {frozenset(c) for c in clusters}
+    np.testing.assert_allclose(state.params["w"][state.cluster], np.stack([models[i] for i in range(8)]), atol=1e-4)
+    assert metrics["num_clusters"][-1] == len(clusters) == state.active.sum()
+    if rounds == 60 and gamma_max == 0:
+        assert len(clusters) == 3
+
+
+def test_congruent_clients_are_never_split():
+    clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.0)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+    assert state.active.sum() == 1 and metrics["max_norm"][-1, 0] < 0.1
+    assert np.isinf(metrics["cross_similarity"]).all()  # nobody even looked
+
+
+def test_parents_and_rounds_of_splits_are_kept():
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=5)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+    assert state.parent.tolist()[0] == -1 and (np.asarray(state.parent)[np.asarray(state.active)][1:] >= 0).all()
+    assert (np.asarray(state.parent)[~np.asarray(state.active)] == -1).all()
+    for k in np.flatnonzero(state.active):
+        if state.since[k]:
+            assert np.isfinite(metrics["cross_similarity"][state.since[k] - 1]).any()
+    # Free slots hold a model that somebody is served.
+    np.testing.assert_array_equal(state.params["w"][-1], state.params["w"][0])
+
+
+def test_full_capacity_says_so_and_goes_on():
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=2)
+    with pytest.warns(UserWarning, match="a cluster would be split, but max_clusters are in use"):
+        history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=60, eval_every=10)
+    assert history.state.active.tolist() == [True, True]
+
+
+def test_patience_and_least_size():
+    clients = regression(TRUTH, CLUSTER)
+    options = {"eps_1": 0.05, "eps_2": 0.1}
+    first = {}
+    for min_rounds in (1, 40):
+        algorithm = jfcl.cfl(TASK, TRAINING, min_rounds=min_rounds, **options)
+        state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+        first[min_rounds] = int(state.since[state.since > 0].min())
+    assert first[1] < 40 <= first[40]
+    algorithm = jfcl.cfl(TASK, TRAINING, min_size=4, **options)
+    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+    assert np.bincount(state.cluster)[np.flatnonzero(state.active)].min() >= 2 and state.active.sum() <= 2
+
+
+def test_tiles_find_what_the_matrix_finds(monkeypatch):
+    rng = np.random.default_rng(0)
+    updates = {"a": rng.standard_normal((30, 4)).astype(np.float32), "b": rng.standard_normal((30, 2)).astype("f")}
+    cluster, usable = jnp.asarray(rng.integers(0, 3, 30)), jnp.asarray(rng.random(30) < 0.9)
+    wanted = jnp.array([True, False, True])
+    dense = bipartitions(updates, cluster, usable, wanted)
+    monkeypatch.setattr(splitting, "DENSE_UP_TO", 10)
+    tiled = bipartitions(updates, cluster, usable, wanted)
+    np.testing.assert_allclose(tiled.cross_similarity, dense.cross_similarity, atol=1e-6)
+    np.testing.assert_array_equal(tiled.side, dense.side)
+    np.testing.assert_array_equal(tiled.smaller, dense.smaller)
+    assert np.isinf(dense.cross_similarity[1]) and not np.asarray(dense.side)[np.asarray(cluster) == 1].any()
+
+
+def test_slots_are_given_in_order_and_never_twice():
+    into, full = allot(
+        jnp.array([True, False, True, True, False, False]), jnp.array([True, False, True, True, False, True])
+    )
+    assert into.tolist() == [1, 6, 4, 6, 6, 6] and full
+    assert not allot(jnp.zeros(3, bool), jnp.ones(3, bool)).full
+
+
+# Hidden updates (section V-B).
+
+
+@pytest.mark.parametrize("privacy", ["permutation", "sign", "rotation"])
+@pytest.mark.parametrize("similarity", ["updates", "gradients"])
+def test_hidden_updates_change_nothing(privacy, similarity):
+    clients = regression(TRUTH, CLUSTER)
+
+    def run(**options):
+        algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, similarity=similarity, **options)
+        return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=40)
+
+    (state, metrics), (secret, hidden) = run(), run(privacy=privacy)
+    np.testing.assert_array_equal(secret.cluster, state.cluster)
+    np.testing.assert_array_equal(secret.parent, state.parent)
+    assert state.active.sum() >= 3
+    np.testing.assert_allclose(secret.params["w"], state.params["w"], atol=1e-6 if privacy != "rotation" else 1e-5)
+    for name in ("mean_norm", "max_norm", "cross_similarity"):
+        np.testing.assert_allclose(hidden[name], metrics[name], atol=1e-5)
+    padded = 4 if privacy == "rotation" else 3
+    np.testing.assert_array_equal(hidden["bytes_up"], metrics["bytes_up"] * padded / 3)
+
+
+@pytest.mark.parametrize("similarity", ["updates", "gradients"])
+@pytest.mark.parametrize("privacy", [None, "permutation", "sign", "rotation"])
+def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
+    clients = regression(TRUTH, CLUSTER)
+    seen, serve = [], splitting.serve
+
+    def traced(rules, client_axis, state, sent):
+        seen.append((state, sent._replace(gradients=sent.gradients())))
+        return serve(rules, client_axis, state, sent)
+
+    monkeypatch.setattr(splitting, "serve", traced)
+    algorithm = jfcl.cfl(
+        TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, similarity=similarity, privacy=privacy, privacy_seed=3
+    )
+    state = algorithm.init(jax.random.key(0), clients)
+    updates = np.stack([local_update(clients, i, np.zeros(3)) for i in range(8)])
+    algorithm.step(jax.random.key(1), state, clients)
+    ((books, sent),) = seen
+    if privacy is None:  # the look is able to see: without privacy there they are
+        np.testing.assert_allclose(sent.updates["w"], updates, atol=1e-5)
+        return
+    # What it gets has the updates' inner products, and is not the updates; and there is no model among its books.
+    hidden = np.asarray(sent.updates["hidden"], np.float64)
+    np.testing.assert_allclose(hidden @ hidden.T, updates @ updates.T, atol=1e-4)
+    assert books.params == () and books.client == () and books.tree.model == ()
+    gradients = -updates / (LR * STEPS)  # nearly: what two steps of gradient descent have done
+    for leaf in jax.tree.leaves((books, sent)):
+        leaf = np.asarray(leaf)
+        for secret in (updates, gradients):
+            if leaf.ndim and leaf.shape[-1] >= 3:
+                rows = leaf.reshape(-1, leaf.shape[-1])[:, :3]
+                close = [np.allclose(row, s, rtol=0.05) for row in rows for s in secret]
+                assert not any(close)
+
+
+# The Federated Learning solution to fall back to (section II-A).
+
+
+def test_harmful_splits_are_undone_and_others_are_not():
+    options = {
+        "eps_1": np.inf,
+        "eps_2": 1e-9,
+        "min_rounds": 10,
+        "max_clusters": 2,
+        "validation": 0.4,
+        "fallback_rounds": 6,
+    }
+    clients = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
+    algorithm = jfcl.cfl(TASK, TRAINING, **options)
+    states = [jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=t)[0] for t in (20, 60)]
+    _, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+    assert metrics["undone"].sum() == 1 and metrics["num_clusters"].max() == 2
+    end = states[1]
+    assert end.active.tolist() == [True, False] and end.final.tolist() == [True, False]
+    assert (np.asarray(end.cluster) == 0).all() and (np.asarray(end.tree.side) == 0).all()
+    assert (metrics["num_clusters"][-20:] == 1).all()  # and is not split again
+
+    clients = regression(TRUTH[:2], CLUSTER % 2)
+    algorithm = jfcl.cfl(TASK, TRAINING, **options)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+    assert metrics["undone"].sum() == 0
+    assert state.cluster.tolist() in ((CLUSTER % 2).tolist(), (1 - CLUSTER % 2).tolist())
+
+
+def test_what_an_undone_split_restores():
+    clients = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
+    algorithm = jfcl.cfl(
+        TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, min_rounds=10, max_clusters=2, validation=0.4, fallback_rounds=6
+    )
+    state, before = algorithm.init(jax.random.key(0), clients), None
+    for t in range(1, 61):
+        previous = state
+        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        if (metrics["split_from"] >= 0).any():
+            before, born = previous, t
+        if metrics["undone"]:
+            assert t == born + 6 + 1
+            plain = before._replace(final=jnp.array([True, False]), round=previous.round)
+            again, _ = algorithm.step(jax.random.key(t), plain, clients)
+            np.testing.assert_array_equal(again.params["w"], state.params["w"])  # it goes on from where it was
+            break
+    else:
+        pytest.fail("nothing was undone")
+
+
+def test_examples_kept_aside_are_not_learnt_from():
+    clients = regression(TRUTH, CLUSTER)
+    keep = np.floor(np.float32(0.25) * clients.size).astype(int)
+    spoilt = jax.tree.map(np.copy, clients)
+    for i in range(8):
+        spoilt.examples["y"][i, clients.size[i] - keep[i] :] += 100
+    algorithm = jfcl.cfl(TASK, TRAINING, validation=0.25)
+    one, two = (
+        jfcl.rollout(algorithm, c, key=jax.random.key(0), num_rounds=3)[0].params["w"] for c in (clients, spoilt)
+    )
+    np.testing.assert_array_equal(one, two)
+    assert keep.min() >= 1
+
+
+def test_recursive_clusters_end():
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=200)
+    assert metrics["participants"][0] == 8 and metrics["participants"][-1] == 0 and metrics["bytes_up"][-1] == 0
+    active = np.asarray(state.active)
+    assert np.asarray(state.final)[active].all()
+    found = [set(np.flatnonzero(state.cluster == k).tolist()) for k in np.flatnonzero(active)]
+    assert sorted(map(sorted, found)) == sorted(np.flatnonzero(k == CLUSTER).tolist() for k in range(3))
+    for k in np.flatnonzero(active):  # each rests at its own clients' optimum
+        members = np.flatnonzero(state.cluster == k)
+        w = np.asarray(state.params["w"][k], np.float64)
+        mean = np.average([local_update(clients, i, w) for i in members], axis=0, weights=clients.size[members])
+        assert np.linalg.norm(mean) < 0.01
+
+
+def test_separation_gap_is_definition_2():
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=1e-9, eps_2=1.0, true_cluster=CLUSTER, max_clusters=2)
+    _, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+    updates = np.stack([local_update(clients, i, np.zeros(3)) for i in range(8)])
+    unit = updates / np.linalg.norm(updates, axis=1, keepdims=True)
+    intra = min(unit[i] @ unit[j] for i in range(8) for j in range(8) if i != j and CLUSTER[i] == CLUSTER[j])
+    cross, _ = best_bipartition(updates, list(range(8)))
+    np.testing.assert_allclose(metrics["separation_gap"][0, 0], intra - cross, atol=1e-5)
+    assert np.isnan(metrics["separation_gap"][0, 1])
+
+
+# The Byzantine variant.
+
+
+def byzantine_algorithm_1(clients, send, rounds, threshold):
+    """One cluster kept, to the letter, with `send(round, i, update)` what client i sends."""
+    inside, model, excluded = list(range(len(clients.size))), np.zeros(3), {}
+    for t in range(1, rounds + 1):
+        updates = {i: send(t, i, local_update(clients, i, model.copy())) for i in inside}
+        if len(inside) >= 3:
+            cross, second = best_bipartition(updates, inside)
+            if cross < threshold:
+                out = second if 2 * len(second) <= len(inside) else [i for i in inside if i not in second]
+                excluded |= dict.fromkeys(out, t)
+                inside = [i for i in inside if i not in out]
+        model = model + np.average([updates[i] for i in inside], axis=0, weights=clients.size[inside])
+    return excluded, model
+
+
+def test_byzantine_variant_is_its_algorithm():
+    clients = regression([[1, -1, 2], [-1, 1, -2]], np.array([0, 0, 0, 1, 0, 1, 0, 0]), noise=0.3)
+    algorithm = jfcl.byzantine_cfl(TASK, TRAINING, threshold=0.02)
+    for rounds in (1, 3, 8):
+        state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=rounds)
+        excluded, model = byzantine_algorithm_1(clients, lambda t, i, u: u, rounds, 0.02)
+        assert {i: int(t) for i, t in enumerate(state.excluded) if t} == excluded
+        np.testing.assert_allclose(state.params["w"][0], model, atol=1e-4)
+        assert metrics["participants"][-1] == 8 - sum(t < rounds for t in excluded.values())
+    assert set(excluded) >= {3, 5}
+
+
+def test_who_sends_nan_is_shut_out_at_once():
+    clients = regression([[1, -1, 2]], np.zeros(6, int), noise=0.1)
+    adversary = jfcl.Adversary(jfcl.attacks.nan(), np.arange(6) == 4)
+    state, metrics = jfcl.rollout(
+        jfcl.byzantine_cfl(TASK, TRAINING, adversary=adversary), clients, key=jax.random.key(0), num_rounds=2
+    )
+    assert state.excluded.tolist() == [0, 0, 0, 0, 1, 0] and metrics["nonfinite"].tolist() == [1, 0]
+
+
+def test_attackers_of_every_kind_are_shut_out():
+    clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)
+    malicious = np.array([False] * 7 + [True] * 3)
+    for attack in (jfcl.attacks.sign_flip(), jfcl.attacks.ipm()):
+        algorithm = jfcl.byzantine_cfl(TASK, TRAINING, adversary=jfcl.Adversary(attack, malicious))
+        state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+        np.testing.assert_array_equal(state.excluded > 0, malicious)
+        np.testing.assert_array_equal(state.excluded[7:], 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: jfcl.cfl(TASK, TRAINING, eps_1=0.0), "eps_1 must be above 0, got 0.0"),
+        (lambda: jfcl.cfl(TASK, TRAINING, eps_2=-1.0), "eps_2 must be above 0"),
+        (lambda: jfcl.cfl(TASK, TRAINING, gamma_max=1.0), r"gamma_max must be in \[0, 1\), got 1.0"),
+        (lambda: jfcl.cfl(TASK, TRAINING, max_clusters=0), "max_clusters must be an integer, at least 1"),
+        (lambda: jfcl.cfl(TASK, TRAINING, min_rounds=0), "min_rounds must be an integer"),
+        (lambda: jfcl.cfl(TASK, TRAINING, similarity="models"), "unknown similarity 'models'"),
+        (lambda: jfcl.cfl(TASK, TRAINING, weights="none"), "unknown weights 'none'"),
+        (lambda: jfcl.cfl(TASK, TRAINING, privacy="rotate"), "unknown privacy 'rotate': did you mean 'rotation'"),
+        (lambda: jfcl.cfl(TASK, TRAINING, validation=1.0), r"validation must be in \[0, 1\), got 1.0"),
+        (lambda: jfcl.cfl(TASK, TRAINING, fallback_rounds=0), "fallback_rounds must be an integer"),
+        (lambda: jfcl.cfl(TASK, TRAINING, tree_dim=-1), "tree_dim must be an integer, at least 0"),
+        (lambda: jfcl.byzantine_cfl(TASK, TRAINING, threshold=1.0), r"threshold must be in \(-1, 1\), got 1.0"),
+    ],
+)
+def test_bad_input_is_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eps_1": 0.5, "eps_2": 0.5}, r"eps_2 \(0.5\) is not above eps_1 \(0.5\): clients that agree will be split"),
+        ({"relative": True, "eps_1": 0.1, "eps_2": 1.0}, "nothing will be split unless updates grow"),
+        ({"max_clusters": 1}, "nothing can ever be split"),
+    ],
+)
+def test_thresholds_that_mislead_are_warned_of(options, words):
+    with pytest.warns(UserWarning, match=words):
+        jfcl.cfl(TASK, TRAINING, **options)
+
+
+def test_true_clusters_must_fit():
+    algorithm = jfcl.cfl(TASK, TRAINING, true_cluster=np.zeros(3, int))
+    with pytest.raises(ValueError, match=r"true_cluster must be of shape \(8,\), got \(3,\)"):
+        algorithm.init(jax.random.key(0), regression(TRUTH, CLUSTER))
+
+
+def test_more_slots_than_clients_are_refused():
+    algorithm = jfcl.cfl(TASK, TRAINING, max_clusters=9)
+    with pytest.raises(ValueError, match="max_clusters must be at most the 8 clients there are, got 9"):
+        algorithm.init(jax.random.key(0), regression(TRUTH, CLUSTER))

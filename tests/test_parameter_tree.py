@@ -1,0 +1,177 @@
+"""The parameter tree against loops over Algorithm 4 in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_cfl import CLUSTER, TASK, TRAINING, TRUTH, local_update, regression
+
+import jfcl
+from jfcl import parameter_tree, plots
+from jfcl.core import Clients
+
+CLIENTS = regression(TRUTH, CLUSTER)
+
+
+def run(rounds=80, **options):
+    options = {"eps_1": 0.05, "eps_2": 0.2, "max_clusters": 6} | options
+    algorithm = jfcl.cfl(TASK, TRAINING, **options)
+    return jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(0), num_rounds=rounds)[0]
+
+
+STATE = run()
+
+
+def test_nodes():
+    found = parameter_tree.nodes(STATE)
+    leaves = [n for n in found if not n.children]
+    assert len(found) == 5 and len(leaves) == 3
+    assert found[0].parent == -1 and found[0].clients.tolist() == list(range(8)) and found[0].round == 0
+    for i, node in enumerate(found):
+        for child in node.children:
+            assert found[child].parent == i and found[child].round > node.round
+        if node.children:
+            below = np.concatenate([found[c].clients for c in node.children])
+            assert sorted(below.tolist()) == node.clients.tolist()
+            assert -1 <= node.cross_similarity < 1
+    assert sorted(n.clients.tolist() for n in leaves) == sorted(np.flatnonzero(k == CLUSTER).tolist() for k in range(3))
+
+
+def algorithm_4(clients, i):
+    """To the letter, on the nodes' own models and their clients' own updates."""
+    found, models = parameter_tree.nodes(STATE), np.asarray(parameter_tree.models(STATE)["w"], np.float64)
+    v = 0
+    while found[v].children:
+        new = local_update(clients, i, models[v].copy())
+
+        def most_similar(child, v=v, new=new):
+            updates = [local_update(CLIENTS, j, models[v].copy()) for j in descendants(found, child)]
+            return max(new @ u / np.linalg.norm(new) / np.linalg.norm(u) for u in updates)
+
+        first, second = found[v].children
+        v = first if most_similar(first) > most_similar(second) else second
+    return found[v].slot
+
+
+def descendants(found, v):
+    if not found[v].children:
+        return found[v].clients.tolist()
+    return [i for child in found[v].children for i in descendants(found, child)]
+
+
+def test_newcomers_are_led_by_algorithm_4():
+    late = regression(TRUTH, np.arange(30) % 3, seed=7, noise=0.8, examples=5)
+    found = jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(1))
+    assert found.cluster.tolist() == [algorithm_4(late, i) for i in range(30)]
+    assert len(set(found.cluster.tolist())) == 3
+    alone = jax.tree.map(lambda x: x[4:5], late)
+    one = jfcl.assign_newcomer(TASK, TRAINING, STATE, alone, key=jax.random.key(1))
+    assert one.cluster.tolist() == found.cluster[4:5].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"privacy": "permutation"}, {"privacy": "rotation"}, {"tree_dim": 2}])
+def test_clients_of_the_run_find_their_own_leaf(options):
+    state = run(**options)
+    known = {name: value for name, value in options.items() if name == "privacy"}
+    found = jfcl.assign_newcomer(TASK, TRAINING, state, CLIENTS, key=jax.random.key(1), **known)
+    np.testing.assert_array_equal(found.cluster, state.cluster)
+    np.testing.assert_allclose(found.similarity, 1, atol=1e-5)  # their own updates are what they are compared with
+
+
+def test_hidden_updates_say_nothing_to_those_without_the_secret():
+    state = run(privacy="rotation")
+    wrong = jfcl.assign_newcomer(
+        TASK, TRAINING, state, CLIENTS, key=jax.random.key(1), privacy="rotation", privacy_seed=5
+    )
+    assert not np.allclose(wrong.similarity, 1, atol=1e-3)
+
+
+def test_a_tree_of_one_node():
+    state = run(rounds=1, eps_1=1e-9, eps_2=1.0)
+    found = jfcl.assign_newcomer(TASK, TRAINING, state, CLIENTS, key=jax.random.key(1))
+    assert (np.asarray(found.cluster) == 0).all() and np.isnan(found.similarity).all()
+    assert len(parameter_tree.nodes(state)) == 1
+
+
+def test_models_on_the_path():
+    found, models = parameter_tree.nodes(STATE), np.asarray(parameter_tree.models(STATE)["w"])
+    result = parameter_tree.evaluate_paths(TASK, STATE, CLIENTS)
+    assert result.node.shape == (8, 3) and (result.node[:, 0] == 0).all() and result.accuracy is None
+    for i in range(8):
+        way = parameter_tree.path(STATE, int(STATE.cluster[i]))
+        assert result.node[i].tolist() == way + way[-1:] * (3 - len(way))
+        assert all(found[b].parent == a for a, b in itertools.pairwise(way))
+        x, y = (CLIENTS.examples[k][i][: CLIENTS.size[i]].astype(np.float64) for k in "xy")
+        losses = [np.mean((x @ models[v] - y) ** 2) for v in result.node[i]]
+        np.testing.assert_allclose(result.loss[i], losses, rtol=1e-4)
+        np.testing.assert_array_equal(models[way[-1]], STATE.params["w"][STATE.cluster[i]])
+    assert result.loss[:, -1].mean() < result.loss[:, 0].mean() / 10  # the leaf's model suits them
+
+
+def test_leavers_train_no_more_and_are_forgotten():
+    who = np.arange(8) == 3
+    state = parameter_tree.leave(STATE, who)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, max_clusters=6)
+    after, metrics = jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(9), num_rounds=2, state=state)
+    assert metrics["participants"].tolist() == [7, 7]
+    assert all(3 not in node.clients for node in parameter_tree.nodes(after))
+    assert not np.asarray(after.tree.updates)[:, 3].any()
+    gone = jax.tree.map(lambda x: x.copy(), CLIENTS)
+    gone.examples["y"][3] += 50  # whatever it holds now
+    other, _ = jfcl.rollout(algorithm, gone, key=jax.random.key(9), num_rounds=2, state=state)
+    np.testing.assert_array_equal(after.params["w"], other.params["w"])
+
+
+def test_saved_and_loaded(tmp_path):
+    parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
+    state = parameter_tree.load_tree(tmp_path, TASK)
+    jax.tree.map(np.testing.assert_array_equal, state, STATE._replace(client=()))
+    late = regression(TRUTH, np.arange(6) % 3, seed=8)
+    one, two = (jfcl.assign_newcomer(TASK, TRAINING, s, late, key=jax.random.key(1)).cluster for s in (state, STATE))
+    np.testing.assert_array_equal(one, two)
+
+
+def test_the_picture():
+    for truth in (CLUSTER, None):
+        figure = plots.tree(parameter_tree.nodes(STATE), truth)
+        said = [t.get_text() for t in figure.axes[0].texts]
+        assert len(said) == 5 and said[0].startswith("8, α = ")
+
+
+OTHER = jfcl.models.task(lambda key: {"w": jnp.zeros(4)}, lambda p, x: x @ p["w"], kind="regression")
+NAMED = jfcl.models.task(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x @ p["v"], kind="regression")
+
+
+def test_bad_input_is_named(tmp_path):
+    parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
+    with pytest.raises(ValueError, match=r"of this task's model: \['w'\] is \(6, 3\) there, \(6, 4\) here"):
+        parameter_tree.load_tree(tmp_path, OTHER)
+    with pytest.raises(ValueError, match=r"of this task's model, which differs in \['v'\], \['w'\]"):
+        parameter_tree.load_tree(tmp_path, NAMED)
+    with pytest.raises(ValueError, match="file must be a parameter tree"):
+        parameter_tree.load_tree(tmp_path / "no.npz", TASK)
+    (tmp_path / "bad.npz").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is not a parameter tree"):
+        parameter_tree.load_tree(tmp_path / "bad.npz", TASK)
+    np.savez(tmp_path / "other.npz", w=np.zeros(3))
+    with pytest.raises(ValueError, match="this one lacks cluster"):
+        parameter_tree.load_tree(tmp_path / "other.npz", TASK)
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="state must be of the task's model"):
+        jfcl.assign_newcomer(OTHER, TRAINING, STATE, CLIENTS, key=key)
+    with pytest.raises(ValueError, match="tree_dim must be above 0 in the run"):
+        jfcl.assign_newcomer(TASK, TRAINING, run(tree_dim=0), CLIENTS, key=key)
+    fedavg = jfcl.fedavg(TASK, TRAINING).init(key, CLIENTS)
+    with pytest.raises(ValueError, match="state must be a CFLState"):
+        parameter_tree.nodes(fedavg)
+    with pytest.raises(ValueError, match="of one seed"):
+        parameter_tree.nodes(jax.tree.map(lambda x: x[None], STATE))
+    with pytest.raises(ValueError, match=r"who must be bool of shape \(8,\)"):
+        parameter_tree.leave(STATE, np.zeros(3, bool))
+    with pytest.raises(ValueError, match="cluster must be one of the clusters there are"):
+        parameter_tree.path(STATE, 5)
+    few = Clients(jax.tree.map(lambda x: x[:2], CLIENTS.examples), CLIENTS.size[:2])
+    with pytest.raises(ValueError, match="clients must be the 8 clients of the run, got '2 clients'"):
+        parameter_tree.evaluate_paths(TASK, STATE, few)
