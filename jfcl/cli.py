@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `compare`, `list`, `demo` (also `python -m jfcl`)."""
+"""The command line: `jfcl run`, `compare`, `list`, `reproduce`, `demo` (also `python -m jfcl`)."""
 
 from __future__ import annotations
 
@@ -142,8 +142,24 @@ def build_parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         metavar="WHAT",
-        help="methods, datasets, models, heterogeneities, partitions, attacks, aggregators",
+        help="methods, datasets, models, heterogeneities, partitions, attacks, aggregators, recipes",
     )
+
+    again = commands.add_parser(
+        "reproduce",
+        help="an experiment of one of the papers, its numbers beside ours",
+        description="Run a paper's experiment: a table with the paper's numbers beside ours, and its picture."
+        " What was already run in --out is not run again.",
+        allow_abbrev=False,
+    )
+    again.add_argument("name", metavar="NAME", help="'jfcl list recipes' shows them")
+    again.add_argument("--full", action="store_true", help="the paper's setting; default: one for a CPU of 2 cores")
+    again.add_argument("--rounds", type=int, metavar="N", help="another number of rounds than the setting's")
+    again.add_argument("--seeds", type=int, metavar="N", help="another number of seeds")
+    again.add_argument("--examples-per-client", type=int, metavar="N", help="another number of examples")
+    again.add_argument("--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS")
+    again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
+    again.add_argument("--quiet", action="store_true", help="no progress bars")
 
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
@@ -285,6 +301,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
     from jfcl import attacks, data, kernels, models
     from jfcl.algorithms import METHODS
     from jfcl.core import check_choice
+    from jfcl.experiments import RECIPES
 
     def first_lines(functions):
         return {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
@@ -298,6 +315,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
         "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
         "aggregators": first_lines(kernels.AGGREGATORS),
+        "recipes": {name: recipe.title for name, recipe in RECIPES.items()},
     }
     if args.what is not None:
         check_choice("list", args.what, tables)
@@ -307,6 +325,35 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
             for name, text in rows.items():
                 table.add_row(f"  {name}", text)
             console.print(table, "")
+
+
+def command_reproduce(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl reproduce`."""
+    from jfcl.experiments import reproduce
+
+    changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
+    result = reproduce(
+        args.name, full=args.full, out=args.out, data_dir=args.data_dir, progress=not args.quiet, **changes
+    )
+    table = Table(title=result["title"], title_justify="left", title_style="", box=SIMPLE_HEAD, show_edge=False)
+    columns = list(dict.fromkeys(name for row in result["rows"] for name in row))
+    for name in columns:
+        table.add_column(name)
+    for row in result["rows"]:
+        table.add_row(*[_cell(row.get(name)) for name in columns])
+    console.print(table)
+    if result["notes"]:
+        console.print(result["notes"])
+    console.print(f"{result['size']} setting: {', '.join(f'{k} {v}' for k, v in result['setting'].items())}")
+    console.print(f"{result['seconds']:.0f} s on {result['device']}")
+    out = args.out or f"runs/reproduce/{result['name']}-{result['size']}"
+    console.print(f"kept in {out}: result.json, figure.png, and a folder for each run")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def command_demo(args: argparse.Namespace, console: Console) -> None:
@@ -330,7 +377,13 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
 
 
-COMMANDS = {"run": command_run, "compare": command_compare, "list": command_list, "demo": command_demo}
+COMMANDS = {
+    "run": command_run,
+    "compare": command_compare,
+    "list": command_list,
+    "reproduce": command_reproduce,
+    "demo": command_demo,
+}
 
 
 def _compilation_cache() -> None:

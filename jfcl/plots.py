@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.metrics import contingency
+from jfcl.parameter_tree import Node
 from jfcl.theory import SplitProbability, max_noise
 
 Records = Sequence[dict[str, Any]]
@@ -138,6 +139,44 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's held-out examples")
     axes.grid(alpha=0.3)
     axes.legend()
+    return figure
+
+
+def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figure:
+    """A parameter tree (CFL's figure 4), rounds downwards: every cluster as a bar of its clients' true clusters.
+
+    Args:
+      nodes: of `jfcl.parameter_tree.nodes`.
+      true_cluster: `[N]`; without it, bars only show how many clients there are.
+    """
+
+    def leaves(i):
+        return [i] if not nodes[i].children else [leaf for c in nodes[i].children for leaf in leaves(c)]
+
+    place = {leaf: x for x, leaf in enumerate(leaves(0))}
+    x = lambda i: float(np.mean([place[leaf] for leaf in leaves(i)]))  # noqa: E731
+    last = max(node.round for node in nodes) or 1
+    largest = max(len(node.clients) for node in nodes) or 1
+    colors = colormaps["tab10"] if true_cluster is None or np.max(true_cluster) < 10 else colormaps["tab20"]
+    figure = Figure(figsize=(max(4.0, 1.6 * len(place)), 4.0))
+    axes = figure.subplots()
+    thick = 0.06 * last
+    for i, node in enumerate(nodes):
+        middle, width = x(i), 0.8 * len(node.clients) / largest
+        if node.parent >= 0:
+            axes.plot([x(node.parent), middle], [nodes[node.parent].round, node.round], color="0.6", zorder=1)
+        kinds = np.zeros(len(node.clients), int) if true_cluster is None else np.asarray(true_cluster)[node.clients]
+        left = middle - width / 2
+        for kind in np.unique(kinds):
+            share = width * np.mean(kinds == kind)
+            axes.barh(node.round, share, thick, left, color=colors(int(kind) % colors.N), edgecolor="white", zorder=2)
+            left += share
+        said = f"{len(node.clients)}" + (f", α = {node.cross_similarity:.2f}" if node.children else "")
+        below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
+        axes.annotate(said, (middle, node.round + thick / 2), **below)
+    axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xticks=[], ylabel="round of the split")
+    axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
+    axes.margins(x=0.15)
     return figure
 
 

@@ -310,12 +310,13 @@ def simulate(
 
         def judge(state, t: int, values, sums) -> list[dict[str, Any]]:
             """The records of round `t`, one per seed."""
-            held_out, new, values, cluster = jax.device_get(
+            held_out, new, values, cluster, excluded = jax.device_get(
                 (
                     assess(state, test_clients, by_loss=False),
                     assess(state, newcomers, by_loss=True),
                     values,
                     state.cluster,
+                    getattr(state, "excluded", None),
                 )
             )
             rows = []
@@ -334,6 +335,8 @@ def simulate(
                 row |= {name: totals[name][s] for name in sums}
                 if n <= MOST_CLUSTERS_KEPT:
                     row["cluster"] = cluster[s].tolist()
+                    if excluded is not None:
+                        row["excluded"] = excluded[s].tolist()
                 rows.append(row)
             return rows
 

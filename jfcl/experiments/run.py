@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import attacks, data, kernels, mapping, models, plots
+from jfcl import attacks, data, kernels, mapping, models, parameter_tree, plots
 from jfcl.algorithms import METHODS
+from jfcl.algorithms.splitting import CFLState
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -54,6 +55,9 @@ PASSED_ON = (
     "max_clusters",
     "min_rounds",
     "min_size",
+    "fallback_rounds",
+    "tree_dim",
+    "privacy",
     "similarity",
     "threshold",
 )
@@ -125,10 +129,18 @@ class Config:
     eps_2: float | None = _option(None, "and whose longest update is longer (cfl)")
     relative: bool = _option(False, "measure both in norms of the first round's updates (cfl)")
     gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
+    recursive: bool = _option(False, "clusters that stand still and are not split train no more (cfl)")
     max_clusters: int | None = _option(None, "clusters at most (cfl)")
     min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
     min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
     similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
+    validation: float = _option(0.0, "share of training examples that judges splits; harmful ones are undone (cfl)")
+    fallback_rounds: int | None = _option(None, "rounds from a split to that judgement (cfl)")
+    privacy: str | None = _option(
+        None, "hide updates from the server: permutation, sign or rotation (cfl, byzantine_cfl)"
+    )
+    tree_dim: int | None = _option(None, "numbers kept of an update at a split, for newcomers (cfl)")
+    track_gap: bool = _option(False, "record the separation gap, from the true clusters, every round (cfl)")
     threshold: float | None = _option(None, "shut out the smaller side below this similarity (byzantine_cfl)")
     attack: str | None = _option(None, "what malicious clients do; 'jfcl list attacks' shows them", "attack")
     malicious: float = _option(0.0, "share of the clients that are malicious", "attack")
@@ -151,6 +163,7 @@ class Setup(NamedTuple):
     algorithm: Algorithm
     seeds: list[int]
     client_axis: mapping.Mapping
+    malicious: np.ndarray | None = None
 
 
 def validate(config: Config) -> None:
@@ -259,8 +272,11 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     method = METHODS[config.method]
     options: dict[str, Any] = {"client_axis": client_axis}
     options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
-    if config.relative:
-        options["relative"] = True
+    options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
+    if config.validation:
+        options["validation"] = config.validation
+    if config.track_gap:
+        options["true_cluster"] = federation.cluster
     if config.attack in attacks.UPDATE_ATTACKS:
         options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
     if config.aggregator is not None:
@@ -338,7 +354,8 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     client_axis = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
     algorithm = make_algorithm(config, task, training, federation, client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
-    return Setup(federation, task, algorithm, seeds, client_axis)
+    malicious = malicious_clients(config) if config.attack is not None else None
+    return Setup(federation, task, algorithm, seeds, client_axis, malicious)
 
 
 def run(
@@ -436,13 +453,19 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     names = [name for name in ("accuracy", "loss") if name in history.clients]
     with (out / "clients.csv").open("w", newline="") as f:
         table = csv.writer(f)
-        table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *names])
+        extra = {}
+        if parts.malicious is not None:
+            extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
+        if hasattr(history.state, "excluded"):
+            extra["excluded_in_round"] = np.asarray(history.state.excluded)
+        table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
         for s, seed in enumerate(parts.seeds):
             for i in range(num_clients(federation.train)):
                 found = [
                     int(federation.train.size[i]),
                     int(federation.cluster[i]),
                     int(history.clients["cluster"][s, i]),
+                    *[int(values[s, i]) for values in extra.values()],
                 ]
                 table.writerow([seed, i, *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
@@ -451,6 +474,10 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
     plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
     plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
+    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+        one = jax.tree.map(lambda x: x[0], history.state)
+        parameter_tree.save_tree(out / "tree.npz", one)
+        plots.save(plots.tree(parameter_tree.nodes(one), federation.cluster), out / "plots" / "tree.png")
     if "cluster" in history.records[0]:
         plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
 

@@ -1,0 +1,129 @@
+"""The papers' experiments, each under a name: `jfcl reproduce NAME`.
+
+A recipe is a function from a setting (a dict of numbers) to the rows of a table and a picture. It does its runs through
+`Bench.run`, which keeps every one in its own folder: a recipe that was killed goes on where it stopped, and does
+nothing twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from jfcl import plots
+from jfcl.core import check, check_choice, check_count
+from jfcl.experiments.run import Config, read_run, run
+from jfcl.runs import finite_or_none, write_json
+from jfcl.simulation import environment
+
+Row = dict[str, Any]
+
+
+class Bench(NamedTuple):
+    """Where a recipe works: `out` is its folder, `data_dir` as in `jfcl run`, `progress` shows bars."""
+
+    out: Path
+    data_dir: str | None
+    progress: bool
+
+    def run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """`(summary, records)` of `config`: read from `out/name` if it has run there, resumed if it was stopped."""
+        folder = self.out / name
+        if (folder / "summary.json").exists():
+            saved = json.loads((folder / "config.json").read_text())
+            wanted = finite_or_none(dataclasses.asdict(config))
+            differ = [k for k, v in wanted.items() if saved.get("num_rounds" if k == "rounds" else k) != v]
+            check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
+        else:
+            started = (folder / "config.json").exists()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="round .*: a cluster would be split")  # the table says so
+                run(config, out=folder, resume=started, data_dir=self.data_dir, progress=self.progress)
+        return read_run(folder)
+
+
+class Outcome(NamedTuple):
+    """`rows` of the table, with the paper's numbers beside ours where it gives any; `figure`; `notes` to be said."""
+
+    rows: list[Row]
+    figure: Figure
+    notes: str = ""
+
+
+class Recipe(NamedTuple):
+    """An experiment of a paper.
+
+    Attributes:
+      title: one line: paper, figure or table, what it shows.
+      make: `(bench, setting) -> Outcome`.
+      full: the paper's setting.
+      small: one that a CPU of 2 cores finishes in minutes.
+    """
+
+    title: str
+    make: Callable[[Bench, dict[str, Any]], Outcome]
+    full: dict[str, Any]
+    small: dict[str, Any]
+
+
+def reproduce(
+    name: str,
+    recipes: dict[str, Recipe],
+    *,
+    full: bool = False,
+    out: str | Path | None = None,
+    data_dir: str | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Runs a recipe and leaves `result.json` and `figure.png` in its folder, beside the folders of its runs.
+
+    Args:
+      name: of the recipe.
+      recipes: all there are, by name.
+      full: the paper's setting instead of the small one.
+      out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is gone on with.
+      data_dir, progress: as in `jfcl run`.
+      changes: entries of the setting to change, such as `rounds=40`; `None` leaves one as it is.
+
+    Returns:
+      What stands in `result.json`: `name`, `title`, `setting`, `rows`, `notes`, `seconds`, `device`, `versions`.
+
+    Raises:
+      ValueError: an unknown name, an entry that the setting does not have; what `jfcl.experiments.run` raises.
+    """
+    check_choice("recipe", name, recipes)
+    recipe = recipes[name]
+    setting = dict(recipe.full if full else recipe.small)
+    for entry, value in changes.items():
+        if value is None:
+            continue
+        check(entry in setting, entry, value, f"left out: {name} has {', '.join(setting)}")
+        if isinstance(setting[entry], int):
+            check_count(entry, value)
+        setting[entry] = value
+    out = Path(out or Path("runs") / "reproduce" / f"{name}-{'full' if full else 'small'}")
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    outcome = recipe.make(Bench(out, data_dir, progress), setting)
+    result = {
+        "name": name,
+        "title": recipe.title,
+        "size": "full" if full else "small",
+        "setting": setting,
+        "rows": outcome.rows,
+        "notes": outcome.notes,
+        "seconds": time.perf_counter() - started,
+        **environment(),
+    }
+    result = finite_or_none(result)
+    write_json(out / "result.json", result)
+    plots.save(outcome.figure, out / "figure.png")
+    return result
