@@ -157,7 +157,9 @@ def build_parser() -> argparse.ArgumentParser:
     again.add_argument("--rounds", type=int, metavar="N", help="another number of rounds than the setting's")
     again.add_argument("--seeds", type=int, metavar="N", help="another number of seeds")
     again.add_argument("--examples-per-client", type=int, metavar="N", help="another number of examples")
-    again.add_argument("--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS")
+    again.add_argument(
+        "--data-dir", metavar="DIR", help="folder of official data files; else $JFCL_DATA_DIR, else TFDS"
+    )
     again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
     again.add_argument("--quiet", action="store_true", help="no progress bars")
 

@@ -1,0 +1,134 @@
+"""The experiments of Byzantine-robust CFL (Sattler, Müller, Wiegand, Samek 2020): figure 2, tables 1 and 2.
+
+The paper leaves the local epochs open; here they are 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jfcl.experiments.recipes import Bench, Outcome, Recipe
+from jfcl.experiments.run import Config, malicious_clients
+
+SCENARIOS = {"byzantine": "gaussian", "noisy": "noisy_inputs", "label flip": "label_zero", "clean": None}
+METHODS = {"FL": "fedavg", "CFL": "byzantine_cfl"}
+MODELS = {
+    "mnist": {"model": "cnn_mnist", "lr": 0.01},
+    "fashion_mnist": {"model": "cnn_mnist", "lr": 0.01},
+    "cifar10": {"model": "vgg", "lr": 0.01, "momentum": 0.9},
+}
+# Accuracy in %, in the order of SCENARIOS, by the number of clients.
+PAPER = {
+    100: {
+        "mnist": {"FL": (9.8, 96.9, 91.3, 97.5), "CFL": (93.19, 97.4, 97.4, 97.4)},
+        "fashion_mnist": {"FL": (9.6, 77.12, 60.6, 79.9), "CFL": (78.0, 79.7, 79.7, 80.2)},
+        "cifar10": {"FL": (None, 70.4, 40.1, 76.0), "CFL": (None, 74.6, 74.7, 75.3)},
+    },
+    10: {
+        "mnist": {"FL": (9.8, 98.1, 81.6, 98.6), "CFL": (95.5, 98.4, 98.6, 98.5)},
+        "fashion_mnist": {"FL": (9.6, 83.0, 68.4, 85.1), "CFL": (86.1, 85.4, 84.9, 85.1)},
+        "cifar10": {"FL": (None, 73.7, None, 77.65), "CFL": (None, 74.3, None, 76.0)},
+    },
+}
+
+
+def _config(setting: dict[str, Any], dataset: str, scenario: str, method: str) -> Config:
+    attack = SCENARIOS[scenario]
+    names = ("clients", "examples_per_client", "rounds", "local_epochs", "seeds", "eval_every")
+    return Config(
+        METHODS[method],
+        dataset=dataset,
+        heterogeneity="none",
+        clusters=1,
+        batch_size=100,
+        attack=attack,
+        malicious=0.3 if attack else 0.0,
+        **{name: setting[name] for name in names},
+        **MODELS[dataset],
+    )
+
+
+def _removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all seeds: who was shut out at the end, and when the last of the malicious was."""
+    malicious = malicious_clients(config)
+    last = {r["seed"]: np.array(r["excluded"]) for r in records}
+    removed = min(int((e[malicious] > 0).sum()) for e in last.values())
+    rounds = [int(e[malicious].max(initial=0)) if (e[malicious] > 0).all() else None for e in last.values()]
+    return {
+        "adversaries removed": f"{removed} of {malicious.sum()}",
+        "benign removed": max(int((e[~malicious] > 0).sum()) for e in last.values()),
+        "all out by round": None if None in rounds or not malicious.any() else max(rounds),
+    }
+
+
+def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """Accuracies of FL and CFL in the four scenarios; α_cross per round as in figure 2."""
+    rows, seen = [], {}
+    for dataset in setting["datasets"]:
+        for scenario in SCENARIOS:
+            for method in setting["methods"]:
+                config = _config(setting, dataset, scenario, method)
+                name = f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower()
+                summary, records = bench.run(name, config)
+                accuracies = [100 * row["accuracy"] for row in summary["per_seed"]]
+                row = {"data": dataset, "scenario": scenario, "method": method}
+                row |= {"accuracy %": float(np.mean(accuracies)), "std": float(np.std(accuracies))}
+                row["paper %"] = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
+                if method == "CFL":
+                    row |= _removals(config, records)
+                    seen[dataset, scenario] = records, malicious_clients(config)
+                rows.append(row)
+    notes = "" if setting["rounds"] == 200 else f"after {setting['rounds']} rounds; the paper's accuracies after 200"
+    return Outcome(rows, _figure_2(setting["datasets"], seen), notes)
+
+
+def _figure_2(datasets, seen) -> Figure:
+    """α_cross over the rounds; green: so many adversaries are separated, red: benign clients."""
+    figure = Figure(figsize=(3.6 * len(SCENARIOS), 2.8 * len(datasets)), layout="constrained")
+    panels = figure.subplots(len(datasets), len(SCENARIOS), squeeze=False)
+    for line, dataset in zip(panels, datasets, strict=True):
+        for axes, scenario in zip(line, SCENARIOS, strict=True):
+            records, malicious = seen[dataset, scenario]
+            first = [r for r in records if r["seed"] == records[0]["seed"]]
+            cross = [np.nan if r["cross_similarity"][0] is None else r["cross_similarity"][0] for r in first]
+            axes.plot([r["round"] for r in first], cross, lw=1)
+            axes.axhline(0.02, color="0.5", lw=1, ls="--")
+            excluded = np.array(first[-1]["excluded"])
+            for when in np.unique(excluded[excluded > 0]):
+                who = excluded == when
+                axes.axvline(when, color="tab:red" if (who & ~malicious).any() else "tab:green", lw=1, alpha=0.6)
+                if who.sum() > 1:
+                    axes.annotate(str(who.sum()), (when, 0.02), fontsize=8)
+            axes.set_title(f"{dataset}, {scenario}", fontsize=9)
+        line[0].set_ylabel(r"$\alpha_{cross}$")
+    for axes in panels[-1]:
+        axes.set_xlabel("round")
+    return figure
+
+
+_FULL = {
+    "datasets": ["mnist", "fashion_mnist", "cifar10"],
+    "methods": ["FL", "CFL"],
+    "examples_per_client": None,
+    "rounds": 200,
+    "local_epochs": 1,
+    "seeds": 3,
+    "eval_every": 1,
+}
+RECIPES = {
+    "byzantine_cfl.table1": Recipe(
+        "Byzantine CFL, table 1 and figure 2: 100 clients, 30 of them hostile",
+        table,
+        full=_FULL | {"clients": 100},
+        small=_FULL | {"clients": 100, "datasets": ["mnist"], "examples_per_client": 100, "rounds": 40, "seeds": 1},
+    ),
+    "byzantine_cfl.table2": Recipe(
+        "Byzantine CFL, table 2: 10 clients, 3 of them hostile",
+        table,
+        full=_FULL | {"clients": 10},
+        small=_FULL | {"clients": 10, "datasets": ["mnist"], "examples_per_client": 600, "rounds": 40, "seeds": 1},
+    ),
+}
