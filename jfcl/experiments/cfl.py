@@ -7,6 +7,7 @@ splits at the paper's rounds, by `min_rounds`, wherever `γ_max` allows them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jfcl import plots, theory
+from jfcl import parameter_tree, plots, theory
+from jfcl.core import take_clients
 from jfcl.experiments.recipes import Bench, Outcome, Recipe, Row
-from jfcl.experiments.run import Config
+from jfcl.experiments.run import Config, setup
 
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split
 
@@ -204,7 +206,11 @@ def staged(bench: Bench, name: str, config: Config, paper: dict[str, str], metri
 
 def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """Label swap on MNIST, split by the norms of updates alone: the true clusters, then no further split."""
-    config = Config(
+    return staged(bench, "run", _label_swap_config(setting), {"split": "gap > 0", "end": "4 clusters"}, "accuracy")
+
+
+def _label_swap_config(setting: dict[str, Any]) -> Config:
+    return Config(
         "cfl",
         dataset="mnist",
         heterogeneity="label_swap",
@@ -216,7 +222,32 @@ def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
         eval_every=1,
         **setting,
     )
-    return staged(bench, "run", config, {"split": "gap > 0", "end": "4 clusters"}, "accuracy")
+
+
+def newcomers(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """New clients led down the tree of a `label_swap` run by Algorithm 4, by how many examples they hold."""
+    counts = setting["newcomer_examples"]
+    rest = {name: value for name, value in setting.items() if name not in ("newcomer_examples", "newcomers")}
+    config = _label_swap_config({**rest, "seeds": 1, "newcomer_examples": max(counts)})
+    config = dataclasses.replace(config, eval_every=config.rounds)  # which looks at all newcomers under all models
+    bench.run("run", config)
+    parts = setup(config, data_dir=bench.data_dir)
+    state = parameter_tree.load_tree(bench.out / "run", parts.task)
+    true = parts.federation.cluster
+    of_leaf = {
+        int(k): int(np.bincount(true[np.asarray(state.cluster) == k]).argmax()) for k in set(state.cluster.tolist())
+    }
+    rows, rng = [], np.random.default_rng(0)
+    chosen = np.sort(rng.permutation(len(parts.federation.newcomer_cluster))[: setting["newcomers"]])
+    late = take_clients(parts.federation.newcomers, chosen)
+    truth = parts.federation.newcomer_cluster[chosen]
+    for count in counts:
+        few = late._replace(size=np.minimum(late.size, count).astype(np.int32))
+        found = parameter_tree.assign_newcomer(parts.task, parts.training, state, few, key=jax.random.key(1))
+        right = np.array([of_leaf[int(k)] for k in found.cluster]) == truth
+        row = {"examples": count, "newcomers": len(truth), "at the right leaf %": float(100 * right.mean())}
+        rows.append(row | {"similarity at the last split": float(found.similarity.mean()), "paper": "not measured"})
+    return Outcome(rows, plots.tree(parameter_tree.nodes(state), true))
 
 
 def _by_schedule(setting: dict[str, Any], **fixed: Any) -> Config:
@@ -266,6 +297,9 @@ def figure_9(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 _GAPS = {"models": {"mnist": "cnn_mnist", "cifar10": "cnn5"}, "rounds": 50, "batch_size": 100, "lr": 0.1}
 _TRAINING = {"local_epochs": 3, "batch_size": 100, "lr": 0.1}
+_RELATIVE = {"eps_1": 0.25, "eps_2": 0.42, "min_rounds": 10}
+_LABEL_SWAP_FULL = _TRAINING | _RELATIVE | {"model": "cnn_mnist", "examples_per_client": 3000, "rounds": 100}
+_LABEL_SWAP_SMALL = _TRAINING | _RELATIVE | {"model": "mlp", "examples_per_client": 500, "rounds": 60}
 RECIPES = {
     "cfl.figure3": Recipe(
         "CFL, figure 3: probability of a correct split by clusters and noise",
@@ -298,26 +332,14 @@ RECIPES = {
     "cfl.label_swap": Recipe(
         "CFL, section VI-C on MNIST with label swap: the four clusters and no fifth",
         label_swap,
-        full=_TRAINING
-        | {
-            "model": "cnn_mnist",
-            "examples_per_client": 3000,
-            "rounds": 100,
-            "seeds": 5,
-            "eps_1": 0.25,
-            "eps_2": 0.42,
-            "min_rounds": 10,
-        },
-        small=_TRAINING
-        | {
-            "model": "mlp",
-            "examples_per_client": 500,
-            "rounds": 60,
-            "seeds": 5,
-            "eps_1": 0.25,
-            "eps_2": 0.42,
-            "min_rounds": 10,
-        },
+        full=_LABEL_SWAP_FULL | {"seeds": 5},
+        small=_LABEL_SWAP_SMALL | {"seeds": 5},
+    ),
+    "cfl.newcomers": Recipe(
+        "CFL, Algorithm 4 on MNIST with label swap: newcomers led to their leaf",
+        newcomers,
+        full=_LABEL_SWAP_FULL | {"newcomers": 100, "newcomer_examples": [10, 20, 50, 100, 200]},
+        small=_LABEL_SWAP_SMALL | {"newcomers": 100, "newcomer_examples": [10, 20, 50, 100, 200]},
     ),
     "cfl.figure8": Recipe(
         "CFL, figure 8: label permutation on CIFAR-10, splits at rounds 50, 100, 150",

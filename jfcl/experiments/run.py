@@ -163,6 +163,7 @@ class Setup(NamedTuple):
     algorithm: Algorithm
     seeds: list[int]
     client_axis: mapping.Mapping
+    training: LocalTraining
     malicious: np.ndarray | None = None
 
 
@@ -355,7 +356,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     algorithm = make_algorithm(config, task, training, federation, client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
     malicious = malicious_clients(config) if config.attack is not None else None
-    return Setup(federation, task, algorithm, seeds, client_axis, malicious)
+    return Setup(federation, task, algorithm, seeds, client_axis, training, malicious)
 
 
 def run(
