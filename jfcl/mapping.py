@@ -120,7 +120,7 @@ def map_reduce(
 
         # Scanning over row numbers, not over rows: the data, never reshaped, are then not copied into the loop.
         total, kept = jax.lax.scan(one_chunk, jax.tree.map(jnp.asarray, zero), jnp.arange(n // size) * size)
-        kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
+        kept = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), kept)
         if n % size:
             sent, rest = some(n - n % size, n % size)
             total = fold(total, sent)

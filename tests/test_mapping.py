@@ -51,6 +51,17 @@ def test_chunks_bound_the_memory():
     assert temporaries(64, jax.vmap) > 32 * one
 
 
+def test_data_are_not_copied_into_the_loop():
+    data = jnp.zeros((64, 1000, 10))  # 2.6 MB; what leaves the loop is small
+    sums = jax.jit(lambda x: chunked(1)(lambda row: row.sum())(x))
+    assert sums.lower(data).compile().memory_analysis().temp_size_in_bytes < data.nbytes / 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_arrays_of_no_numbers_keep_their_shape(size):
+    assert chunked(size)(lambda x: jnp.zeros((3, 0)))(jnp.arange(5)).shape == (5, 3, 0)
+
+
 def test_a_mapping_is_its_size():
     assert chunked(3) == chunked(3) and hash(chunked(3)) == hash(chunked(3)) and chunked(2) != chunked(3)
 

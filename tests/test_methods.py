@@ -4,14 +4,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jfcl
+from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm
 from jfcl.testing import check_algorithm, problem
 
-OPTIONS = {"oracle": {"cluster": problem().cluster}, "ifca": {"num_clusters": 2}}
+OPTIONS = {
+    "oracle": {"cluster": problem().cluster},
+    "ifca": {"num_clusters": 2},
+    "cfl": {"eps_1": 0.4, "eps_2": 0.5, "max_clusters": 4},
+}
+# CFL's clients need enough examples to know their own model, which 3 of 4 unknowns are not; see test_cfl for it.
 FINDS_CLUSTERS = {"ifca", "oracle"}
 
 
@@ -31,6 +38,58 @@ def test_conformance(name):
 )
 def test_ifca_with_options(options):
     check_algorithm(partial(jfcl.ifca, num_clusters=2, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"similarity": "gradients"},
+        {"relative": True, "eps_1": 0.9, "eps_2": 0.1},
+        {"aggregator": kernels.mean},
+        {"validation": 0.25, "fallback_rounds": 1, "privacy": "sign"},
+        {"recursive": True, "tree_dim": 2},
+    ],
+    ids=["gradients", "relative", "aggregator", "fall-back, hidden", "recursive"],
+)
+def test_cfl_with_options(options):
+    check_algorithm(partial(jfcl.cfl, **OPTIONS["cfl"] | options))
+
+
+@pytest.mark.parametrize(
+    ("name", "attack"),
+    [
+        *[("fedavg", attack) for attack in attacks.UPDATE_ATTACKS],
+        *[(name, attack) for name in ("oracle", "ifca", "cfl", "byzantine_cfl") for attack in ("nan", "alie")],
+    ],
+)
+def test_attacked_methods_keep_their_models_finite(name, attack):
+    clients, _, task, training = problem()
+    adversary = jfcl.Adversary(attacks.UPDATE_ATTACKS[attack](), jnp.arange(7) >= 5)
+    algorithm = METHODS[name].make(task, training, adversary=adversary, **OPTIONS.get(name, {}))
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=2)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
+    assert metrics["nonfinite"][0] == (2 if attack == "nan" else 0)
+
+
+def test_an_attack_is_seen_and_an_aggregator_withstands_it():
+    clients, _, task, training = problem()
+    clients = jax.tree.map(lambda x: x[np.array([0, 2, 4, 0, 2, 4, 0])], clients._replace(id=None))
+    adversary = jfcl.Adversary(attacks.gaussian(50.0), jnp.arange(7) >= 5)
+
+    def model(**options):
+        algorithm = jfcl.fedavg(task, training, **options)
+        return np.asarray(jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)[0].params["w"][0])
+
+    truth = np.array([2, 2, -2, 1])
+    assert np.abs(model() - truth).max() < 0.5
+    assert np.abs(model(adversary=adversary) - truth).max() > 2
+    for aggregator in (
+        partial(kernels.trimmed_mean, num_malicious=2),
+        partial(kernels.multi_krum, num_malicious=2),
+        kernels.coordinate_median,
+        kernels.geometric_median,
+    ):
+        assert np.abs(model(adversary=adversary, aggregator=aggregator) - truth).max() < 0.6, aggregator
 
 
 def broken(change):
