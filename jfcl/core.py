@@ -49,12 +49,14 @@ class Task(NamedTuple):
       loss: `(params, batch) -> [B]`, one loss per example, so that the library owns the mask and the mean.
       predict: `(params, inputs [B, ...]) -> outputs [B, ...]`.
       correct: `(params, batch) -> [B]` float, what "accuracy" is the mean of; `None` where there is none (regression).
+      perplexity: the loss is one of a word, so that its exponential is a perplexity, and is reported (language models).
     """
 
     init: Callable[[jax.Array], PyTree]
     loss: Callable[[PyTree, Batch], jax.Array]
     predict: Callable[[PyTree, jax.Array], jax.Array]
     correct: Callable[[PyTree, Batch], jax.Array] | None = None
+    perplexity: bool = False
 
 
 class Algorithm(NamedTuple):

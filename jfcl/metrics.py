@@ -37,7 +37,8 @@ def evaluate(
       client_axis: a mapping; default: what suits the backend.
 
     Returns:
-      `loss` `[N]`, `accuracy` `[N]` (where the task knows one) and `cluster` `[N]`; NaN for clients without examples.
+      `loss` `[N]`, `accuracy` `[N]` (where the task knows one), `perplexity` `[N]` (of language models: the exponential
+      of the client's loss) and `cluster` `[N]`; NaN for clients without examples.
       Cost: one forward pass over all examples, `K` if `cluster` is None.
     """
     client_axis = mapping.auto() if client_axis is None else client_axis
@@ -53,6 +54,8 @@ def evaluate(
         result = {"loss": masked_mean(task.loss(model, examples), real)}
         if task.correct is not None:
             result["accuracy"] = masked_mean(task.correct(model, examples), real)
+        if task.perplexity:
+            result["perplexity"] = jnp.exp(result["loss"])
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
         return result | {"cluster": k}
 
@@ -69,8 +72,9 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       size: `[N]`, the number of examples each client was evaluated on; clients with none are left out.
 
     Returns:
-      `loss` and `accuracy`: means over clients. `pooled_accuracy`: over examples. `worst_client_accuracy` and
-      `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one client).
+      `loss`, `accuracy` and `perplexity`: means over clients. `pooled_accuracy`: over examples.
+      `worst_client_accuracy` and `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one
+      client).
 
     Example:
       >>> import numpy as np
@@ -79,7 +83,8 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       (0.75, 0.875, 0.5)
     """
     real = np.asarray(size) > 0
-    summary = {"loss": float(np.mean(np.asarray(evaluation["loss"], np.float64)[real]))}
+    means = [name for name in ("loss", "perplexity") if name in evaluation]
+    summary = {name: float(np.mean(np.asarray(evaluation[name], np.float64)[real])) for name in means}
     if "accuracy" in evaluation:
         accuracy = np.asarray(evaluation["accuracy"], np.float64)[real]
         worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]
@@ -93,14 +98,14 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
 
 
 def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[int, dict[str, float]]:
-    """The mean loss and accuracy over the clients of each cluster, and how many they are.
+    """The mean loss, accuracy and perplexity over the clients of each cluster, and how many they are.
 
     Example:
       >>> per_cluster({"loss": [1.0, 2.0, 6.0]}, [0, 1, 1])
       {0: {'clients': 1, 'loss': 1.0}, 1: {'clients': 2, 'loss': 4.0}}
     """
     cluster = np.asarray(cluster)
-    names = [name for name in ("loss", "accuracy") if name in evaluation]
+    names = [name for name in ("loss", "accuracy", "perplexity") if name in evaluation]
     return {
         int(k): {"clients": int((cluster == k).sum())}
         | {name: float(np.nanmean(np.asarray(evaluation[name], np.float64)[cluster == k])) for name in names}

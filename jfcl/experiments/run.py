@@ -34,6 +34,7 @@ from jfcl.core import (
     max_examples,
     num_clients,
 )
+from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.local import KEEP, LocalTraining, local_training
 from jfcl.metrics import rounds_to_recovery
 from jfcl.runs import RunFolder, finite_or_none, write_json
@@ -91,6 +92,8 @@ class Config:
     newcomer_examples: int | None = _option(
         None, "also make new clients of so many test examples each, served the model of lowest loss", "data"
     )
+    vocab_size: int = _option(10_000, "words told apart, of a data set of texts", "data")
+    length: int = _option(32, "words that every text is cut to", "data")
     data_seed: int = _option(0, "seed of the split into clients; the same for all --seeds", "data")
     model: str = _option("mlp", "model; 'jfcl list models' shows them", "training")
     rounds: int = _option(100, "communication rounds", "training")
@@ -189,6 +192,8 @@ def validate(config: Config) -> None:
         value = getattr(config, name)
         if name in counts or value is not None:
             check_count(name, value)
+    check_count("vocab_size", config.vocab_size, least=3)
+    check_count("length", config.length, least=2)
     for name in ("lr", "server_lr", "lr_decay"):
         check(getattr(config, name) > 0, name, getattr(config, name), "positive")
     for name in ("weight_decay", "prox"):
@@ -326,10 +331,40 @@ def attack_data(config: Config, federation):
     return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
 
 
+def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
+    """The data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
+    dataset = data.load(config.dataset, data_dir=data_dir)
+    texts = dataset.train["x"].dtype.kind in "UO"
+    if texts != (config.model in models.LANGUAGE_MODELS):
+        holds, reads = ("texts", "images") if texts else ("images", "texts")
+        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
+        raise ValueError(
+            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
+        )
+    if not texts:
+        return dataset, None
+    kinds = ("none", *SELECTIVE)
+    accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not look at labels"
+    check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
+    check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
+    dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
+    return dataset, len(vocabulary)
+
+
+def make_task(config: Config, federation: data.Federation, vocab_size: int | None) -> Task:
+    """The model of `config` for the federation's classes, or for a vocabulary; `ValueError` for data unfit for it."""
+    make = models.MODELS[config.model][0]
+    if vocab_size is None:
+        return models.classification(make(federation.num_classes), federation.input_shape, federation.num_classes)
+    models.check_tokens(federation.train, vocab_size)
+    models.check_tokens(federation.test, vocab_size, name="test clients")
+    return models.language_model(make(vocab_size), config.length, vocab_size)
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
     validate(config)
-    dataset = data.load(config.dataset, data_dir=data_dir)
+    dataset, vocab_size = load_dataset(config, data_dir)
     extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
     federation = data.build(
         dataset,
@@ -347,8 +382,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     check_labels(federation.train, federation.num_classes)
     if config.attack is not None:
         federation = attack_data(config, federation)
-    module = models.MODELS[config.model][0](federation.num_classes)
-    task = models.classification(module, federation.input_shape, federation.num_classes)
+    task = make_task(config, federation, vocab_size)
     m = max_examples(federation.train)
     passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
     training = make_training(config, passes or config.local_steps or 10)
@@ -416,7 +450,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         recovered = rounds_to_recovery([r["round"] for r in mine], [r["cluster_accuracy"] for r in mine])
         row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
         row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
-        row |= {name: value for name, value in record.items() if name.startswith("newcomer_")}
+        row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
         per_seed.append(row)
 
     def over_seeds(statistic) -> dict[str, float | None]:
@@ -451,7 +485,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     """`summary.json`, `clients.csv`, `params.npz` and the plots of one run."""
     write_json(out / "summary.json", summary)
     federation = parts.federation
-    names = [name for name in ("accuracy", "loss") if name in history.clients]
+    names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
     with (out / "clients.csv").open("w", newline="") as f:
         table = csv.writer(f)
         extra = {}
@@ -474,6 +508,8 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     name = summary["method"]
     plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
     plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
+    if "perplexity" in history.clients:
+        plots.save(plots.curves({name: history.records}, "perplexity"), out / "plots" / "perplexity.png")
     plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
     if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
         one = jax.tree.map(lambda x: x[0], history.state)

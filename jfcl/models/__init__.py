@@ -3,7 +3,8 @@
 from functools import partial
 
 from jfcl.models.conv import conv, max_pool
-from jfcl.models.networks import MLP, CNNCifar, CNNFemnist, CNNMnist, Linear
+from jfcl.models.language import check_tokens, language_model
+from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
 from jfcl.models.tasks import classification, parameter_paths, regression, task
 
 MODELS = {
@@ -13,17 +14,27 @@ MODELS = {
     "cnn_mnist": (CNNMnist, "2 conv 5x5x32, fc 256 (Byzantine-CFL's MNIST and Fashion-MNIST model)"),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
+    "cnn5": (CNN5, "3 conv 3x3x32, 64, 64, fc 64 (for CFL's 5-layer CIFAR-10 model, of unknown widths)"),
+    "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),
+    "lstm": (LSTMLanguageModel, "two LSTM layers of 128 that predict the next word (CFL's AG News model; text)"),
 }
+LANGUAGE_MODELS = ("lstm",)  # these take a vocabulary's size and texts; all others a number of classes and images
 
 __all__ = [
+    "CNN5",
+    "LANGUAGE_MODELS",
     "MLP",
     "MODELS",
+    "VGG",
     "CNNCifar",
     "CNNFemnist",
     "CNNMnist",
+    "LSTMLanguageModel",
     "Linear",
+    "check_tokens",
     "classification",
     "conv",
+    "language_model",
     "max_pool",
     "parameter_paths",
     "regression",

@@ -62,21 +62,28 @@ def task(
     return Task(init, squared_error, apply)
 
 
-@lru_cache(maxsize=64)
-def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
+def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.float32) -> tuple[Callable, Callable]:
+    """`(init, apply)` of a flax.linen module; `ValueError` if it keeps other state than parameters."""
+
     def init(key):
-        return module.init(key, jnp.zeros((1, *input_shape)))["params"]
+        return module.init(key, jnp.zeros((1, *input_shape), dtype))["params"]
 
     def apply(params, x):
         return module.apply({"params": params}, x)
 
-    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, *input_shape))))
+    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, *input_shape), dtype)))
     others = sorted(set(variables) - {"params"})
     if others:
         raise ValueError(
             f"{type(module).__name__} keeps state besides its parameters ({', '.join(others)}), which cannot be"
             " averaged over clients; use GroupNorm or LayerNorm instead of BatchNorm"
         )
+    return init, apply
+
+
+@lru_cache(maxsize=64)
+def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
+    init, apply = functions_of(module, input_shape)
     return task(init, apply, kind=kind, half=half)
 
 

@@ -1,0 +1,142 @@
+"""Language modelling: the next word of a text, from the words before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
+from jfcl.data.text import PAD
+from jfcl.local import masked_mean
+from jfcl.models.tasks import functions_of
+
+MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
+
+
+def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
+    """Next-word prediction by a flax.linen module: cross-entropy of every word given those before it.
+
+    Batches are `{"x": token ids [B, L], "y": topics}` as `jfcl.data.tokenize` makes them; topics are ignored. The
+    module sees `x[:, :-1]` and is to predict `x[:, 1:]`. Padding (id 0) is never a target; `<unknown>` (id 1) is a word
+    as any other, so perplexities can be compared only under the same vocabulary.
+
+    A text's loss is the mean over its own targets, and a client's the mean over its texts, in which a text that ends
+    before `length` weighs as much as a full one. Texts are cut to `length` words, so most are full (of AG News at 32
+    words 91 %, and no article has fewer than 18), and the mean over texts is nearly that over words. The perplexity of
+    a client is the exponential of its loss (`jfcl.evaluate` reports it, `jfcl.simulate` its mean over clients), its
+    accuracy the share of next words that are predicted right. A text of one word has no target and counts as loss 0:
+    `check_tokens` finds such.
+
+    Args:
+      module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`; parameters only.
+      length: words per text, `L`, at least 2.
+      vocab_size: number of token ids, at least 3.
+
+    Returns:
+      `Task`, the same object for the same arguments; its `predict` gives the logits of all positions, of texts of any
+      length. Memory: at most `MOST_LOGITS` logits at a time; larger batches are done in parts, whose activations are
+      computed again for the gradient.
+
+    Raises:
+      ValueError: outputs that do not fit the vocabulary; a module with other state than parameters; and from the task,
+        inputs that are not integers of shape `[B, length]`, or (where their values are known) not in the vocabulary.
+
+    Source: CFL, section VI-C (figure 9, AG News).
+
+    Example:
+      >>> import jax, jfcl
+      >>> lstm = language_model(jfcl.models.LSTMLanguageModel(50, 8, 8), length=6, vocab_size=50)
+      >>> texts = {"x": jax.numpy.array([[7, 3, 9, 2, 4, 5], [8, 3, 0, 0, 0, 0]])}
+      >>> lstm.loss(lstm.init(jax.random.key(0)), texts).shape
+      (2,)
+    """
+    check_count("length", length, least=2)
+    check_count("vocab_size", vocab_size, least=3)
+    return _language_model(module, length, vocab_size)
+
+
+@lru_cache(maxsize=64)
+def _language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
+    init, apply = functions_of(module, (length - 1,), jnp.int32)
+    inputs = jax.ShapeDtypeStruct((2, length - 1), jnp.int32)
+    shape = jax.eval_shape(lambda x: apply(init(jax.random.key(0)), x), inputs).shape
+    if shape != (2, length - 1, vocab_size):
+        raise ValueError(
+            f"{type(module).__name__} must give {vocab_size} logits a word, shape (B, {length - 1}, {vocab_size}), for"
+            f" texts of {length} words and a vocabulary of {vocab_size}; it gives {('B', *shape[1:])}"
+        )
+
+    def mean_over_words(score: Callable) -> Callable:
+        """`(params, batch) -> [B]`: the mean of `score(logits, targets)` over the targets of every text."""
+
+        def function(params, batch):
+            def texts(x):
+                values = score(apply(params, x[:, :-1]), x[:, 1:])
+                return jax.vmap(masked_mean)(values, x[:, 1:] != PAD)
+
+            x = batch["x"]
+            _check_ids(x, length, vocab_size)
+            return _in_parts(texts, x, max(1, MOST_LOGITS // ((length - 1) * vocab_size)))
+
+        return function
+
+    def right(logits, targets):
+        return (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return Task(init, mean_over_words(cross_entropy), apply, mean_over_words(right), perplexity=True)
+
+
+def _in_parts(function: Callable, x: jax.Array, most: int) -> jax.Array:
+    """`function(x)` `[B]` of at most `most` rows of `x` at a time; row `i` of the result depends on row `i` alone."""
+    if len(x) <= most:
+        return function(x)
+    count = -(-len(x) // most)
+    each = -(-len(x) // count)
+    parts = jnp.pad(x, ((0, count * each - len(x)), (0, 0))).reshape(count, each, -1)
+    again = jax.checkpoint(function, prevent_cse=False)
+    return jax.lax.scan(lambda carry, part: (carry, again(part)), (), parts)[1].reshape(-1)[: len(x)]
+
+
+def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
+    integers = jnp.issubdtype(x.dtype, jnp.integer)
+    check(integers, "x", x.dtype, "token ids, which are integers (jfcl.data.tokenize makes them from texts)")
+    check(x.ndim == 2 and x.shape[1] == length, "x", x.shape, f"token ids of shape (B, {length})")
+    if is_concrete(x) and x.size:
+        low, high = int(x.min()), int(x.max())
+        check(low >= 0 and high < vocab_size, "x", f"{low}..{high}", f"token ids in 0..{vocab_size - 1}")
+
+
+def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") -> None:
+    """Looks at concrete texts for what would make a language model meaningless.
+
+    Raises:
+      ValueError: `examples["x"]` that are not integers `[N, M, L]`; ids outside `0..vocab_size-1`; texts without a
+        second word, which leave nothing to predict.
+
+    Example:
+      >>> check_tokens(Clients({"x": np.array([[[2, 3, 9]]])}, np.array([1])), vocab_size=5)
+      Traceback (most recent call last):
+      ValueError: clients: token ids must lie in 0..4, got 9 at client 0
+    """
+    x = np.asarray(clients.examples["x"])
+    fits = x.ndim == 3 and x.dtype.kind in "iu"
+    check(fits, f"{name}.examples['x']", f"{x.dtype} {x.shape}", "integer token ids [N, M, L] (jfcl.data.tokenize)")
+    real = np.asarray(mask(clients))
+    bad = ((x < 0) | (x >= vocab_size)) & real[:, :, None]
+    if bad.any():
+        row = int(np.flatnonzero(bad.any(axis=(1, 2)))[0])
+        raise ValueError(f"{name}: token ids must lie in 0..{vocab_size - 1}, got {x[bad][0]} at client {row}")
+    short = (x[:, :, 1:] == PAD).all(axis=2) & real
+    if short.any():
+        row = int(np.flatnonzero(short.any(axis=1))[0])
+        raise ValueError(
+            f"{name}: {short.sum()} text(s) without a second word, first at client {row}, leave nothing to predict;"
+            " drop them"
+        )
