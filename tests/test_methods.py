@@ -43,13 +43,10 @@ def test_ifca_with_options(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"similarity": "gradients"},
-        {"relative": True, "eps_1": 0.9, "eps_2": 0.1},
-        {"aggregator": kernels.mean},
-        {"validation": 0.25, "fallback_rounds": 1, "privacy": "sign"},
-        {"recursive": True, "tree_dim": 2},
+        {"similarity": "gradients", "relative": True, "eps_1": 0.9, "eps_2": 0.1, "aggregator": kernels.mean},
+        {"validation": 0.25, "fallback_rounds": 1, "privacy": "sign", "recursive": True, "tree_dim": 2},
     ],
-    ids=["gradients", "relative", "aggregator", "fall-back, hidden", "recursive"],
+    ids=["gradients, relative, aggregator", "fall-back, hidden, recursive"],
 )
 def test_cfl_with_options(options):
     check_algorithm(partial(jfcl.cfl, **OPTIONS["cfl"] | options))

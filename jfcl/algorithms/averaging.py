@@ -79,7 +79,8 @@ def client_weight(weights: str, size: jax.Array) -> jax.Array:
 
 def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree | None) -> PyTree:
     """`count` models `[count, ...]`: drawn from the task, or `init_params` (one model, or `count` of them stacked)."""
-    fresh = jax.vmap(task.init)(jax.random.split(key, count))
+    # One after the other: XLA's CPU backend never ends the vmapped orthogonal initialisers of flax's LSTM cells.
+    fresh = mapping.chunked(1)(task.init)(jax.random.split(key, count))
     if init_params is None:
         return fresh
     init_params = jax.tree.map(jnp.asarray, init_params)
