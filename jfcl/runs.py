@@ -120,7 +120,8 @@ class RunFolder:
             return
         leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
         about = {"totals": totals, "shapes": {name: list(leaf.shape) for name, leaf in leaves.items()}}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
+        full = {name: leaf for name, leaf in leaves.items() if leaf.size}  # orbax refuses arrays without numbers
+        args = ocp.args.Composite(state=ocp.args.StandardSave(full), about=ocp.args.JsonSave(about))
         self.manager.save(round_, args=args)
         self.manager.wait_until_finished()
 
@@ -142,9 +143,10 @@ class RunFolder:
                 f"the checkpoint of round {round_} in {self.path} is of another model or number of clients; nothing was"
                 " changed"
             )
-        saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
+        full = {name: leaf for name, leaf in wanted.items() if leaf.size}
+        saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(full)))
         self._truncate(round_)
-        leaves = [saved.state[name] for name in sorted(wanted)]
+        leaves = [saved.state.get(name, wanted[name]) for name in sorted(wanted)]
         return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
 
     def _truncate(self, round_: int) -> None:

@@ -121,6 +121,19 @@ def test_parents_and_rounds_of_splits_are_kept():
     np.testing.assert_array_equal(state.params["w"][-1], state.params["w"][0])
 
 
+@pytest.mark.parametrize("tree_dim", [0, 2])
+def test_resumed_equals_uninterrupted_bit_for_bit(tree_dim, tmp_path):
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, tree_dim=tree_dim, validation=0.2)
+    run = {"key": jax.random.key(0), "num_rounds": 40, "eval_every": 5}
+    whole = jfcl.simulate(algorithm, clients, **run)
+    jfcl.simulate(algorithm, clients, **run, out=tmp_path / "run", stop_after=20)
+    resumed = jfcl.simulate(algorithm, clients, **run, out=tmp_path / "run", resume=True)
+    assert whole.state.active.sum() > 1
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    assert resumed.records[-1]["split_from"] == whole.records[-1]["split_from"]
+
+
 def test_full_capacity_says_so_and_goes_on():
     clients = regression(TRUTH, CLUSTER)
     algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.1, max_clusters=2)
