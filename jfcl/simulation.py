@@ -119,11 +119,12 @@ def _init(keys, clients, hyperparams, *, algorithm, seed_axis):
 def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis):
     """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
     algorithm = _made(algorithm, hyperparams)
-    n = num_clients(clients)
 
-    def shorten(values):  # per-client metrics as their mean over the clients that took part
+    def shorten(values):  # the loss, and what would make records unwieldy, as the mean over clients that took part
+        long = {name: v.ndim > 0 and v.shape[0] > MOST_CLUSTERS_KEPT for name, v in values.items()}
         return {
-            name: jnp.nanmean(v.astype(jnp.float32)) if v.ndim and v.shape[0] == n else v for name, v in values.items()
+            name: jnp.nanmean(v.astype(jnp.float32)) if name == "loss" or long[name] else v
+            for name, v in values.items()
         }
 
     def one_seed(key, state):

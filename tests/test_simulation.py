@@ -204,6 +204,13 @@ def test_newcomers_are_served_by_lowest_loss():
     assert last["newcomer_loss"] <= last["loss"] + 1e-6
 
 
+def test_entries_of_clusters_are_kept_where_there_are_as_many_clients():
+    clients, _, task, training = problem()
+    two = jax.tree.map(lambda x: x[:2], clients._replace(id=None))
+    history = jfcl.simulate(jfcl.cfl(task, training, max_clusters=2), two, key=jax.random.key(0), num_rounds=1)
+    assert len(history.records[0]["mean_norm"]) == 2 and isinstance(history.records[0]["train_loss"], float)
+
+
 def test_records_are_ready_for_pandas():
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame(sim(key=KEYS).records)

@@ -50,7 +50,7 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
                 a = k.index(clusters)
                 row = {"clusters": clusters, "noise": float(noise[g]), "guaranteed": bool(inside[a, g])}
                 row |= {"correct splits": float(found.correct[a, g]), "gap above 0": float(found.gap[a, g])}
-                rows.append(row | {"paper": "≈ 1, k > 10 and noise > 1 too" if gamma <= 1.5 else ""})
+                rows.append(row | {"paper": "≈ 1" if gamma <= 1.5 else ""})
     worst = float(np.asarray(found.correct)[inside].min())
     figure = plots.split_probability(found, k, noise)
     return Outcome(rows, figure, f"inside the guaranteed region, the lowest share of correct splits is {worst:.3f}")

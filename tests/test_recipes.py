@@ -1,0 +1,107 @@
+"""The papers' experiments as recipes: the frame, and every recipe in a setting of seconds."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from matplotlib.figure import Figure
+
+from jfcl.cli import main
+from jfcl.experiments import RECIPES, Config, recipes, reproduce
+from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
+from jfcl.experiments.recipes import Outcome, Recipe
+
+
+def make(bench, setting):
+    rows = []
+    for method in ("fedavg", "oracle"):
+        config = Config(method, clients=4, clusters=2, rounds=setting["rounds"], examples_per_client=20)
+        summary, records = bench.run(method, config)
+        rows.append({"method": method, "accuracy": summary["mean"]["accuracy"], "rounds": len(records)})
+    return Outcome(rows, Figure(), "a note")
+
+
+SMALL = {"toy": Recipe("a toy", make, full={"rounds": 3}, small={"rounds": 2})}
+
+
+def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch):
+    first = reproduce("toy", recipes=SMALL, out=tmp_path)
+    assert (
+        [row["rounds"] for row in first["rows"]] == [2, 2] and first["size"] == "small" and first["notes"] == "a note"
+    )
+    assert json.loads((tmp_path / "result.json").read_text()) == first
+    assert (tmp_path / "figure.png").stat().st_size > 0 and (tmp_path / "fedavg" / "summary.json").exists()
+    for name in ("device", "versions", "seconds", "title", "setting"):
+        assert name in first
+    with monkeypatch.context() as patch:
+        patch.setattr(recipes, "run", lambda *args, **options: pytest.fail("ran again"))
+        assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
+    (tmp_path / "oracle" / "summary.json").unlink()  # as if stopped in the middle
+    assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
+    with pytest.raises(ValueError, match="out must be a new folder: fedavg there differs in rounds"):
+        reproduce("toy", recipes=SMALL, out=tmp_path, full=True)
+
+
+def test_settings_can_be_changed(tmp_path):
+    result = reproduce("toy", recipes=SMALL, out=tmp_path, rounds=1, seeds=None)
+    assert result["setting"] == {"rounds": 1}
+    with pytest.raises(ValueError, match="seeds must be left out: toy has rounds, got 2"):
+        reproduce("toy", recipes=SMALL, out=tmp_path, seeds=2)
+    with pytest.raises(ValueError, match="rounds must be an integer, at least 1, got 0"):
+        reproduce("toy", recipes=SMALL, out=tmp_path, rounds=0)
+    with pytest.raises(ValueError, match=r"unknown recipe 'cfl.figure33': did you mean 'cfl.figure3'"):
+        reproduce("cfl.figure33")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_settings_fit_together(name):
+    recipe = RECIPES[name]
+    assert set(recipe.full) == set(recipe.small) and recipe.title.count("\n") == 0
+    assert name.split(".")[0] in ("cfl", "byzantine_cfl")
+
+
+def test_the_papers_tables_are_whole():
+    for table in PAPER.values():
+        for methods in table.values():
+            assert all(len(row) == len(SCENARIOS) for row in methods.values())
+
+
+def test_figure_3(tmp_path):
+    recipe = RECIPES["cfl.figure3"]
+    tiny = {"cfl.figure3": recipe._replace(small={"most_clusters": 5, "noises": 5, "trials": 5})}
+    result = reproduce("cfl.figure3", recipes=tiny, out=tmp_path)
+    assert "the lowest share of correct splits is 1.000" in result["notes"]
+    assert all(row["correct splits"] >= row["gap above 0"] for row in result["rows"])
+
+
+def test_the_command_line(capsys):
+    assert main(["list", "recipes"]) == 0
+    assert "byzantine_cfl.table1" in capsys.readouterr().out
+    assert main(["reproduce", "cfl.figure4"]) == 2
+    assert "unknown recipe 'cfl.figure4'" in capsys.readouterr().err
+
+
+_FEW = {"rounds": 2, "examples_per_client": 20, "seeds": 1, "local_epochs": 1, "batch_size": 10, "lr": 0.1}
+TINY = {
+    "cfl.figure5": {"examples": {"mnist": [10]}, "models": {"mnist": "linear"}, "rounds": 2, "seeds": 1},
+    "cfl.figure6": {"examples": {"mnist": 10}, "models": {"mnist": "linear"}, "rounds": 2, "seeds": 2},
+    "cfl.figure7": {"rounds": 3, "examples_per_client": 20, "model": "linear"},
+    "cfl.label_swap": _FEW | {"model": "linear", "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
+    "cfl.newcomers": {"model": "linear", "rounds": 3, "examples_per_client": 20, "newcomer_examples": [5]}
+    | {"newcomers": 8, "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
+    "cfl.figure8": _FEW | {"min_rounds": 1, "gamma_max": 0.0},
+    "cfl.figure9": _FEW | {"min_rounds": 1, "vocab_size": 50, "length": 6},
+    "byzantine_cfl.table1": {"rounds": 2, "examples_per_client": 2, "clients": 10, "datasets": ["mnist"], "seeds": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_recipes_on_real_data(name, tmp_path, data_dir):
+    recipe = RECIPES[name]
+    tiny = {name: recipe._replace(small=recipe.small | TINY[name])}
+    result = reproduce(name, recipes=tiny, out=tmp_path, data_dir=str(data_dir))
+    assert result["rows"] and (tmp_path / "figure.png").exists()
+    assert all("paper" in row or "paper %" in row for row in result["rows"])
+    for run in tmp_path.glob("*/config.json"):
+        assert set(asdict(Config("cfl"))) - {"rounds"} <= set(json.loads(run.read_text()))
