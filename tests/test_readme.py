@@ -27,6 +27,21 @@ def test_its_commands_parse():
         assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS
 
 
+def test_the_page_on_cfl(capsys, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "cfl.md").read_text()
+    run, tree = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names = {}
+    exec(run, names)
+    clusters, identity = map(float, capsys.readouterr().out.split())
+    assert clusters == 2 and identity == 1
+    monkeypatch.chdir(tmp_path)
+    exec(tree, names)
+    assert float(capsys.readouterr().out.split()[0]) == 1
+    assert names["parameter_tree"].load_tree(tmp_path, names["task"]).cluster.tolist()
+    for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text.replace("\\\n", " "), flags=re.MULTILINE):
+        cli.build_parser().parse_args(shlex.split(line)[1:])
+
+
 def test_it_is_short_and_its_links_lead_somewhere():
     assert TEXT.count("\n") <= 150
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
