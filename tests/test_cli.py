@@ -210,14 +210,19 @@ def test_diverging_stops_with_status_1(tmp_path, capsys):
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     rounds = ["--clients", "8", "--clusters", "2", "--local-steps", "1", "--quiet", "--eval-every", "1"]
     command = [sys.executable, "-m", "jfcl", "run", "ifca", *rounds, "--rounds", "100000", "--out", "x"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
-    metrics = tmp_path / "x" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size > 1000):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
+    # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit that.
+    hears = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy(), **hears)
+    try:
+        metrics = tmp_path / "x" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size > 1000):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "--resume" in printed and "Traceback" not in printed
     done = max(int(p.name) for p in (tmp_path / "x" / "checkpoints").glob("[0-9]*"))
