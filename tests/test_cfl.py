@@ -163,6 +163,7 @@ def test_tiles_find_what_the_matrix_finds(monkeypatch):
     wanted = jnp.array([True, False, True])
     dense = bipartitions(updates, cluster, usable, wanted)
     monkeypatch.setattr(splitting, "DENSE_UP_TO", 10)
+    monkeypatch.setattr(splitting, "DENSE_SHARE", 100)
     tiled = bipartitions(updates, cluster, usable, wanted)
     np.testing.assert_allclose(tiled.cross_similarity, dense.cross_similarity, atol=1e-6)
     np.testing.assert_array_equal(tiled.side, dense.side)

@@ -45,7 +45,8 @@ from jfcl.kernels.base import rows_of, squared_norms
 from jfcl.kernels.similarity import signed_sums
 
 SIMILARITIES = ("updates", "gradients")
-DENSE_UP_TO = 4096  # clients whose similarities are kept as a matrix; beyond, they are computed in tiles
+DENSE_UP_TO = 4096  # clients whose similarities are always kept as a matrix
+DENSE_SHARE = 8  # beyond, only a matrix that is so many times smaller than the updates; else tiles, computed repeatedly
 SKETCH_COLUMNS = 4096  # a block of columns in the sketches; part of what they are, since signs are drawn per block
 
 
@@ -163,7 +164,8 @@ def bipartitions(vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted:
       `Splits`; for clusters not wanted the cross similarity is `inf`.
     """
     count = len(cluster)
-    dense = count <= DENSE_UP_TO
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(vectors)) // count
+    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE)
     given = pairwise_cosine(vectors, mask=usable) if dense else vectors
     split = optimal_bipartition if dense else bipartition_of_updates
 
