@@ -209,10 +209,11 @@ def test_diverging_stops_with_status_1(tmp_path, capsys):
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     rounds = ["--clients", "8", "--clusters", "2", "--local-steps", "1", "--quiet", "--eval-every", "1"]
-    command = [sys.executable, "-m", "jfcl", "run", "ifca", *rounds, "--rounds", "100000", "--out", "x"]
     # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit that.
-    hears = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy(), **hears)
+    hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{hears}; from jfcl.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, "run", "ifca", *rounds, "--rounds", "100000", "--out", "x"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
     try:
         metrics = tmp_path / "x" / "metrics.jsonl"
         deadline = time.monotonic() + 120
