@@ -173,10 +173,11 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
             left += share
         said = f"{len(node.clients)}" + (f", α = {node.cross_similarity:.2f}" if node.children else "")
         below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
+        below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
         axes.annotate(said, (middle, node.round + thick / 2), **below)
-    axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xticks=[], ylabel="round of the split")
+    axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xlim=(-0.7, len(place) - 0.3), xticks=[])
+    axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
-    axes.margins(x=0.15)
     return figure
 
 
