@@ -187,7 +187,10 @@ POINTS = jnp.ones((4, 2))
     [
         ({"points": jnp.ones(3)}, r"points must be of shape \[N, D\]"),
         ({"points": jnp.ones((0, 2))}, "at least one client"),
-        ({"centers": jnp.ones((2, 3))}, r"centers must be of shape \[K, 2\], got \(2, 3\)"),
+        (
+            {"centers": jnp.ones((2, 3))},
+            r"centers must be \[K, ...\] with the shapes \[\(2,\)\], as the points have, got \[\(3,\)\]",
+        ),
         ({"radius": None}, "radius, quantile must be exactly one of the two"),
         ({"quantile": 0.5}, "radius, quantile must be exactly one of the two"),
         ({"radius": -1.0}, "radius must be at least 0"),
@@ -207,3 +210,31 @@ def test_bad_input_is_named(options, words):
     options = {"points": POINTS, "centers": POINTS[:2], "radius": 1.0, "num_rounds": 3} | options
     with pytest.raises(ValueError, match=words):
         threshold_clustering(options.pop("points"), options.pop("centers"), **options)
+
+
+@FORMS
+@given(SEEDS)
+def test_weights_count_points_in_the_mean(form, seed):
+    points, _ = blobs(seed, count=12)
+    weights = np.random.default_rng(seed).integers(0, 4, 12)
+    weights[0] = 1
+    ours = threshold_clustering(points, points[:2], radius=6.0, num_rounds=3, weights=jnp.asarray(weights), form=form)
+    repeated = np.repeat(points, weights, axis=0)  # a point of weight 3 is three points
+    truth = equation_24(repeated, points[:2], 3, lambda l, k, d: 6.0)[-1]
+    np.testing.assert_allclose(ours, truth, atol=2e-5)
+
+
+@FORMS
+def test_stacked_pytrees_are_their_matrix(form):
+    points, _ = blobs(3)
+    as_tree = {"b": points[:, :1, None], "w": points[:, 1:].reshape(-1, 1, 5)}
+    options = {"quantile": 0.4, "num_rounds": 3, "form": form, "trajectory": True}
+    for some in (slice(None), slice(0, 2)):
+        centers = None if some == slice(None) else jax.tree.map(lambda x, some=some: x[some], as_tree)
+        ours = threshold_clustering(as_tree, centers, **options)
+        truth = threshold_clustering(points, None if centers is None else points[some], **options)
+        assert ours["w"].shape == (3, len(points[some]), 1, 5)
+        np.testing.assert_allclose(ours["b"][..., 0, 0], truth[..., 0], atol=1e-6)
+        np.testing.assert_allclose(ours["w"][..., 0, :], truth[..., 1:], atol=1e-6)
+    with pytest.raises(ValueError, match="centers must be a tree like points"):
+        threshold_clustering(as_tree, points[:2], **options)

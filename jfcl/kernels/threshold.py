@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
+    PyTree,
     check,
     distances_from,
     finite_rows,
@@ -18,7 +19,8 @@ from jfcl.kernels.base import (
     row_mask,
     rows_of,
 )
-from jfcl.kernels.similarity import weighted_sum
+from jfcl.kernels.robust import check_weights, shares
+from jfcl.kernels.similarity import usable_rows, weighted_sum
 
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
 FORMS = ("auto", "direct", "gram")
@@ -26,17 +28,18 @@ THREE_MEANS = "three_means"
 
 
 def threshold_clustering(
-    points: jax.Array,
-    centers: jax.Array | None = None,
+    points: PyTree,
+    centers: PyTree | None = None,
     *,
     radius: Any = None,
     quantile: Any = None,
     num_rounds: int,
+    weights: jax.Array | None = None,
     mask: jax.Array | None = None,
     quantile_rule: str = "linear",
     form: str = "auto",
     trajectory: bool = False,
-) -> jax.Array:
+) -> PyTree:
     """Moves every centre to the mean of the points, those beyond its radius replaced by the centre itself.
 
     For round `l` and centre `k` (equation 24 of the paper):
@@ -44,13 +47,14 @@ def threshold_clustering(
         v_{k,l} = (1/N) Σ_i ( z_i · 1{‖z_i − v_{k,l−1}‖ ≤ τ_{k,l}} + v_{k,l−1} · 1{‖z_i − v_{k,l−1}‖ > τ_{k,l}} )
 
     Args:
-      points: `[N, D]`.
-      centers: `[K, D]`, where the centres start; default: at every point (`K = N`, as Federated-Clustering needs).
+      points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
+      centers: `[K, D]`, or such a pytree: where the centres start; default: at every point (`K = N`).
       radius: `τ`: a number, `[K]`, or `[num_rounds, K]`; or `"three_means"`: 3-means on each centre's distances, and
         the mean of the two larger means (a rule of the authors' code).
       quantile: instead of `radius`: `τ` is this quantile of the distances to that centre in that round; shapes as
         there. Exactly one of the two.
       num_rounds: `L`, at least 1.
+      weights: `[N]`, at least 0: what a point counts in the mean instead of `1/N`; scaled to sum to 1.
       mask: `[N]` bool: points that count; the others are neither inside nor part of `N`.
       quantile_rule: `"linear"`: NumPy's, with points at the radius inside. The authors' code sorts the distances and
         takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, points at
@@ -60,7 +64,7 @@ def threshold_clustering(
       trajectory: return the centres after every round.
 
     Returns:
-      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`. Inside `jit`, points with NaN or infinity count as masked.
+      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`; a pytree for a pytree. Inside `jit`, points with NaN or infinity count as masked.
 
     Raises:
       ValueError: wrong rank or lengths, both or neither of `radius` and `quantile`, either of another shape, a
@@ -75,13 +79,17 @@ def threshold_clustering(
       >>> print(threshold_clustering(points, jnp.array([[0.0]]), radius=2.0, num_rounds=1).round(3))
       [[0.333]]
     """
-    (points,) = rows_of(jnp.asarray(points), name="points")
-    own = centers is None
-    if not own:
-        (centers,) = rows_of(jnp.asarray(centers), name="centers")
-        check(centers.shape[1] == points.shape[1], "centers", centers.shape, f"of shape [K, {points.shape[1]}]")
-        centers = centers.astype(points.dtype)
-    num_centers = len(points) if own else len(centers)
+    leaves, structure = jax.tree.flatten(points)
+    shapes = [jnp.shape(leaf)[1:] for leaf in leaves]
+    rows = rows_of(points, name="points")
+    dtype = rows[0].dtype
+    starts = None
+    if centers is not None:
+        check(jax.tree.structure(centers) == structure, "centers", jax.tree.structure(centers), "a tree like points")
+        given = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(centers)]
+        check(given == shapes, "centers", given, f"[K, ...] with the shapes {shapes}, as the points have")
+        starts = [c.astype(x.dtype) for c, x in zip(rows_of(centers, name="centers"), rows, strict=True)]
+    num_centers = len(rows[0]) if starts is None else len(starts[0])
     check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
     check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
     check(quantile_rule in QUANTILE_RULES, "quantile_rule", quantile_rule, f"one of {QUANTILE_RULES}")
@@ -91,21 +99,24 @@ def threshold_clustering(
         check(radius == THREE_MEANS, "radius", radius, f'a number, an array or "{THREE_MEANS}"')
         rule, radius = THREE_MEANS, 0.0
     name, limit = ("radius", radius) if quantile is None else ("quantile", quantile)
-    limit = jnp.asarray(limit, points.dtype)
-    shapes = ((), (num_centers,), (num_rounds, num_centers))
-    check(limit.shape in shapes, name, limit.shape, f"of one of the shapes {shapes}")
+    limit = jnp.asarray(limit, dtype)
+    accepted = ((), (num_centers,), (num_rounds, num_centers))
+    check(limit.shape in accepted, name, limit.shape, f"of one of the shapes {accepted}")
     if is_concrete(limit):
         check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
         check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
-    limits = jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], shapes[2])
-    mask = row_mask(mask, len(points))
-    refuse_nonfinite([points], name="points", rows_that_count=mask)
-    if not own:
-        refuse_nonfinite([centers], name="centers")
+    limits = jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], accepted[2])
+    mask = row_mask(mask, len(rows[0]))
+    weights = check_weights(points, weights)
+    refuse_nonfinite(rows, name="points", rows_that_count=mask)
+    if starts is not None:
+        refuse_nonfinite(starts, name="centers")
     if form == "auto":
-        form = "gram" if gram_is_cheaper(len(points), num_centers, num_rounds) else "direct"
+        form = "gram" if gram_is_cheaper(len(rows[0]), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
-    return run(points, centers, limits, mask, rule=rule, trajectory=trajectory)
+    moved = run(rows, starts, limits, weights, mask, rule=rule, trajectory=trajectory)
+    ahead = (num_rounds, num_centers) if trajectory else (num_centers,)
+    return jax.tree.unflatten(structure, [v.reshape(*ahead, *s) for v, s in zip(moved, shapes, strict=True)])
 
 
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
@@ -165,40 +176,42 @@ def _inside(distances, usable, limit, rule):
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _gram(points, centers, limits, mask, *, rule, trajectory):
-    usable = mask & finite_rows([points])
-    count = jnp.maximum(usable.sum(), 1).astype(points.dtype)
-    starts = None if centers is None else [centers]
-    products = combinations.inner_products([points], starts, usable)
+def _gram(rows, starts, limits, weights, mask, *, rule, trajectory):
+    usable = mask & finite_rows(rows)
+    share = shares(weights, usable).astype(limits.dtype)
+    products = combinations.inner_products(rows, starts, usable)
 
     def move(at, limit):
         distances = jnp.where(usable[None, :], combinations.distances(products, at), jnp.inf)
-        inside = _inside(distances, usable, limit, rule)
-        stay = 1.0 - inside.sum(axis=1) / count
-        at = combinations.Coefficients(inside / count + stay[:, None] * at.a, stay * at.b)
+        inside = _inside(distances, usable, limit, rule) * share[None, :]
+        stay = 1.0 - inside.sum(axis=1)
+        at = combinations.Coefficients(inside + stay[:, None] * at.a, stay * at.b)
         return at, at if trajectory else None
 
     at, path = jax.lax.scan(move, combinations.at_start(products, limits.shape[1]), limits)
     if not trajectory:
-        return combinations.positions(at, [points], starts, usable)[0]
-    return jax.lax.map(lambda at: combinations.positions(at, [points], starts, usable)[0], path)
+        return combinations.positions(at, rows, starts, usable)
+    return jax.lax.map(lambda at: combinations.positions(at, rows, starts, usable), path)
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _direct(points, centers, limits, mask, *, rule, trajectory):
-    usable = mask & finite_rows([points])
-    count = jnp.maximum(usable.sum(), 1).astype(points.dtype)
+def _direct(rows, starts, limits, weights, mask, *, rule, trajectory):
+    usable = mask & finite_rows(rows)
+    share = shares(weights, usable).astype(limits.dtype)
 
-    def one(center_and_limits):
+    def one(start_and_limits):
         def move(center, limit):
-            distances = distances_from([points], [center], usable)
-            inside = _inside(distances[None, :], usable, limit[None], rule)[0]
-            center = weighted_sum(points, inside / count, usable) + (1.0 - inside.sum() / count) * center
+            distances = distances_from(rows, center, usable).astype(limit.dtype)
+            inside = _inside(distances[None, :], usable, limit[None], rule)[0] * share
+            stay = 1.0 - inside.sum()
+            center = [
+                weighted_sum(x, inside, usable) + stay.astype(c.dtype) * c for x, c in zip(rows, center, strict=True)
+            ]
             return center, center if trajectory else None
 
-        center, path = jax.lax.scan(move, *center_and_limits)
+        center, path = jax.lax.scan(move, *start_and_limits)
         return path if trajectory else center
 
-    starts = jnp.where(usable[:, None], points, jnp.zeros((), points.dtype)) if centers is None else centers
+    starts = [usable_rows(x, usable) for x in rows] if starts is None else starts
     moved = jax.lax.map(one, (starts, limits.T))
-    return moved.swapaxes(0, 1) if trajectory else moved
+    return [v.swapaxes(0, 1) for v in moved] if trajectory else moved
