@@ -138,6 +138,25 @@ def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Arr
     )
 
 
+def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Array:
+    """`[M]`: the rows of a client's real examples in random order; those of padding behind them."""
+    draws = jax.random.uniform(key, (max_examples,))
+    return jnp.argsort(jnp.where(jnp.arange(max_examples) < size, draws, jnp.full_like(draws, 2)))
+
+
+def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: jax.Array) -> tuple[Batch, jax.Array]:
+    """`(batch [B, ...], real [B] bool)`: what one client's next step looks at; all its examples, or some at random."""
+    m = jax.tree.leaves(examples)[0].shape[0]
+    order_key, augment_key = jax.random.split(key)
+    if training.batch_size is None or training.batch_size >= m:
+        batch, real = blank_padding(examples, size), jnp.arange(m) < size
+    else:
+        slots = jnp.arange(training.batch_size)
+        rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
+        batch, real = jax.tree.map(lambda x: x[rows], examples), slots < size
+    return batch if training.augment is None else training.augment(augment_key, batch), real
+
+
 def train(
     task: Task,
     training: LocalTraining,
@@ -185,11 +204,6 @@ def train(
         updates, opt_state = training.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, total + loss
 
-    def shuffled(key):
-        """The rows of the real examples in random order; padding behind them."""
-        draws = jax.random.uniform(key, (m,))
-        return jnp.argsort(jnp.where(jnp.arange(m) < size, draws, jnp.full_like(draws, 2)))
-
     def take(order, positions):
         return jax.tree.map(lambda x: x[order[positions]], examples)
 
@@ -204,7 +218,7 @@ def train(
         # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
         carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
     elif training.num_steps is not None:
-        order = shuffled(order_key)
+        order = shuffled_rows(order_key, size, m)
         cycle = jnp.maximum(size, 1)
         carry = jax.lax.fori_loop(
             0,
@@ -216,7 +230,7 @@ def train(
         batches = -(-size // batch_size)
 
         def epoch(e, carry):
-            order = shuffled(jax.random.fold_in(order_key, e))
+            order = shuffled_rows(jax.random.fold_in(order_key, e), size, m)
 
             def one(b, c):
                 positions = b * batch_size + slots

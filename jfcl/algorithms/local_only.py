@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jfcl import local, mapping
 from jfcl.aggregate import is_finite, where_rows
-from jfcl.algorithms.averaging import AveragingState, initial_models, initial_optimizers
-from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, max_examples, num_clients
+from jfcl.algorithms.personal import PersonalState, initial_state
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, max_examples
 
 
 def local_only(
@@ -25,7 +25,7 @@ def local_only(
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
 
     Returns:
-      `Algorithm` with an `AveragingState` of `K = N` models. Cost of a round: `N` local trainings; memory `O(N D)`.
+      `Algorithm` with a `PersonalState`. Cost of a round: `N` local trainings; memory `O(N D)`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -40,23 +40,10 @@ def local_only(
     """
     client_axis = mapping.auto() if client_axis is None else client_axis
 
-    def init(key: jax.Array, clients: Clients) -> AveragingState:
-        n = num_clients(clients)
-        if init_params is None:
-            one = initial_models(task, key, 1, None)
-            params = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape[1:])), one)
-        else:
-            params = initial_models(task, key, n, init_params)
-        return AveragingState(
-            params=params,
-            cluster=jnp.arange(n, dtype=jnp.int32),
-            unchanged=jnp.zeros(n, jnp.int32),
-            round=jnp.zeros((), jnp.int32),
-            server=(),
-            client=initial_optimizers(training, params, clients),
-        )
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        return initial_state(task, training, key, clients, init_params)
 
-    def step(key: jax.Array, state: AveragingState, clients: Clients):
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
         m = max_examples(clients)
 
         def client(key, params, examples, size, opt_state):
@@ -76,7 +63,6 @@ def local_only(
         real = size > 0
         state = state._replace(
             params=where_rows(finite & real, params, state.params),
-            unchanged=state.unchanged + 1,
             round=state.round + 1,
             client=opt_states,
         )

@@ -64,7 +64,8 @@ def threshold_clustering(
       trajectory: return the centres after every round.
 
     Returns:
-      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`; a pytree for a pytree. Inside `jit`, points with NaN or infinity count as masked.
+      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`; a pytree for a pytree.
+      Inside `jit`, points with NaN or infinity count as masked.
 
     Raises:
       ValueError: wrong rank or lengths, both or neither of `radius` and `quantile`, either of another shape, a

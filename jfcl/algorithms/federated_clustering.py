@@ -1,0 +1,243 @@
+"""Federated-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
+from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.personal import PersonalState, initial_state
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    client_ids,
+    client_keys,
+    is_concrete,
+    num_clients,
+)
+from jfcl.kernels import threshold_clustering
+
+MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if the mapping is left to us
+
+
+class Threshold(NamedTuple):
+    """How gradients are clustered: the arguments of `jfcl.kernels.threshold_clustering`, checked by `threshold`."""
+
+    radius: Any
+    quantile: Any
+    num_rounds: int
+    quantile_rule: str
+
+    def centers(self, points: PyTree, start: PyTree, weights: jax.Array, usable: jax.Array) -> PyTree:
+        """Where `start` (`[K, ...]`) ends among `points` (`[N, ...]`)."""
+        return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable)
+
+
+def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
+    """`Threshold`, or `ValueError` for what the kernel would refuse once everything is compiled."""
+    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "one given, and not both")
+    check_count("threshold_rounds", num_rounds)
+    if is_concrete(quantile) and quantile is not None:
+        check(np.all((np.asarray(quantile) >= 0) & (np.asarray(quantile) <= 1)), "quantile", quantile, "in [0, 1]")
+    if is_concrete(radius) and radius is not None and not isinstance(radius, str):
+        check(np.all(np.asarray(radius) >= 0), "radius", radius, "0 or more")
+    return Threshold(radius, quantile, num_rounds, quantile_rule)
+
+
+def gradient(task: Task, params: PyTree, batch: Batch, real: jax.Array) -> tuple[jax.Array, PyTree]:
+    """`(loss [], gradient)` of one model on one client's batch."""
+    return jax.value_and_grad(lambda p: local.masked_mean(task.loss(p, batch), real))(params)
+
+
+class Groups(NamedTuple):
+    """Random subgroups of clients, drawn anew each round.
+
+    Attributes:
+      rows: `[G, S]` int32, the clients of each.
+      real: `[G, S]` bool, which of those entries stand for a client with examples.
+      of: `[N]` int32, the group of each client.
+    """
+
+    rows: jax.Array
+    real: jax.Array
+    of: jax.Array
+
+
+def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
+    """Groups of `size` clients; the last is smaller where there are not enough."""
+    n = num_clients(clients)
+    has_examples = jnp.asarray(clients.size) > 0
+    draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
+    order = jnp.argsort(jnp.where(has_examples, draws, jnp.full_like(draws, 2))).astype(jnp.int32)
+    count = -(-n // size)
+    places = jnp.arange(count * size)
+    rows = jnp.where(places < n, order[jnp.minimum(places, n - 1)], 0).reshape(count, size)
+    real = ((places < n).reshape(count, size)) & has_examples[rows]
+    return Groups(rows, real, jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32) // size))
+
+
+def federated_clustering(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    radius: Any = None,
+    quantile: Any = None,
+    threshold_rounds: int = 10,
+    quantile_rule: str = "linear",
+    subgroup_size: int | None = None,
+    weights: str = "equal",
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Every client has a model and, every round, steps along the mean of the gradients that are like its own there.
+
+    For client `i`: all clients' gradients `g_j(x_i)` at *its* model are threshold-clustered with one centre, which
+    starts at `g_i(x_i)`; then `x_i ← x_i − η v_i`. Nothing is assigned for ever, so no mistake lasts.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training`, by `num_steps`. The first local step of a round goes along the clustered
+        gradient, any others along the client's own (clustering only every s-th step). The optimiser gets the clustered
+        gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, client `j`
+        shows all models the same batch in a round.
+      radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
+        within a cluster and the separation of clusters. A number, `[1]`, `[threshold_rounds, 1]`, or "three_means".
+      quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
+        cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's.
+      threshold_rounds: rounds of Threshold-Clustering, `L`.
+      quantile_rule: see `jfcl.kernels.threshold_clustering`.
+      subgroup_size: cluster only random groups of so many clients, drawn anew each round (section 4.2); the last is
+        smaller where `N` is no multiple. Default: all together.
+      weights: what a client counts in a mean: `"equal"` (the paper) or `"size"`.
+      init_params: one model that all start from, or `N` stacked; default: one random model for all.
+      adversary: hostile clients; their attack is on the gradients that they send, for each model anew.
+      client_axis: mapping over the clients' models, of which each compares `S · D` numbers; default: one at a time on a
+        CPU, as many as fit 1 GB on an accelerator.
+
+    Returns:
+      `Algorithm` with a `PersonalState`. `S` being the size of a group: `N S` gradients a round, those of a group at
+      one model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
+      `S − 1` gradients, and gets `S − 1` models and its centre.
+
+    Raises:
+      ValueError: both or neither of `radius` and `quantile` in a sense that cannot be meant, a quantile outside [0, 1],
+        a subgroup of one client or of more than all, epochs instead of steps, a proximal term.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.25), num_steps=1)
+      >>> algorithm = jfcl.federated_clustering(task, training, radius=4.0)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
+      >>> np.round(state.params["b"], 3).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    if radius is None and quantile is None:
+        quantile = 0.2
+    rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
+    check_choice("weights", weights, WEIGHTS)
+    check_one_gradient(training)
+    if subgroup_size is not None:
+        check_count("subgroup_size", subgroup_size, least=2)
+    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1)
+
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        n = num_clients(clients)
+        fits = subgroup_size is None or subgroup_size <= n
+        check(fits, "subgroup_size", subgroup_size, f"at most the {n} clients there are")
+        return initial_state(task, training, key, clients, init_params)
+
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
+        n, size = num_clients(clients), jnp.asarray(clients.size)
+        has_examples = size > 0
+        group_key, clients_key = jax.random.split(key)
+        keys = client_keys(clients_key, clients)
+        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+        ids = client_ids(clients)
+        counts = client_weight(weights, size)
+        batches, seen = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
+        groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
+        width = n if groups is None else subgroup_size
+
+        def client(i, key, params, opt_state, examples, size):
+            if groups is None:
+                rows, real, mine = jnp.arange(n), has_examples, i
+                shown, shown_real = batches, seen
+            else:
+                rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
+                mine = jnp.argmax((rows == i) & (real | ~has_examples[i]))
+                shown, shown_real = jax.tree.map(lambda x: x[rows], (batches, seen))
+            losses, points = jax.vmap(lambda batch, real: gradient(task, params, batch, real))(shown, shown_real)
+            own = jax.tree.map(lambda z: z[mine], points)
+            finite = is_finite(own)
+            own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
+            sent, usable = attacked(adversary, jax.random.fold_in(attack_key, ids[i]), points, ids[rows], real)
+            start = jax.tree.map(lambda g: g[None], own)
+            center = rule.centers(sent, start, counts[rows], usable)
+            along = jax.tree.map(lambda v: v[0], center)
+            if training.keep != "everything":
+                opt_state = local.start_optimizer(training, params, state.round * training.num_steps)
+            updates, opt_state = training.optimizer.update(along, opt_state, params)
+            new, loss = optax.apply_updates(params, updates), losses[mine]
+            if rest is not None:
+                trained = local.train(task, rest, jax.random.fold_in(key, 1), new, examples, size, opt_state)
+                new, opt_state = trained.params, trained.opt_state
+                loss = (loss + trained.loss * rest.num_steps) / training.num_steps
+            kept = opt_state if training.keep == "everything" else ()
+            return new, kept, loss, finite & is_finite(new), real.sum().astype(jnp.float32)
+
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        axis = models_at_once(width * model) if client_axis is None else client_axis
+        params, opt_states, loss, finite, compared = axis(client)(
+            jnp.arange(n), keys, state.params, state.client, clients.examples, size
+        )
+        keep = finite & has_examples
+        real = has_examples.astype(jnp.float32)
+        sent = (real * compared).sum()
+        metrics = {
+            "loss": jnp.where(has_examples, loss, jnp.full_like(loss, jnp.nan)),
+            "bytes_up": sent * model,
+            "bytes_down": sent * model,
+            "client_steps": sent + real.sum() * (training.num_steps - 1),
+            "participants": has_examples.sum().astype(jnp.int32),
+            "nonfinite": (has_examples & ~finite).sum().astype(jnp.int32),
+        }
+        new = PersonalState(
+            where_rows(keep, params, state.params),
+            state.cluster,
+            state.round + 1,
+            where_rows(keep, opt_states, state.client),
+        )
+        return new, metrics
+
+    return Algorithm(init, step, task)
+
+
+def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:
+    """What the methods that cluster gradients need of `training`, or `ValueError`."""
+    ok = training.num_steps is not None and (steps or training.num_steps == 1)
+    given = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
+    check(ok, "training", given, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
+    if is_concrete(training.prox):
+        check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
+
+
+def models_at_once(num_bytes: int) -> mapping.Mapping:
+    """One client's model after the other on a CPU; as many at once on an accelerator as `MEMORY` holds."""
+    return mapping.chunked(1 if jax.default_backend() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))

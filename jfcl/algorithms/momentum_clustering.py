@@ -1,0 +1,82 @@
+"""Momentum-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import local, mapping
+from jfcl.algorithms.myopic_clustering import centers_of
+from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+
+
+def momentum_clustering(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    momentum: Any = 0.9,
+    radius: Any = None,
+    quantile: Any = None,
+    threshold_rounds: int = 10,
+    quantile_rule: str = "linear",
+    weights: str = "equal",
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """As Myopic-Clustering, but clusters the clients' momenta, which change slowly and are less noisy: `N` messages.
+
+    `m_i ← α g_i(x_i) + (1 − α) m_i`, the first `m_i` being the first gradient (equation 29); the server
+    threshold-clusters all `m_i` into `K` centres; `x_i ← x_i − η v_{k(i)}` (equation 30).
+
+    Args:
+      momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
+      task, training, num_clusters, radius, quantile, threshold_rounds, quantile_rule, weights, init_params, adversary,
+        client_axis: as in `jfcl.myopic_clustering`. The optimiser steps along the centre of momenta, so it should have
+        no momentum of its own.
+
+    Returns:
+      `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
+
+    Raises:
+      ValueError: a momentum outside [0, 1), and what `jfcl.myopic_clustering` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.05), num_steps=1)
+      >>> algorithm = jfcl.momentum_clustering(task, training, num_clusters=2, radius=0.1)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=200)
+      >>> np.round(state.params["b"], 2).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    if is_concrete(momentum):
+        check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+
+    def send(state, gradients):
+        keep = jnp.where(state.round == 0, 0.0, momentum)
+        momenta = jax.tree.map(
+            lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, state.momentum, gradients
+        )
+        return momenta, momenta
+
+    return centers_of(
+        task,
+        training,
+        send,
+        num_clusters=num_clusters,
+        radius=radius,
+        quantile=quantile,
+        threshold_rounds=threshold_rounds,
+        quantile_rule=quantile_rule,
+        weights=weights,
+        init_params=init_params,
+        adversary=adversary,
+        client_axis=client_axis,
+        momentum=True,
+    )

@@ -1,0 +1,224 @@
+"""Myopic-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 1), and what it shares with Algorithm 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
+from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
+from jfcl.algorithms.personal import initial_state
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    client_ids,
+    client_keys,
+    num_clients,
+)
+from jfcl.kernels import squared_distances
+
+
+class CentersState(NamedTuple):
+    """The state of Myopic- and Momentum-Clustering.
+
+    Attributes:
+      params: pytree of `[N, ...]`: client `i`'s model is row `i`.
+      cluster: `[N]` int32, `0 .. N-1`.
+      group: `[N]` int32 in `0..K-1`: the centre along which each client last went.
+      round: `[]` int32, rounds done.
+      momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
+      client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    group: jax.Array
+    round: jax.Array
+    momentum: PyTree
+    client: PyTree
+
+
+def myopic_clustering(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    radius: Any = None,
+    quantile: Any = None,
+    threshold_rounds: int = 10,
+    quantile_rule: str = "linear",
+    weights: str = "equal",
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Every client sends its gradient at its own model; the server clusters them and returns each cluster's centre.
+
+    The paper's motivating first try: clients that are at different models are compared all the same, so mistakes
+    accumulate, and at their optima all clients look alike.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training` with `num_steps=1`; its optimiser steps along the centre.
+      num_clusters: `K` centres. They start, which the paper leaves open, at the gradients with most others about them:
+        see `densest`.
+      radius, quantile, threshold_rounds, quantile_rule: as in `jfcl.federated_clustering`; `radius` may be `[K]` or
+        `[threshold_rounds, K]`. Default of the first two: `quantile=1 / (2 K)`.
+      weights, init_params, adversary, client_axis: as there.
+
+    Returns:
+      `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `N² D` operations for the starts of the
+      centres; memory `O(N D)`. Bytes: each client sends a gradient and gets a centre.
+
+    Raises:
+      ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
+      >>> algorithm = jfcl.myopic_clustering(
+      ...     task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2, radius=0.1
+      ... )
+      >>> state, _ = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+      >>> state.params["b"].tolist(), state.group.tolist()
+      ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
+    """
+    return centers_of(
+        task,
+        training,
+        lambda state, gradients: (gradients, ()),
+        num_clusters=num_clusters,
+        radius=radius,
+        quantile=quantile,
+        threshold_rounds=threshold_rounds,
+        quantile_rule=quantile_rule,
+        weights=weights,
+        init_params=init_params,
+        adversary=adversary,
+        client_axis=client_axis,
+    )
+
+
+def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
+    """`K` of the points `[N, ...]` to start centres from: each time the one with most about it, which then are out.
+
+    With a radius: the point with most others within it, of those that no earlier centre holds. With a quantile `q`: the
+    one whose `q N` nearest of them are nearest. Unlike the farthest points, these are not outliers.
+    """
+    distances = jnp.sqrt(squared_distances(points, mask=usable))
+    n = len(usable)
+    by_radius = rule.quantile is None and not isinstance(rule.radius, str)
+    reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
+    share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
+    few = jnp.clip(jnp.ceil(share * usable.sum()).astype(jnp.int32) - 1, 0, n - 1)
+
+    def choose(k, carry):
+        chosen, left = carry
+        left = jnp.where(left.any(), left, usable)  # all are held: the next centre may share
+        among = jnp.where(left[None, :] & usable[:, None], distances, jnp.inf)
+        if by_radius:
+            near = among <= reach
+            best = jnp.argmax(jnp.where(left, near.sum(axis=1), -1))
+        else:
+            radius = jnp.sort(among, axis=1)[:, few]
+            best = jnp.argmin(jnp.where(left, radius, jnp.inf))
+            near = among <= radius[:, None]
+        return chosen.at[k].set(best.astype(jnp.int32)), left & ~near[best] & (jnp.arange(n) != best)
+
+    chosen, _ = jax.lax.fori_loop(0, num_clusters, choose, (jnp.zeros(num_clusters, jnp.int32), usable))
+    return jax.tree.map(lambda z: z[chosen], points)
+
+
+def centers_of(
+    task: Task,
+    training: local.LocalTraining,
+    send: Callable[[CentersState, PyTree], tuple[PyTree, PyTree]],
+    *,
+    num_clusters: int,
+    radius: Any,
+    quantile: Any,
+    threshold_rounds: int,
+    quantile_rule: str,
+    weights: str,
+    init_params: PyTree | None,
+    adversary: Adversary | None,
+    client_axis: mapping.Mapping | None,
+    momentum: bool = False,
+) -> Algorithm:
+    """The round of Algorithms 1 and 4: `send(state, gradients) -> (what is clustered, momenta)`, all `[N, ...]`."""
+    check_count("num_clusters", num_clusters)
+    if radius is None and quantile is None:
+        quantile = 1 / (2 * num_clusters)
+    rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
+    check_choice("weights", weights, WEIGHTS)
+    check_one_gradient(training, steps=False)
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    def init(key: jax.Array, clients: Clients) -> CentersState:
+        n = num_clients(clients)
+        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        start = initial_state(task, training, key, clients, init_params)
+        momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
+        return CentersState(start.params, start.cluster, jnp.zeros(n, jnp.int32), start.round, momenta, start.client)
+
+    def step(key: jax.Array, state: CentersState, clients: Clients):
+        size = jnp.asarray(clients.size)
+        has_examples = size > 0
+        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+
+        def client(key, params, examples, size):
+            return gradient(task, params, *local.draw_batch(training, key, examples, size))
+
+        loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
+        points, momenta = send(state, gradients)
+        finite = jax.vmap(is_finite)(points)
+        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+        points, usable = attacked(adversary, attack_key, points, client_ids(clients), has_examples & finite)
+        points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
+        centers = rule.centers(
+            points, densest(points, usable, rule, num_clusters), client_weight(weights, size), usable
+        )
+        group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
+
+        def move(params, opt_state, k):
+            if training.keep != "everything":
+                opt_state = local.start_optimizer(training, params, state.round)
+            updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state if training.keep == "everything" else ()
+
+        params, opt_states = client_axis(move)(state.params, state.client, group)
+        real = has_examples.sum().astype(jnp.float32)
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        metrics = {
+            "loss": jnp.where(has_examples, loss, jnp.full_like(loss, jnp.nan)),
+            "bytes_up": real * model,
+            "bytes_down": real * model,
+            "client_steps": real,
+            "participants": has_examples.sum().astype(jnp.int32),
+            "nonfinite": (has_examples & ~usable).sum().astype(jnp.int32),
+        }
+        new = CentersState(
+            params=where_rows(usable, params, state.params),
+            cluster=state.cluster,
+            group=jnp.where(usable, group, state.group),
+            round=state.round + 1,
+            momentum=where_rows(has_examples & finite, momenta, state.momentum),
+            client=where_rows(usable, opt_states, state.client),
+        )
+        return new, metrics
+
+    return Algorithm(init, step, task)
