@@ -6,7 +6,24 @@ state, metrics = algorithm.step(key, state, clients)
 
 from jfcl import attacks, data, kernels, models, parameter_tree, plots, testing, theory
 from jfcl._version import __version__
-from jfcl.algorithms import byzantine_cfl, cfl, fedavg, ifca, local_only, oracle, with_restarts
+from jfcl.algorithms import (
+    byzantine_cfl,
+    cfl,
+    ditto,
+    fedavg,
+    federated_clustering,
+    fesem,
+    flhc,
+    hypcluster,
+    ifca,
+    knn_per,
+    local_only,
+    momentum_clustering,
+    myopic_clustering,
+    one_shot,
+    oracle,
+    with_restarts,
+)
 from jfcl.core import Adversary, Algorithm, Clients, Task, stack_clients
 from jfcl.local import local_training
 from jfcl.mapping import auto, chunked
@@ -30,13 +47,22 @@ __all__ = [
     "chunked",
     "cluster_recovery",
     "data",
+    "ditto",
     "evaluate",
     "fedavg",
+    "federated_clustering",
+    "fesem",
+    "flhc",
+    "hypcluster",
     "ifca",
     "kernels",
+    "knn_per",
     "local_only",
     "local_training",
     "models",
+    "momentum_clustering",
+    "myopic_clustering",
+    "one_shot",
     "oracle",
     "parameter_tree",
     "plots",

@@ -50,6 +50,8 @@ class Task(NamedTuple):
       predict: `(params, inputs [B, ...]) -> outputs [B, ...]`.
       correct: `(params, batch) -> [B]` float, what "accuracy" is the mean of; `None` where there is none (regression).
       perplexity: the loss is one of a word, so that its exponential is a perplexity, and is reported (language models).
+      represent: `(params, inputs [B, ...]) -> [B, H]`, what the model makes of inputs before its last layer; `None`
+        where that is not known (kNN-Per then takes the outputs).
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -57,6 +59,7 @@ class Task(NamedTuple):
     predict: Callable[[PyTree, jax.Array], jax.Array]
     correct: Callable[[PyTree, Batch], jax.Array] | None = None
     perplexity: bool = False
+    represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
 
 
 class Algorithm(NamedTuple):

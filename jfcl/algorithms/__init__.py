@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jfcl.algorithms.byzantine_cfl import byzantine_cfl
 from jfcl.algorithms.cfl import cfl
+from jfcl.algorithms.ditto import ditto
 from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.federated_clustering import federated_clustering
+from jfcl.algorithms.fesem import fesem
+from jfcl.algorithms.flhc import flhc
+from jfcl.algorithms.hypcluster import hypcluster
 from jfcl.algorithms.ifca import ifca
+from jfcl.algorithms.knn_per import knn_per
 from jfcl.algorithms.local_only import local_only
+from jfcl.algorithms.momentum_clustering import momentum_clustering
+from jfcl.algorithms.myopic_clustering import myopic_clustering
+from jfcl.algorithms.one_shot import one_shot
 from jfcl.algorithms.oracle import oracle
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.core import Algorithm
@@ -23,17 +33,22 @@ class Method(NamedTuple):
       make: its factory `(task, training, **options) -> Algorithm`.
       summary: one line for `jfcl list`.
       serves: whose model a client is served: "one global", "per cluster" or "per client".
+      defaults: what `jfcl run` takes for options that are not given, where it differs from the other methods.
     """
 
     make: Callable[..., Algorithm]
     summary: str
     serves: str
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def options(self) -> list[str]:
         """The names of the factory's keyword arguments."""
         return [p.name for p in inspect.signature(self.make).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
+
+# Their clients send gradients: a step is a round, and momentum lasts from one to the next.
+STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
 
 METHODS = {
     "fedavg": Method(
@@ -46,6 +61,50 @@ METHODS = {
     "byzantine_cfl": Method(
         byzantine_cfl, "one model for the majority, dissenters are shut out (Sattler et al. 2020)", "one global"
     ),
+    "federated_clustering": Method(
+        federated_clustering,
+        "clients average the gradients that are like theirs at their model (Werner et al. 2023)",
+        "per client",
+        STEPWISE,
+    ),
+    "momentum_clustering": Method(
+        momentum_clustering, "the same with one message per client: momenta are clustered", "per client", STEPWISE
+    ),
+    "myopic_clustering": Method(
+        myopic_clustering,
+        "a warning: gradients taken at different models are clustered",
+        "per client",
+        STEPWISE,
+    ),
+    "hypcluster": Method(
+        hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)", "per cluster"
+    ),
+    "one_shot": Method(
+        one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)", "per cluster"
+    ),
+    "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)", "per cluster"),
+    "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)", "per cluster"),
+    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", "per client"),
+    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)", "per client"),
 }
 
-__all__ = ["METHODS", "Method", "byzantine_cfl", "cfl", "fedavg", "ifca", "local_only", "oracle", "with_restarts"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "byzantine_cfl",
+    "cfl",
+    "ditto",
+    "fedavg",
+    "federated_clustering",
+    "fesem",
+    "flhc",
+    "hypcluster",
+    "ifca",
+    "knn_per",
+    "local_only",
+    "momentum_clustering",
+    "myopic_clustering",
+    "one_shot",
+    "oracle",
+    "with_restarts",
+]

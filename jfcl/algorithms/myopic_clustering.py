@@ -124,7 +124,7 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     by_radius = rule.quantile is None and not isinstance(rule.radius, str)
     reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
     share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
-    few = jnp.clip(jnp.ceil(share * usable.sum()).astype(jnp.int32) - 1, 0, n - 1)
+    few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
 
     def choose(k, carry):
         chosen, left = carry
@@ -132,7 +132,9 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
         among = jnp.where(left[None, :] & usable[:, None], distances, jnp.inf)
         if by_radius:
             near = among <= reach
-            best = jnp.argmax(jnp.where(left, near.sum(axis=1), -1))
+            total = jnp.where(near, among, 0.0).sum(axis=1)  # of equals the one whose neighbours are nearest
+            score = near.sum(axis=1).astype(total.dtype) - total / (1.0 + total)
+            best = jnp.argmax(jnp.where(left, score, -1.0))
         else:
             radius = jnp.sort(among, axis=1)[:, few]
             best = jnp.argmin(jnp.where(left, radius, jnp.inf))

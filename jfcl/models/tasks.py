@@ -81,10 +81,36 @@ def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.floa
     return init, apply
 
 
+def representation(module: nn.Module) -> Callable[[PyTree, jax.Array], jax.Array]:
+    """`(params, x [B, ...]) -> [B, H]`: what enters the last dense layer of a module; its outputs if it has none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jfcl
+      >>> mlp = jfcl.models.MLP(10)
+      >>> params = mlp.init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
+      >>> representation(mlp)(params, jnp.zeros((3, 4))).shape
+      (3, 200)
+    """
+
+    def represent(params, x):
+        entered = []
+
+        def note(call, args, kwargs, context):
+            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+                entered.append(args[0])
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(note):
+            outputs = module.apply({"params": params}, x)
+        return (entered[-1] if entered else outputs).reshape(len(x), -1)
+
+    return represent
+
+
 @lru_cache(maxsize=64)
 def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
     init, apply = functions_of(module, input_shape)
-    return task(init, apply, kind=kind, half=half)
+    return task(init, apply, kind=kind, half=half)._replace(represent=representation(module))
 
 
 def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,141 @@
+"""Ditto (Li, Hu, Beirami, Smith 2021): personal models held near a global one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.averaging import AveragingState
+from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.personal import initial_state
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    client_keys,
+    is_concrete,
+    max_examples,
+)
+
+
+class DittoState(NamedTuple):
+    """The state of Ditto.
+
+    Attributes:
+      params: pytree of `[N, ...]`, the personal models.
+      cluster: `[N]` int32, `0 .. N-1`.
+      round: `[]` int32, rounds done.
+      client: the optimisers of the personal models `[N, ...]` under `keep="everything"`, else `()`.
+      common: FedAvg's state: the global model.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    round: jax.Array
+    client: PyTree
+    common: AveragingState
+
+
+def ditto(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    lam: Any = 1.0,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Every round, besides FedAvg on the global `w`, each client trains its own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
+
+    Args:
+      lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
+        with (Algorithm 1 of the paper).
+      training: of both models; a proximal term in it is that of the global model.
+      task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`. An
+        adversary sends lies about the global model; nobody else sees a personal one. Who is not in the cohort keeps
+        its personal model.
+
+    Returns:
+      `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
+
+    Raises:
+      ValueError: `λ < 0`, and what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5]), 3).reshape(2, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 3), np.float32), "y": y}, np.full(2, 3, np.int32))
+      >>> algorithm = jfcl.ditto(task, jfcl.local_training(optax.sgd(0.1), num_steps=20), lam=2.0)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
+      >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
+      ([2.0, 4.0], [3.0])
+    """
+    if is_concrete(lam):
+        check(lam >= 0, "lam", lam, "0 or more")
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    common = fedavg(
+        task,
+        training,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
+        client_axis=client_axis,
+    )
+    near = training._replace(prox=lam)
+
+    def init(key: jax.Array, clients: Clients) -> DittoState:
+        state = common.init(key, clients)
+        one = jax.tree.map(lambda p: p[0], state.params)
+        return DittoState(*initial_state(task, training, key, clients, one), state)
+
+    def step(key: jax.Array, state: DittoState, clients: Clients):
+        m = max_examples(clients)
+        middle = jax.tree.map(lambda p: p[0], state.common.params)
+
+        def client(key, params, examples, size, opt_state):
+            if training.keep != "everything":
+                done = state.round * local.steps_per_round(training, size, m)
+                opt_state = local.start_optimizer(training, params, done)
+            trained = local.train(task, near, key, params, examples, size, opt_state, anchor=middle)
+            opt_state = trained.opt_state if training.keep == "everything" else ()
+            return trained.params, is_finite(trained.params), trained.loss, opt_state
+
+        _, clients_key = jax.random.split(key)  # both models see the same batches
+        params, finite, loss, opt_states = client_axis(client)(
+            client_keys(clients_key, clients), state.params, clients.examples, jnp.asarray(clients.size), state.client
+        )
+        shared, metrics = common.step(key, state.common, clients)
+        present = ~jnp.isnan(metrics["loss"])  # FedAvg says so of everybody else, whatever their losses are
+        keep = present & finite
+        new = DittoState(
+            where_rows(keep, params, state.params),
+            state.cluster,
+            state.round + 1,
+            where_rows(keep, opt_states, state.client),
+            shared,
+        )
+        metrics |= {
+            "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+            "client_steps": 2 * metrics["client_steps"],
+            "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
+        }
+        return new, metrics
+
+    return Algorithm(init, step, task)

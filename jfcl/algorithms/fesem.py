@@ -1,0 +1,123 @@
+"""FeSEM (Xie, Long, Shen, Zhou, Wang, Jiang, Zhang 2021, multi-center federated learning)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import local, mapping
+from jfcl.aggregate import add_to_clusters, divide_rows, is_finite, num_bytes, where_rows
+from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.once import with_first_costs
+from jfcl.algorithms.one_shot import cluster_local_models
+from jfcl.algorithms.personal import PersonalState
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    client_keys,
+    max_examples,
+    num_clients,
+)
+from jfcl.kernels.base import rows_of, squared_norms
+
+
+def fesem(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    local_rounds: int = 1,
+    weights: str = "size",
+    init_params: PyTree | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """EM in parameter space: a client trains its cluster's model and joins the model nearest to what came out.
+
+    E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
+
+    Args:
+      num_clusters: `K`.
+      local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
+        From random models nobody would ever leave its own. Their cost is in the metrics of the first round.
+      init_params: one model that all start from.
+      task, training, weights, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` whose state has `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.fesem(task, jfcl.local_training(optax.sgd(0.1), num_steps=5), num_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=9)
+      >>> sorted(np.round(state.params["b"], 2).tolist())
+      [1.0, 5.0]
+    """
+    check_count("num_clusters", num_clusters)
+    check_count("local_rounds", local_rounds)
+    check_choice("weights", weights, WEIGHTS)
+    check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        n = num_clients(clients)
+        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        params, cluster = cluster_local_models(
+            task, training, key, clients, num_clusters, local_rounds, weights, init_params, client_axis
+        )
+        return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
+
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
+        m, size = max_examples(clients), jnp.asarray(clients.size)
+        _, clients_key = jax.random.split(key)
+
+        def client(key, examples, size, cluster):
+            begin = jax.tree.map(lambda p: p[cluster], state.params)
+            done = state.round * local.steps_per_round(training, size, m)
+            opt_state = local.start_optimizer(training, begin, done)
+            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, trained.params, state.params)))
+            finite = is_finite(trained.params)
+            nearest = jnp.where(finite & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
+            weight = client_weight(weights, size) * finite.astype(jnp.float32)
+            return (trained.params, nearest, weight), (nearest, finite, trained.loss, trained.num_steps)
+
+        def fold(total, sent):
+            params, cluster, weights = sent
+            ones = (weights > 0).astype(jnp.float32)
+            sums = add_to_clusters(total[0], params, cluster, weights)
+            return sums, add_to_clusters(total[1], weights, cluster, ones)
+
+        zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
+        (sums, weight), (cluster, finite, loss, steps) = mapping.map_reduce(client_axis, client, fold, zero)(
+            client_keys(clients_key, clients), clients.examples, size, state.cluster
+        )
+        real = size > 0
+        counted = real.astype(jnp.float32)
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        metrics = {
+            "loss": jnp.where(real, loss, jnp.full_like(loss, jnp.nan)),
+            "bytes_up": counted.sum() * model,
+            "bytes_down": counted.sum() * model,
+            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
+            "participants": real.sum().astype(jnp.int32),
+            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
+        }
+        params = where_rows(weight > 0, divide_rows(sums, weight), state.params)
+        return PersonalState(params, cluster, state.round + 1, ()), metrics
+
+    def costs(model: int, clients: Clients):
+        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
+        return {"bytes_up": model, "bytes_down": model, "client_steps": local_rounds * steps}
+
+    return with_first_costs(Algorithm(init, step, task), costs)

@@ -1,0 +1,130 @@
+"""FL+HC (Briggs, Fan, Andras 2020): hierarchical clustering of the clients' updates, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import ravel_clients
+from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.local_only import local_only
+from jfcl.algorithms.once import clustered_once
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, check_count, max_examples, num_clients
+from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
+
+LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
+DISTANCES = ("cosine", "euclidean")
+
+
+def flhc(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    distance_threshold: Any = None,
+    rounds_before: int = 1,
+    distance: str = "cosine",
+    linkage: str = "complete",
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """A few rounds of FedAvg, one update of every client, a dendrogram of these; then FedAvg inside each cluster.
+
+    Args:
+      num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
+      distance_threshold: clients whose updates are nearer than this stay together; more than `K` clusters that way are
+        merged until there are `K`.
+      rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`; their
+        cost is in the metrics of the first round.
+      distance: `"cosine"` (1 − similarity) or `"euclidean"`.
+      linkage: `"complete"` or `"single"`.
+      init_params: one model that all start from.
+      task, training, weights, server_optimizer, cohort, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Cost of `init`: `rounds_before + 1` local
+      trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
+
+    Raises:
+      ValueError: an unknown distance or linkage, `K` larger than the number of clients, what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.full((), 3.0)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.flhc(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
+      [0, 1, 0, 1]
+    """
+    check_choice("distance", distance, DISTANCES)
+    check_choice("linkage", linkage, LINKAGES)
+    check_count("rounds_before", rounds_before, least=0)
+    common = fedavg(
+        task,
+        training,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
+        client_axis=client_axis,
+    )
+
+    def find(key: jax.Array, clients: Clients):
+        start_key, rounds_key = jax.random.split(key)
+
+        def one_round(t, state):
+            return common.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+        params = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients)).params
+        model = jax.tree.map(lambda p: p[0], params)
+        alone = local_only(task, training, init_params=model, client_axis=client_axis)
+        last_key = jax.random.fold_in(rounds_key, rounds_before)
+        trained = alone.step(last_key, alone.init(start_key, clients), clients)[0].params
+        updates = ravel_clients(jax.tree.map(jnp.subtract, trained, params))[0]
+        real = jnp.asarray(clients.size) > 0
+        if distance == "cosine":
+            similarity = pairwise_cosine(updates, mask=real)
+        else:
+            similarity = 1.0 - jnp.sqrt(squared_distances(updates, mask=real))
+        # Clients without examples are twins of the first that has some, so that they are nobody's cluster.
+        n = num_clients(clients)
+        who = jnp.where(real, jnp.arange(n), jnp.argmax(real))
+        similarity = similarity[who][:, who]
+        twins = (who[:, None] == who[None, :]) & ~jnp.eye(n, dtype=bool)
+        tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
+        cluster = cut(tree, num_clusters=num_clusters)
+        if distance_threshold is not None:
+            free = cut(tree, threshold=distance_threshold)
+            cluster = jnp.where(free.max() < num_clusters, free, cluster)
+        return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
+
+    def costs(model: int, clients: Clients):
+        rounds = rounds_before + 1
+        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
+        return {"bytes_up": rounds * model, "bytes_down": rounds * model, "client_steps": rounds * steps}
+
+    return clustered_once(
+        task,
+        training,
+        find,
+        costs,
+        num_clusters=num_clusters,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        adversary=adversary,
+        aggregator=aggregator,
+        client_axis=client_axis,
+    )

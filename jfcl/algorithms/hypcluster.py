@@ -1,0 +1,106 @@
+"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg then trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.ifca import ifca, lowest_loss
+from jfcl.algorithms.once import with_first_costs
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check_count,
+    client_keys,
+    max_examples,
+)
+
+
+def hypcluster(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    warm_rounds: int = 0,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """IFCA's model averaging, clients counting by their data, usually with local epochs, a cohort and a warm start.
+
+    Args:
+      num_clusters: `K`.
+      warm_rounds: rounds of FedAvg inside `K` random parts of the clients from which the models start: models that
+        differ, and that none of them finds useless. Their cost is in the metrics of the first round. Default: none.
+      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+        `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm start.
+
+    Returns:
+      `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
+
+    Raises:
+      ValueError: what `jfcl.ifca` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.25), num_epochs=5)
+      >>> algorithm = jfcl.hypcluster(task, training, num_clusters=2, init_params={"b": np.float32([0, 9])})
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+      >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
+      ([1.0, 5.0], [0, 1, 0, 1])
+    """
+    check_count("warm_rounds", warm_rounds, least=0)
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    common = {
+        "num_clusters": num_clusters,
+        "weights": weights,
+        "server_optimizer": server_optimizer,
+        "cohort": cohort,
+        "adversary": adversary,
+        "aggregator": aggregator,
+        "client_axis": client_axis,
+    }
+    algorithm = ifca(task, training, init_params=init_params, **common)
+    if not warm_rounds:
+        return algorithm
+
+    def init(key: jax.Array, clients: Clients):
+        start_key, parts_key, rounds_key = jax.random.split(key, 3)
+        draws = jax.vmap(jax.random.uniform)(client_keys(parts_key, clients))
+        draws = jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2))
+        parts = jnp.argsort(jnp.argsort(draws)).astype(jnp.int32) % num_clusters
+        warm = averaging(task, training, start=lambda *_: parts, init_params=init_params, **common)
+
+        def one_round(t, state):
+            return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+        params = jax.lax.fori_loop(0, warm_rounds, one_round, warm.init(start_key, clients)).params
+        chosen = lowest_loss(task, params, clients, client_axis=client_axis)
+        return algorithm.init(start_key, clients)._replace(params=params, cluster=chosen)
+
+    def costs(model: int, clients: Clients):
+        part = 1.0 if cohort is None else cohort / (jnp.asarray(clients.size) > 0).sum().astype(jnp.float32)
+        rounds = warm_rounds * part
+        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
+        return {
+            "bytes_up": rounds * model,
+            "bytes_down": rounds * model,
+            "client_steps": rounds * steps.astype(jnp.float32),
+        }
+
+    return with_first_costs(Algorithm(init, algorithm.step, task), costs)

@@ -1,0 +1,213 @@
+"""kNN-Per (Marfoq, Neglia, Kameni, Vidal 2022): a global model, and each client's neighbours in its representation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import local, mapping
+from jfcl.algorithms.averaging import AveragingState
+from jfcl.algorithms.fedavg import fedavg
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+
+MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
+LEAST = 1e-7  # no probability is smaller: neighbours alone may give a label none
+
+
+class Neighbours(NamedTuple):
+    """What a client predicts with, `[N, ...]` of each.
+
+    Attributes:
+      model: the global model.
+      memory: `[M, H]`, the client's examples as the model represents them.
+      label: `[M]` int32, theirs.
+      size: `[]` int32, how many there are.
+      mixing: `[]`, the weight of the neighbours, `λ`.
+    """
+
+    model: PyTree
+    memory: jax.Array
+    label: jax.Array
+    size: jax.Array
+    mixing: jax.Array
+
+
+class KnnPerState(NamedTuple):
+    """The state of kNN-Per.
+
+    Attributes:
+      params: `Neighbours` of `[N, ...]`.
+      cluster: `[N]` int32, `0 .. N-1`.
+      round: `[]` int32, rounds done.
+      common: FedAvg's state: the global model.
+    """
+
+    params: Neighbours
+    cluster: jax.Array
+    round: jax.Array
+    common: AveragingState
+
+
+def knn_per(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_neighbours: int = 10,
+    mixing: Any = None,
+    mixings: Sequence[float] = MIXINGS,
+    validation: float = 0.2,
+    scale: Any = None,
+    represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """FedAvg; each client predicts with `λ p_kNN(y | x) + (1 − λ) p_global(y | x)`, `λ` its own.
+
+    `p_kNN` gives the labels of the `k` nearest of the client's own training examples the weights `exp(−d² / scale)`,
+    `d` being the distance in the global model's representation.
+
+    Args:
+      task: a classification.
+      num_neighbours: `k`, at most the number of training examples of any client.
+      mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `mixings` (the first of equals) on
+        its validation examples.
+      mixings: see there.
+      validation: the share of a client's training examples, its last, that choose its `λ` and are kept out of FedAvg
+        and of the neighbours for that; afterwards they are neighbours too. Unused where `mixing` is given.
+      scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs that
+        the authors of Federated-Clustering take.)
+      represent: `(params, x [B, ...]) -> [B, H]`; default: the inputs of the last dense layer where the task is made
+        from a flax module, else its outputs.
+      training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with a `KnnPerState`, and a task of its own: the mixture. Cost of a round: FedAvg's and a pass over
+      all examples, whose representations are kept: `O(N (D + M H))` memory, with the global model once per client.
+
+    Raises:
+      ValueError: `λ` outside [0, 1], `k` larger than the smallest client's data, a scale not above 0, a validation
+        share outside (0, 1), a task without labels, what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> fed = jfcl.data.build("digits", num_clients=6, num_clusters=2, heterogeneity="private_label")
+      >>> task = jfcl.models.classification(jfcl.models.MLP(10), fed.input_shape, 10)
+      >>> algorithm = jfcl.knn_per(task, jfcl.local_training(optax.sgd(0.1), num_steps=10))
+      >>> state, _ = jfcl.rollout(algorithm, fed.train, key=jax.random.key(0), num_rounds=3)
+      >>> found = jfcl.evaluate(algorithm.task, state.params, fed.test, state.cluster)
+      >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
+      True
+    """
+    check_count("num_neighbours", num_neighbours)
+    for name, values in (("mixing", mixing), ("mixings", mixings)):
+        if values is not None and is_concrete(values):
+            check(np.all((np.asarray(values) >= 0) & (np.asarray(values) <= 1)), name, values, "in [0, 1]")
+    if scale is not None and is_concrete(scale):
+        check(scale > 0, "scale", scale, "above 0")
+    check(0 < validation < 1, "validation", validation, "in (0, 1)")
+    check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    represent = represent or task.represent or task.predict
+    shares = jnp.asarray(mixings, jnp.float32)
+    common = fedavg(
+        task,
+        training,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        init_params=init_params,
+        adversary=adversary,
+        aggregator=aggregator,
+        client_axis=client_axis,
+    )
+
+    def learns_from(size):
+        """How many of a client's examples FedAvg trains on; the others choose `λ`."""
+        if mixing is not None:
+            return size
+        kept = size - jnp.floor(validation * size.astype(jnp.float32)).astype(size.dtype)
+        return jnp.where(size > 1, jnp.minimum(kept, size - 1), size)
+
+    def neighbours(memory, label, size, x, num_classes):
+        """`[B, C]`: what the `k` nearest of the first `size` of `memory` say about `x` `[B, H]`."""
+        squares = jnp.square(x).sum(axis=1)[:, None] + jnp.square(memory).sum(axis=1)[None, :]
+        squares = jnp.maximum(squares - 2.0 * jnp.matmul(x, memory.T, precision=jax.lax.Precision.HIGHEST), 0.0)
+        squares = jnp.where(jnp.arange(len(memory))[None, :] < size, squares, jnp.inf)
+        near, rows = jax.lax.top_k(-squares, min(num_neighbours, len(memory)))
+        width = float(memory.shape[1]) if scale is None else scale
+        shares = jax.nn.softmax(jnp.where(jnp.isfinite(near), near / width, -jnp.inf), axis=1)
+        return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)
+
+    def probabilities(params: Neighbours, x):
+        outputs = task.predict(params.model, x)
+        own = neighbours(params.memory, params.label, params.size, represent(params.model, x), outputs.shape[1])
+        return params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
+
+    def mixture_loss(params, batch):
+        chosen = jnp.take_along_axis(probabilities(params, batch["x"]), batch["y"][:, None], axis=1)[:, 0]
+        return -jnp.log(jnp.maximum(chosen, LEAST))
+
+    def mixture_right(params, batch):
+        return (jnp.argmax(probabilities(params, batch["x"]), axis=1) == batch["y"]).astype(jnp.float32)
+
+    def personal(model, clients: Clients) -> Neighbours:
+        def client(examples, size):
+            examples = local.blank_padding(examples, size)
+            memory, label = represent(model, examples["x"]), examples["y"]
+            if mixing is not None:
+                return memory, label, jnp.asarray(mixing, jnp.float32)
+            outputs = task.predict(model, examples["x"])
+            m, first = len(label), learns_from(size)
+            own = neighbours(memory, label, first, memory, outputs.shape[1])
+            judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
+
+            def num_right(share):
+                guess = jnp.argmax(share * own + (1 - share) * jax.nn.softmax(outputs), axis=1)
+                return ((guess == label) & judged).sum()
+
+            return memory, label, shares[jnp.argmax(jax.vmap(num_right)(shares))]
+
+        size = jnp.asarray(clients.size)
+        memory, label, weight = client_axis(client)(clients.examples, size)
+        copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (len(size), *p.shape)), model)
+        return Neighbours(copies, memory, label.astype(jnp.int32), size, weight)
+
+    def training_part(clients: Clients) -> Clients:
+        return clients._replace(size=learns_from(jnp.asarray(clients.size)))
+
+    def init(key: jax.Array, clients: Clients) -> KnnPerState:
+        n = num_clients(clients)
+        if is_concrete(clients.size):
+            sizes = np.asarray(clients.size)
+            least = int(sizes[sizes > 0].min())
+            what = "the smallest client's examples"
+            if mixing is None:
+                least, what = least - int(validation * least), what + " less those that choose its mixing weight"
+            check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
+        state = common.init(key, training_part(clients))
+        model = jax.tree.map(lambda p: p[0], state.params)
+        return KnnPerState(personal(model, clients), jnp.arange(n, dtype=jnp.int32), jnp.zeros((), jnp.int32), state)
+
+    def step(key: jax.Array, state: KnnPerState, clients: Clients):
+        shared, metrics = common.step(key, state.common, training_part(clients))
+        model = jax.tree.map(lambda p: p[0], shared.params)
+        new = KnnPerState(personal(model, clients), state.cluster, state.round + 1, shared)
+        return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
+
+    mixed = Task(
+        init=task.init,
+        loss=mixture_loss,
+        predict=lambda params, x: jnp.log(jnp.maximum(probabilities(params, x), LEAST)),
+        correct=mixture_right,
+    )
+    return Algorithm(init, step, mixed)

@@ -1,0 +1,118 @@
+"""One-shot clustering of local models (Ghosh, Hong, Yin, Ramchandran 2019; IFCA's Algorithm 1 and baseline)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import local, mapping
+from jfcl.aggregate import add_to_clusters, divide_rows, ravel_clients
+from jfcl.algorithms.averaging import client_weight
+from jfcl.algorithms.local_only import local_only
+from jfcl.algorithms.once import clustered_once
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, max_examples
+from jfcl.kernels import kmeans
+
+
+def one_shot(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    local_rounds: int = 10,
+    weights: str = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Clients train alone, their models are clustered by k-means once and for all; then FedAvg inside each cluster.
+
+    Args:
+      num_clusters: `K`.
+      local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
+        `init`; their cost is in the metrics of the first round.
+      init_params: one model that all start from.
+      task, training, weights, server_optimizer, cohort, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with an `AveragingState`; its models start at the means of their clients'. Cost of `init`:
+      `local_rounds` local trainings of all, k-means of `N` points, `O(N D)` memory; of a round: FedAvg's.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, and what `jfcl.fedavg` refuses.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.one_shot(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
+      ([1.0, 5.0], True)
+    """
+    check_count("local_rounds", local_rounds)
+
+    def find(key: jax.Array, clients: Clients):
+        return cluster_local_models(
+            task, training, key, clients, num_clusters, local_rounds, weights, init_params, client_axis
+        )
+
+    def costs(model: int, clients: Clients):
+        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
+        return {"bytes_up": model, "bytes_down": model, "client_steps": local_rounds * steps}
+
+    return clustered_once(
+        task,
+        training,
+        find,
+        costs,
+        num_clusters=num_clusters,
+        weights=weights,
+        server_optimizer=server_optimizer,
+        cohort=cohort,
+        adversary=adversary,
+        aggregator=aggregator,
+        client_axis=client_axis,
+    )
+
+
+def cluster_local_models(
+    task: Task,
+    training: local.LocalTraining,
+    key: jax.Array,
+    clients: Clients,
+    num_clusters: int,
+    num_rounds: int,
+    weights: str,
+    init_params: PyTree | None,
+    client_axis: mapping.Mapping | None,
+) -> tuple[PyTree, jax.Array]:
+    """`(means [K, ...], cluster [N])`: k-means (Lloyd) on the parameters of the models that clients reach alone."""
+    alone = local_only(task, training, init_params=init_params, client_axis=client_axis)
+    start_key, rounds_key, means_key = jax.random.split(key, 3)
+
+    def one_round(t, state):
+        return alone.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+    models = jax.lax.fori_loop(0, num_rounds, one_round, alone.init(start_key, clients)).params
+    size = jnp.asarray(clients.size)
+    found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=size > 0, implementation="device")
+    cluster = jnp.maximum(found.cluster, 0)
+
+    def fold(total, sent):  # client by client, so that padding clients do not change a bit
+        model, k, weight = sent
+        ones = (weight > 0).astype(jnp.float32)
+        return add_to_clusters(total[0], model, k, weight), add_to_clusters(total[1], weight, k, ones)
+
+    zero = (jax.tree.map(lambda w: jnp.zeros((num_clusters, *w.shape[1:]), w.dtype), models), jnp.zeros(num_clusters))
+    (sums, total), _ = mapping.map_reduce(mapping.chunked(1), lambda *sent: (sent, ()), fold, zero)(
+        models, cluster, client_weight(weights, size)
+    )
+    return divide_rows(sums, total), cluster
