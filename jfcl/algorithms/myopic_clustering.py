@@ -126,19 +126,17 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
 
+    # Of equals the one nearest to all, so that the order of the clients is no matter.
+    remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
+
     def choose(k, carry):
         chosen, left = carry
         left = jnp.where(left.any(), left, usable)  # all are held: the next centre may share
         among = jnp.where(left[None, :] & usable[:, None], distances, jnp.inf)
-        if by_radius:
-            near = among <= reach
-            total = jnp.where(near, among, 0.0).sum(axis=1)  # of equals the one whose neighbours are nearest
-            score = near.sum(axis=1).astype(total.dtype) - total / (1.0 + total)
-            best = jnp.argmax(jnp.where(left, score, -1.0))
-        else:
-            radius = jnp.sort(among, axis=1)[:, few]
-            best = jnp.argmin(jnp.where(left, radius, jnp.inf))
-            near = among <= radius[:, None]
+        radius = jnp.broadcast_to(reach, (n,)) if by_radius else jnp.sort(among, axis=1)[:, few]
+        near = among <= radius[:, None]
+        rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
+        best = jnp.lexsort((remoteness, jnp.where(left, rank, jnp.inf)))[0]
         return chosen.at[k].set(best.astype(jnp.int32)), left & ~near[best] & (jnp.arange(n) != best)
 
     chosen, _ = jax.lax.fori_loop(0, num_clusters, choose, (jnp.zeros(num_clusters, jnp.int32), usable))
