@@ -316,7 +316,7 @@ def simulate(
                     assess(state, test_clients, by_loss=False),
                     assess(state, newcomers, by_loss=True),
                     values,
-                    state.cluster,
+                    found_clusters(state),
                     getattr(state, "excluded", None),
                 )
             )
@@ -382,13 +382,18 @@ def simulate(
                 if folder is not None and whole is not None:
                     folder.save(*whole)
                 raise
-        final = {"cluster": state.cluster} | (assess(state, test_clients, by_loss=False) or {})
+        final = {"cluster": found_clusters(state)} | (assess(state, test_clients, by_loss=False) or {})
         final = {name: np.asarray(value) for name, value in final.items()}
         seconds, compile_seconds = clock()
     if single:
         state = jax.tree.map(lambda x: x[0], state)
     steps = sum(totals.get("client_steps", []))
     return History(records, state, final, done, seconds, compile_seconds, steps)
+
+
+def found_clusters(state: Any) -> Any:
+    """`[N]`: which clients a method holds to be alike: `state.group` where it has that besides a model for each."""
+    return getattr(state, "group", state.cluster)
 
 
 def _stop_if_diverged(finite, values, t: int, seeds: list, folder: RunFolder | None) -> None:

@@ -61,6 +61,20 @@ PASSED_ON = (
     "privacy",
     "similarity",
     "threshold",
+    "radius",
+    "quantile",
+    "quantile_rule",
+    "threshold_rounds",
+    "subgroup_size",
+    "warm_rounds",
+    "local_rounds",
+    "distance_threshold",
+    "rounds_before",
+    "distance",
+    "linkage",
+    "lam",
+    "num_neighbours",
+    "mixing",
 )
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 
@@ -98,7 +112,9 @@ class Config:
     model: str = _option("mlp", "model; 'jfcl list models' shows them", "training")
     rounds: int = _option(100, "communication rounds", "training")
     local_steps: int | None = _option(
-        None, "local steps per round (default 10 if --local-epochs is not given)", "training"
+        None,
+        "local steps per round (default, if --local-epochs is not given: 10; 1 where clients send gradients)",
+        "training",
     )
     local_epochs: int | None = _option(
         None, "passes over the client's examples per round, instead of steps", "training"
@@ -111,9 +127,10 @@ class Config:
     )
     weight_decay: float = _option(0.0, "weight decay added to the gradient", "training")
     prox: float = _option(0.0, "FedProx's mu", "training")
-    keep: str = _option(
-        "nothing",
-        "what clients carry over to the next round: nothing, schedule or everything (momentum too)",
+    keep: str | None = _option(
+        None,
+        "what clients carry over to the next round: nothing (default), schedule or everything, momentum too (default of"
+        " methods whose clients send gradients)",
         "training",
     )
     weights: str | None = _option(
@@ -137,7 +154,9 @@ class Config:
     min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
     min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
     similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
-    validation: float = _option(0.0, "share of training examples that judges splits; harmful ones are undone (cfl)")
+    validation: float | None = _option(
+        None, "share of training examples that judges splits (cfl; default none), or chooses mixing weights (knn_per)"
+    )
     fallback_rounds: int | None = _option(None, "rounds from a split to that judgement (cfl)")
     privacy: str | None = _option(
         None, "hide updates from the server: permutation, sign or rotation (cfl, byzantine_cfl)"
@@ -145,12 +164,35 @@ class Config:
     tree_dim: int | None = _option(None, "numbers kept of an update at a split, for newcomers (cfl)")
     track_gap: bool = _option(False, "record the separation gap, from the true clusters, every round (cfl)")
     threshold: float | None = _option(None, "shut out the smaller side below this similarity (byzantine_cfl)")
+    quantile: float | None = _option(
+        None, "cluster gradients within this quantile of the distances to the centre (*_clustering)"
+    )
+    quantile_rule: str | None = _option(
+        None, "linear (NumPy's), or the authors' index, index_shrunk or index_strict (*_clustering)"
+    )
+    threshold_rounds: int | None = _option(None, "rounds of threshold clustering, 10 (*_clustering)")
+    subgroup_size: int | None = _option(
+        None, "cluster only random groups of so many clients; default: all (federated_clustering)"
+    )
+    warm_rounds: int | None = _option(None, "rounds of FedAvg in random parts to start from (hypcluster)")
+    local_rounds: int | None = _option(None, "rounds that clients train alone at first (one_shot, fesem)")
+    rounds_before: int | None = _option(None, "rounds of FedAvg before the clustering, 1 (flhc)")
+    distance_threshold: float | None = _option(None, "keep updates nearer than this together (flhc)")
+    distance: str | None = _option(None, "of updates: cosine (default) or euclidean (flhc)")
+    linkage: str | None = _option(None, "complete (default) or single (flhc)")
+    lam: float | None = _option(None, "how much personal models are drawn to the global one, 1 (ditto)")
+    num_neighbours: int | None = _option(None, "nearest neighbours that are asked, 10 (knn_per)")
+    mixing: float | None = _option(
+        None, "weight of the neighbours in [0, 1]; default: each client's best on validation examples (knn_per)"
+    )
     attack: str | None = _option(None, "what malicious clients do; 'jfcl list attacks' shows them", "attack")
     malicious: float = _option(0.0, "share of the clients that are malicious", "attack")
     aggregator: str | None = _option(
         None, "robust aggregator in place of the mean; 'jfcl list aggregators' shows them", "attack"
     )
-    radius: float | None = _option(None, "of --aggregator centered_clip", "attack")
+    radius: float | None = _option(
+        None, "of --aggregator centered_clip, or instead of --quantile (*_clustering)", "attack"
+    )
     init_from: str | None = _option(None, "folder of a run of the same model to start from (warm start)")
     seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
     seed: int | None = _option(None, "run with this seed alone", "run")
@@ -177,7 +219,8 @@ def validate(config: Config) -> None:
     check_choice("partition", config.partition, data.PARTITIONS)
     check_choice("model", config.model, models.MODELS)
     check_choice("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
-    check_choice("keep", config.keep, KEEP)
+    if config.keep is not None:
+        check_choice("keep", config.keep, KEEP)
     counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
     maybe = (
         "examples_per_client",
@@ -217,21 +260,30 @@ def validate(config: Config) -> None:
         check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
     if config.radius is not None:
         check(config.radius > 0, "radius", config.radius, "above 0")
+        used = config.aggregator is not None or "radius" in METHODS[config.method].options
+        check(used, "radius", config.radius, f"left out: {config.method} without --aggregator has none")
+
+
+def default_steps(config: Config) -> int:
+    """Local steps a round, where epochs are not given instead."""
+    return config.local_steps or METHODS[config.method].defaults.get("local_steps", 10)
 
 
 def make_training(config: Config, steps_per_round: int) -> LocalTraining:
     """The local optimiser and its schedule; `steps_per_round` makes `lr_decay` a factor per round."""
     lr: Any = config.lr
-    keep = config.keep
+    defaults = METHODS[config.method].defaults
+    keep = config.keep or defaults.get("keep", "nothing")
     if config.lr_decay != 1:
         lr = optax.exponential_decay(config.lr, steps_per_round, config.lr_decay, staircase=True)
         keep = "schedule" if keep == "nothing" else keep
-    optimizer = optax.sgd(lr, momentum=config.momentum or None)
+    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
+    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
     if config.weight_decay:
         optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
     return local_training(
         optimizer,
-        num_steps=10 if config.local_steps is None and config.local_epochs is None else config.local_steps,
+        num_steps=default_steps(config) if config.local_epochs is None else config.local_steps,
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
@@ -279,8 +331,12 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {"client_axis": client_axis}
     options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
     options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
-    if config.validation:
+    if config.validation is not None:
         options["validation"] = config.validation
+    if config.momentum and "momentum" in method.options:
+        options["momentum"] = config.momentum
+    if config.aggregator is not None and "radius" not in method.options:
+        options.pop("radius", None)  # the aggregator's
     if config.track_gap:
         options["true_cluster"] = federation.cluster
     if config.attack in attacks.UPDATE_ATTACKS:
@@ -314,6 +370,10 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if "cluster" in method.options:
         options["cluster"] = federation.cluster
     return method.make(task, training, **options)
+
+
+def _name(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def _leaves(task: Task):
@@ -385,7 +445,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     task = make_task(config, federation, vocab_size)
     m = max_examples(federation.train)
     passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
-    training = make_training(config, passes or config.local_steps or 10)
+    training = make_training(config, passes or default_steps(config))
     client_axis = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
     algorithm = make_algorithm(config, task, training, federation, client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
@@ -504,7 +564,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
                 ]
                 table.writerow([seed, i, *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
-    np.savez(out / "params.npz", **{"/".join(str(k.key) for k in path): leaf for path, leaf in first})
+    np.savez(out / "params.npz", **{"/".join(_name(k) for k in path): leaf for path, leaf in first})
     name = summary["method"]
     plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
     plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
