@@ -67,9 +67,14 @@ def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
     return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 
-def gaussian(std: float = 1.0) -> UpdateAttack:
+def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
     """Normal numbers instead of an update (Byzantine CFL: standard deviation 1)."""
-    return _send(lambda key, x, malicious, good: std * jax.random.normal(key, x.shape, x.dtype))
+    return _send(lambda key, x, malicious, good: mean + std * jax.random.normal(key, x.shape, x.dtype))
+
+
+def far() -> UpdateAttack:
+    """Every coordinate normal about 10^6, with standard deviation 200 (Federated-Clustering, figure 6)."""
+    return gaussian(200.0, 1e6)
 
 
 def sign_flip(scale: float = 1.0) -> UpdateAttack:
@@ -125,6 +130,11 @@ def mimic() -> UpdateAttack:
     return _send(lambda key, x, malicious, good: x[jnp.argmax(good)][None] + jnp.zeros_like(x))
 
 
+def opposite() -> UpdateAttack:
+    """All attackers send minus the update of the first good client (Federated-Clustering, figure 6)."""
+    return _send(lambda key, x, malicious, good: -x[jnp.argmax(good)][None] + jnp.zeros_like(x))
+
+
 def force_split() -> UpdateAttack:
     """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split."""
 
@@ -142,6 +152,7 @@ def hijack(scale: float = 10.0) -> UpdateAttack:
 
 UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
     "gaussian": gaussian,
+    "far": far,
     "sign_flip": sign_flip,
     "scaled": scaled,
     "zero": zero,
@@ -149,6 +160,7 @@ UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
     "ipm": ipm,
     "alie": alie,
     "mimic": mimic,
+    "opposite": opposite,
     "force_split": force_split,
     "hijack": hijack,
 }

@@ -29,6 +29,7 @@ from jfcl.core import (
     num_clients,
 )
 from jfcl.kernels import threshold_clustering
+from jfcl.kernels.threshold import QUANTILE_RULES
 
 MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if the mapping is left to us
 
@@ -50,6 +51,7 @@ def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -
     """`Threshold`, or `ValueError` for what the kernel would refuse once everything is compiled."""
     check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "one given, and not both")
     check_count("threshold_rounds", num_rounds)
+    check_choice("quantile_rule", quantile_rule, QUANTILE_RULES)
     if is_concrete(quantile) and quantile is not None:
         check(np.all((np.asarray(quantile) >= 0) & (np.asarray(quantile) <= 1)), "quantile", quantile, "in [0, 1]")
     if is_concrete(radius) and radius is not None and not isinstance(radius, str):

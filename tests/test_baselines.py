@@ -1,0 +1,274 @@
+"""Ditto, kNN-Per, HypCluster, one-shot, FL+HC and FeSEM against scikit-learn, SciPy and loops in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.cluster.hierarchy
+from sklearn.cluster import KMeans
+from sklearn.neighbors import NearestNeighbors
+
+import jfcl
+from jfcl.core import Clients, Task
+
+D = 3
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
+    predict=lambda p, x: x @ p["w"],
+)
+TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+START = {"w": np.float32([0.5, -0.5, 1.0])}
+
+
+def regression(seed=0, n=8, m=6):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(3, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    truth = np.array([[3.0, 0, -1], [-3.0, 1, 1]])[np.arange(n) % 2]
+    y = np.einsum("nmd,nd->nm", x, truth).astype(np.float32)
+    return Clients({"x": x, "y": y}, size)
+
+
+def descend(w, clients, i, steps, lam=0.0, near=None):
+    s = int(clients.size[i])
+    x, y = clients.examples["x"][i, :s].astype(np.float64), clients.examples["y"][i, :s].astype(np.float64)
+    for _ in range(steps):
+        pull = lam * (w - near) if lam else 0.0
+        w = w - 0.1 * (x.T @ (x @ w - y) / s + pull)
+    return w
+
+
+@pytest.mark.parametrize("lam", [0.0, 1.5])
+def test_ditto_is_algorithm_1(lam):
+    clients = regression()
+    algorithm = jfcl.ditto(LINEAR, TWO, lam=lam, init_params=START)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=4)
+    w = START["w"].astype(np.float64)
+    own = np.tile(w, (8, 1))
+    share = clients.size / clients.size.sum()
+    for _ in range(4):
+        own = np.stack([descend(own[i], clients, i, 2, lam, w) for i in range(8)])
+        w = sum(share[i] * descend(w, clients, i, 2) for i in range(8))
+    np.testing.assert_allclose(state.params["w"], own, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.common.params["w"][0], w, rtol=1e-4, atol=1e-5)
+    assert metrics["client_steps"][0] == 2 * 2 * 8 and metrics["bytes_up"][0] == 8 * D * 4
+
+
+def test_ditto_without_a_pull_is_local_training_and_a_cohort_moves_alone():
+    clients = regression(1)
+    key = jax.random.key(5)
+    free = jfcl.rollout(jfcl.ditto(LINEAR, TWO, lam=0.0, init_params=START), clients, key=key, num_rounds=3)[0]
+    alone = jfcl.rollout(jfcl.local_only(LINEAR, TWO, init_params=START), clients, key=key, num_rounds=3)[0]
+    np.testing.assert_allclose(free.params["w"], alone.params["w"], rtol=1e-6)
+    some = jfcl.ditto(LINEAR, TWO, cohort=3, init_params=START)
+    state = some.init(key, clients)
+    new, metrics = some.step(jax.random.key(1), state, clients)
+    moved = (np.asarray(new.params["w"]) != np.asarray(state.params["w"])).any(axis=1)
+    assert moved.sum() == 3 and (moved == ~np.isnan(metrics["loss"])).all()
+
+
+def classification(seed=0, n=5, m=14):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, m, 2)).astype(np.float32)
+    y = ((x[:, :, 0] > 0) ^ (np.arange(n) % 2 == 1)[:, None]).astype(np.int32)
+    size = rng.integers(10, m + 1, n).astype(np.int32)
+    task = jfcl.models.task(
+        lambda key: {"w": jax.random.normal(key, (2, 2))}, lambda p, x: x @ p["w"], kind="classification"
+    )
+    return Clients({"x": x, "y": y}, size), task
+
+
+def mixture64(w, clients, i, first, x, mixing, k, scale):
+    """kNN-Per's probabilities by scikit-learn's neighbours."""
+    memory = clients.examples["x"][i, :first].astype(np.float64) @ w
+    label = clients.examples["y"][i, :first]
+    outputs = x.astype(np.float64) @ w
+    distances, rows = NearestNeighbors(n_neighbors=k).fit(memory).kneighbors(outputs)
+    weight = np.exp(-(distances**2) / scale)
+    own = np.stack([(weight * (label[rows] == c)).sum(axis=1) for c in range(2)], axis=1)
+    soft = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    return mixing * own / weight.sum(axis=1, keepdims=True) + (1 - mixing) * soft / soft.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_knn_per_is_its_mixture(scale):
+    clients, task = classification()
+    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixing=0.6, scale=scale)
+    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+    x = np.random.default_rng(1).normal(size=(20, 2)).astype(np.float32)
+    w = np.asarray(state.common.params["w"][0], np.float64)
+    for i in range(5):
+        mine = jax.tree.map(lambda p, i=i: p[i], state.params)
+        truth = mixture64(w, clients, i, int(clients.size[i]), x, 0.6, 3, scale or 2.0)
+        np.testing.assert_allclose(np.exp(algorithm.task.predict(mine, x)), truth, atol=1e-5)
+        y = (truth[:, 0] > 0.5).astype(np.int32)
+        np.testing.assert_allclose(
+            algorithm.task.loss(mine, {"x": x, "y": y}), -np.log(truth[np.arange(20), y]), atol=1e-4
+        )
+        assert algorithm.task.correct(mine, {"x": x, "y": y}).tolist() == (truth.argmax(axis=1) == y).tolist()
+
+
+def test_knn_per_chooses_the_weight_on_examples_kept_aside():
+    clients, task = classification(2)
+    mixings = (0.0, 0.4, 1.0)
+    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixings=mixings, validation=0.3)
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
+    first = clients.size - np.floor(np.float32(0.3) * clients.size).astype(int)
+    part = clients._replace(size=first.astype(np.int32))
+    plain = jfcl.rollout(jfcl.fedavg(task, TWO), part, key=jax.random.key(0), num_rounds=5)[0]
+    np.testing.assert_allclose(state.common.params["w"], plain.params["w"], rtol=1e-6)
+    w = np.asarray(state.common.params["w"][0], np.float64)
+    for i in range(5):
+        aside = slice(first[i], int(clients.size[i]))
+        x, y = clients.examples["x"][i, aside], clients.examples["y"][i, aside]
+        right = [
+            (mixture64(w, clients, i, first[i], x, mixing, 3, 2.0).argmax(axis=1) == y).sum() for mixing in mixings
+        ]
+        assert state.params.mixing[i] == np.float32(mixings[int(np.argmax(right))])
+    assert metrics["mixing"].shape == (5, 5) and len(set(np.asarray(state.params.mixing).tolist())) > 1
+
+
+def test_knn_per_looks_at_what_enters_the_last_layer():
+    task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(6, 4)), (5,), 10)
+    params = task.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, 5))
+    hidden = x
+    for name in ("Dense_0", "Dense_1"):
+        hidden = np.maximum(np.asarray(hidden) @ np.asarray(params[name]["kernel"]) + np.asarray(params[name]["bias"]), 0)
+    np.testing.assert_allclose(task.represent(params, x), hidden, rtol=1e-6)
+
+
+def test_hypcluster_is_ifca_by_size_and_its_warm_start_is_fedavg_in_parts():
+    clients = regression(3)
+    key = jax.random.key(2)
+    plain = jfcl.rollout(jfcl.hypcluster(LINEAR, TWO, num_clusters=2), clients, key=key, num_rounds=3)
+    by_size = jfcl.rollout(jfcl.ifca(LINEAR, TWO, num_clusters=2, weights="size"), clients, key=key, num_rounds=3)
+    np.testing.assert_array_equal(plain[0].params["w"], by_size[0].params["w"])
+    warm = jfcl.hypcluster(LINEAR, TWO, num_clusters=2, warm_rounds=3, init_params=START)
+    state = warm.init(key, clients)
+    assert (state.params["w"][0] != state.params["w"][1]).any() and state.round == 0
+    # Some split into two parts of four gives these models by FedAvg inside each.
+    from itertools import combinations
+
+    def inside(part):
+        w = START["w"].astype(np.float64)
+        share = clients.size[list(part)] / clients.size[list(part)].sum()
+        for _ in range(3):
+            w = sum(s * descend(w, clients, i, 2) for s, i in zip(share, part, strict=True))
+        return w
+
+    found = [
+        [part for part in combinations(range(8), 4) if np.allclose(inside(part), w, atol=1e-4)]
+        for w in state.params["w"]
+    ]
+    assert len(found[0]) == len(found[1]) == 1 and not set(found[0][0]) & set(found[1][0])
+    _, first = warm.step(jax.random.key(1), state, clients)
+    _, later = warm.step(jax.random.key(1), state._replace(round=jnp.int32(1)), clients)
+    assert first["bytes_up"] - later["bytes_up"] == 3 * 8 * D * 4
+    assert first["client_steps"] - later["client_steps"] == 3 * 8 * 2
+
+
+def test_one_shot_is_scikit_learns_k_means_of_local_models_then_fedavg():
+    clients = regression(4)
+    algorithm = jfcl.one_shot(LINEAR, TWO, num_clusters=2, local_rounds=5, init_params=START)
+    state = algorithm.init(jax.random.key(0), clients)
+    local = np.stack([descend(START["w"].astype(np.float64), clients, i, 10) for i in range(8)])
+    truth = KMeans(2, n_init=10, random_state=0).fit(local).labels_
+    cluster = np.asarray(state.cluster)
+    assert ((cluster[:, None] == cluster[None]) == (truth[:, None] == truth[None])).all()
+    models = []
+    for k in range(2):
+        members = np.flatnonzero(cluster == k)
+        models.append(np.average(local[members], axis=0, weights=clients.size[members]))
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+    new, metrics = algorithm.step(jax.random.key(1), state, clients)
+    for k in range(2):
+        members = np.flatnonzero(cluster == k)
+        share = clients.size[members] / clients.size[members].sum()
+        mean = sum(s * descend(models[k], clients, i, 2) for s, i in zip(share, members, strict=True))
+        np.testing.assert_allclose(new.params["w"][k], mean, rtol=1e-4, atol=1e-5)
+    assert metrics["client_steps"] == 8 * 2 * (5 + 1) and metrics["bytes_up"] == 2 * 8 * D * 4
+
+
+@pytest.mark.parametrize("distance", ["cosine", "euclidean"])
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
+    clients = regression(5, n=9)
+    options = {"distance": distance, "linkage": linkage, "rounds_before": 2, "init_params": START}
+    w = START["w"].astype(np.float64)
+    share = clients.size / clients.size.sum()
+    for _ in range(2):
+        w = sum(share[i] * descend(w, clients, i, 2) for i in range(9))
+    updates = np.stack([descend(w, clients, i, 2) - w for i in range(9)])
+    tree = scipy.cluster.hierarchy.linkage(updates, linkage, metric=distance)
+    for count in (2, 4):
+        state = jfcl.flhc(LINEAR, TWO, num_clusters=count, **options).init(jax.random.key(0), clients)
+        truth = scipy.cluster.hierarchy.fcluster(tree, count, "maxclust")
+        cluster = np.asarray(state.cluster)
+        assert ((cluster[:, None] == cluster[None]) == (truth[:, None] == truth[None])).all()
+        np.testing.assert_allclose(state.params["w"], np.tile(w, (count, 1)), rtol=1e-4, atol=1e-5)
+    cut = (tree[-2, 2] + tree[-3, 2]) / 2  # three clusters
+    many = jfcl.flhc(LINEAR, TWO, num_clusters=5, distance_threshold=cut, **options)
+    assert len(set(many.init(jax.random.key(0), clients).cluster.tolist())) == 3
+    few = jfcl.flhc(LINEAR, TWO, num_clusters=2, distance_threshold=cut, **options)
+    assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
+
+
+def test_fesem_joins_the_nearest_model():
+    clients = regression(6)
+    algorithm = jfcl.fesem(LINEAR, TWO, num_clusters=2, init_params=START)
+    state = algorithm.init(jax.random.key(0), clients)
+    state = state._replace(params={"w": state.params["w"] + jnp.float32([[1.0, -0.4, 0.3], [-0.2, 0.5, 0.6]])})
+    for t in range(4):
+        models, cluster = np.asarray(state.params["w"], np.float64), np.asarray(state.cluster)
+        trained = np.stack([descend(models[cluster[i]], clients, i, 2) for i in range(8)])
+        nearest = np.linalg.norm(trained[:, None] - models[None], axis=2).argmin(axis=1)
+        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        assert state.cluster.tolist() == nearest.tolist()
+        for k in range(2):
+            members = np.flatnonzero(nearest == k)
+            mean = np.average(trained[members], axis=0, weights=clients.size[members]) if len(members) else models[k]
+            np.testing.assert_allclose(state.params["w"][k], mean, rtol=1e-4, atol=1e-5)
+    assert metrics["bytes_up"] == 8 * D * 4
+
+
+LABELLED, LABELS = classification()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: jfcl.ditto(LINEAR, TWO, lam=-0.1), "lam must be 0 or more, got -0.1"),
+        (lambda: jfcl.knn_per(LABELS, TWO, mixing=1.5), r"mixing must be in \[0, 1\], got 1.5"),
+        (lambda: jfcl.knn_per(LABELS, TWO, mixings=(0.0, 2.0)), r"mixings must be in \[0, 1\]"),
+        (lambda: jfcl.knn_per(LABELS, TWO, num_neighbours=0), "num_neighbours must be an integer, at least 1"),
+        (lambda: jfcl.knn_per(LABELS, TWO, scale=0.0), "scale must be above 0"),
+        (lambda: jfcl.knn_per(LABELS, TWO, validation=1.0), r"validation must be in \(0, 1\)"),
+        (lambda: jfcl.knn_per(LINEAR, TWO), "task must be a classification"),
+        (lambda: jfcl.hypcluster(LINEAR, TWO, num_clusters=2, warm_rounds=-1), "warm_rounds must be an integer"),
+        (lambda: jfcl.one_shot(LINEAR, TWO, num_clusters=2, local_rounds=0), "local_rounds must be an integer"),
+        (lambda: jfcl.one_shot(LINEAR, TWO, num_clusters=0), "num_clusters must be an integer"),
+        (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, linkage="singel"), "did you mean 'single'"),
+        (lambda: jfcl.flhc(LINEAR, TWO, num_clusters=2, distance="cosinus"), "did you mean 'cosine'"),
+        (lambda: jfcl.fesem(LINEAR, TWO._replace(keep="everything"), num_clusters=2), "training.keep must be"),
+    ],
+)
+def test_factories_refuse(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clients", "words"),
+    [
+        (jfcl.one_shot(LINEAR, TWO, num_clusters=9), regression(), "num_clusters must be at most the 8 clients"),
+        (jfcl.flhc(LINEAR, TWO, num_clusters=9), regression(), "num_clusters must be at most the 8 clients"),
+        (jfcl.fesem(LINEAR, TWO, num_clusters=9), regression(), "num_clusters must be at most the 8 clients"),
+        (jfcl.knn_per(LABELS, TWO, num_neighbours=12), LABELLED, "num_neighbours must be at most"),
+    ],
+)
+def test_init_refuses(algorithm, clients, words):
+    with pytest.raises(ValueError, match=words):
+        algorithm.init(jax.random.key(0), clients)

@@ -1,0 +1,278 @@
+"""Federated-, Myopic- and Momentum-Clustering against loops in float64, written from the paper's algorithms."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl.algorithms.federated_clustering import Threshold, draw_groups
+from jfcl.algorithms.myopic_clustering import densest
+from jfcl.core import Clients, Task
+
+D = 3
+LINEAR = Task(
+    init=lambda key: {"w": jax.random.normal(key, (D,))},
+    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
+    predict=lambda p, x: x @ p["w"],
+)
+STEP = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+
+
+def regression(seed=0, n=8, m=6):
+    rng = np.random.default_rng(seed)
+    size = rng.integers(2, m + 1, n).astype(np.int32)
+    x = rng.normal(size=(n, m, D)).astype(np.float32)
+    truth = np.array([[3.0, 0, -1], [-3.0, 1, 1]])[np.arange(n) % 2]
+    y = np.einsum("nmd,nd->nm", x, truth).astype(np.float32)
+    return Clients({"x": x, "y": y}, size)
+
+
+def gradient64(w, clients, i):
+    s = int(clients.size[i])
+    x, y = clients.examples["x"][i, :s].astype(np.float64), clients.examples["y"][i, :s].astype(np.float64)
+    return x.T @ (x @ w - y) / s
+
+
+def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
+    v = np.array(center, np.float64)
+    for _ in range(num_rounds):
+        distances = np.linalg.norm(points - v, axis=1)
+        tau = np.quantile(distances, quantile) if radius is None else radius
+        v = sum(share[i] * (points[i] if distances[i] <= tau else v) for i in range(len(points)))
+    return v
+
+
+@pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.4}], ids=["radius", "quantile"])
+@pytest.mark.parametrize("weights", ["equal", "size"])
+def test_algorithm_2(rule, weights):
+    clients = regression()
+    start = np.random.default_rng(1).normal(size=(8, D))
+    algorithm = jfcl.federated_clustering(
+        LINEAR, STEP, threshold_rounds=3, weights=weights, init_params={"w": start.astype(np.float32)}, **rule
+    )
+    state, metrics = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
+    share = clients.size / clients.size.sum() if weights == "size" else np.full(8, 1 / 8)
+    models = start.astype(np.float32).astype(np.float64)
+    for _ in range(5):
+        at = [np.stack([gradient64(w, clients, j) for j in range(8)]) for w in models]
+        centers = [threshold64(at[i], at[i][i], share, 3, **rule) for i in range(8)]
+        models = np.stack([w - 0.1 * v for w, v in zip(models, centers, strict=True)])
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+    assert metrics["bytes_up"][0] == metrics["bytes_down"][0] == 8 * 8 * D * 4
+    assert metrics["client_steps"][0] == 64
+
+
+def test_momentum_holds_the_clustered_gradient():
+    """Heavy ball of the centres over rounds, not of the client's own gradients."""
+    clients = regression(2)
+    training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=1, keep="everything")
+    algorithm = jfcl.federated_clustering(LINEAR, training, radius=2.5, threshold_rounds=2)
+    state = algorithm.init(jax.random.key(0), clients)
+    models, buffers = np.asarray(state.params["w"], np.float64), np.zeros((8, D))
+    for t in range(4):
+        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        for i in range(8):
+            at = np.stack([gradient64(models[i], clients, j) for j in range(8)])
+            buffers[i] = 0.9 * buffers[i] + threshold64(at, at[i], np.full(8, 1 / 8), 2, radius=2.5)
+            models[i] -= 0.05 * buffers[i]
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+
+
+def test_other_local_steps_are_the_clients_own():
+    clients = regression(3)
+    training = STEP._replace(num_steps=3)
+    algorithm = jfcl.federated_clustering(LINEAR, training, radius=2.5, threshold_rounds=2)
+    state = algorithm.init(jax.random.key(0), clients)
+    models = np.asarray(state.params["w"], np.float64)
+    state, metrics = algorithm.step(jax.random.key(1), state, clients)
+    for i in range(8):
+        at = np.stack([gradient64(models[i], clients, j) for j in range(8)])
+        models[i] -= 0.1 * threshold64(at, at[i], np.full(8, 1 / 8), 2, radius=2.5)
+        for _ in range(2):
+            models[i] -= 0.1 * gradient64(models[i], clients, i)
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+    assert metrics["client_steps"] == 64 + 16
+
+
+def test_radius_zero_is_local_training_and_infinity_is_everybodys_mean():
+    clients = regression(4)
+    options = {"init_params": {"w": np.ones(D, np.float32)}}
+    key = jax.random.key(0)
+    alone = jfcl.rollout(jfcl.local_only(LINEAR, STEP, **options), clients, key=key, num_rounds=6)[0]
+    zero = jfcl.federated_clustering(LINEAR, STEP, radius=0.0, **options)
+    np.testing.assert_allclose(jfcl.rollout(zero, clients, key=key, num_rounds=6)[0].params["w"], alone.params["w"])
+    mean = jfcl.rollout(jfcl.fedavg(LINEAR, STEP, weights="equal", **options), clients, key=key, num_rounds=6)[0]
+    everything = jfcl.federated_clustering(LINEAR, STEP, radius=jnp.inf, **options)
+    found = jfcl.rollout(everything, clients, key=key, num_rounds=6)[0].params["w"]
+    np.testing.assert_allclose(found, np.broadcast_to(mean.params["w"], (8, D)), rtol=1e-5)
+
+
+def test_batches_are_those_of_local_training():
+    """With radius 0 and mini-batches the steps equal local training's: client `i` sees its own batch of the round."""
+    clients = regression(5)
+    training = STEP._replace(batch_size=2)
+    options = {"init_params": {"w": np.ones(D, np.float32)}}
+    key = jax.random.key(7)
+    alone = jfcl.rollout(jfcl.local_only(LINEAR, training, **options), clients, key=key, num_rounds=4)[0]
+    zero = jfcl.federated_clustering(LINEAR, training, radius=0.0, **options)
+    found = jfcl.rollout(zero, clients, key=key, num_rounds=4)[0]
+    np.testing.assert_allclose(found.params["w"], alone.params["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [12, 13, 15])
+def test_subgroups_are_partitions_drawn_anew(n):
+    clients = regression(6, n=n)
+    size = clients.size.copy()
+    size[3] = 0
+    clients = clients._replace(size=size)
+    drawn = []
+    for seed in range(6):
+        groups = draw_groups(jax.random.key(seed), clients, 4)
+        members = [np.asarray(r)[np.asarray(ok)] for r, ok in zip(groups.rows, groups.real, strict=True)]
+        assert sorted(np.concatenate(members).tolist()) == [i for i in range(n) if i != 3]
+        assert all(len(m) == 4 for m in members[: (n - 1) // 4])
+        for g, rows in enumerate(members):
+            assert (np.asarray(groups.of)[rows] == g).all()
+        drawn.append(tuple(np.asarray(groups.of).tolist()))
+    assert len(set(drawn)) > 1
+
+
+def test_subgroups_cluster_among_themselves():
+    clients = regression(7, n=9)
+    algorithm = jfcl.federated_clustering(LINEAR, STEP, radius=2.5, threshold_rounds=2, subgroup_size=4)
+    state = algorithm.init(jax.random.key(0), clients)
+    models = np.asarray(state.params["w"], np.float64)
+    key = jax.random.key(3)
+    new, metrics = algorithm.step(key, state, clients)
+    of = np.asarray(draw_groups(jax.random.split(key)[0], clients, 4).of)
+    for i in range(9):
+        group = np.flatnonzero(of == of[i])
+        at = np.stack([gradient64(models[i], clients, j) for j in group])
+        share = np.full(len(group), 1 / len(group))
+        v = threshold64(at, at[group.tolist().index(i)], share, 2, radius=2.5)
+        np.testing.assert_allclose(new.params["w"][i], models[i] - 0.1 * v, rtol=1e-4, atol=1e-5)
+    assert metrics["bytes_up"] == (16 + 16 + 1) * D * 4  # 4, 4 and 1 clients
+
+
+def test_attackers_are_far_from_every_centre():
+    clients = regression(8, n=10)
+    adversary = jfcl.Adversary(jfcl.attacks.gaussian(1e3), jnp.arange(10) >= 7)
+    honest = Clients(jax.tree.map(lambda x: x[:7], clients.examples), clients.size[:7])
+    options = {"radius": 2.5, "init_params": {"w": np.zeros(D, np.float32)}, "threshold_rounds": 40}
+    attacked = jfcl.federated_clustering(LINEAR, STEP, adversary=adversary, **options)
+    alone = jfcl.federated_clustering(LINEAR, STEP, **options)
+    key = jax.random.key(0)
+    found = jfcl.rollout(attacked, clients, key=key, num_rounds=30)[0].params["w"][:7]
+    truth = jfcl.rollout(alone, honest, key=key, num_rounds=30)[0].params["w"]
+    np.testing.assert_allclose(found, truth, atol=1e-2)  # 40 threshold rounds forget the share of the absent
+    fed = jfcl.rollout(jfcl.fedavg(LINEAR, STEP, adversary=adversary), clients, key=key, num_rounds=30)[0]
+    assert np.abs(fed.params["w"]).max() > 10
+
+
+def test_a_client_without_finite_gradients_keeps_its_model():
+    clients = regression(9)
+    x = clients.examples["x"].copy()
+    x[2, 0] = np.inf
+    spoiled = Clients({"x": x, "y": clients.examples["y"]}, clients.size)
+    for make in (
+        partial(jfcl.federated_clustering, radius=2.5),
+        partial(jfcl.myopic_clustering, num_clusters=2, radius=2.5),
+        partial(jfcl.momentum_clustering, num_clusters=2, radius=2.5),
+    ):
+        algorithm = make(LINEAR, STEP)
+        start = algorithm.init(jax.random.key(0), spoiled)
+        state, metrics = jfcl.rollout(algorithm, spoiled, key=jax.random.key(0), num_rounds=3, state=start)
+        assert (state.params["w"][2] == start.params["w"][2]).all() and metrics["nonfinite"].tolist() == [1] * 3
+        assert np.isfinite(state.params["w"]).all() and (state.params["w"][0] != start.params["w"][0]).any()
+
+
+def densest64(points, count, radius=None, quantile=None):
+    """The starts of the centres, by hand."""
+    distances = np.linalg.norm(points[:, None] - points[None], axis=2)
+    left, chosen = set(range(len(points))), []
+    few = int(np.ceil(quantile * len(points))) - 1 if quantile else None
+    for _ in range(count):
+        if not left:
+            left = set(range(len(points)))
+        best = None
+        for i in sorted(left):
+            inner = sorted(distances[i][list(left)])
+            reach = radius if radius is not None else (inner[few] if few < len(inner) else np.inf)
+            score = -sum(d <= reach for d in inner) if radius is not None else reach
+            best = min(best, (score, distances[i].sum(), i, reach)) if best else (score, distances[i].sum(), i, reach)
+        chosen.append(best[2])
+        left = {j for j in left if distances[best[2]][j] > best[3]} - {best[2]}
+    return chosen
+
+
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.7])
+@pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.3}], ids=["radius", "quantile"])
+def test_algorithms_1_and_4(momentum, rule):
+    clients = regression(10)
+    options = {"num_clusters": 2, "threshold_rounds": 3, **rule}
+    make = jfcl.myopic_clustering if momentum is None else partial(jfcl.momentum_clustering, momentum=momentum)
+    algorithm = make(LINEAR, STEP, **options)
+    state = algorithm.init(jax.random.key(0), clients)
+    models, m = np.asarray(state.params["w"], np.float64), None
+    for t in range(4):
+        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
+        m = gradients if momentum is None or m is None else (1 - momentum) * gradients + momentum * m
+        centers = [threshold64(m, m[k], np.full(8, 1 / 8), 3, **rule) for k in densest64(m, 2, **rule)]
+        group = np.linalg.norm(m[:, None] - np.stack(centers)[None], axis=2).argmin(axis=1)
+        models -= 0.1 * np.stack(centers)[group]
+        assert state.group.tolist() == group.tolist()
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+    assert metrics["bytes_up"] == metrics["bytes_down"] == 8 * D * 4
+
+
+def test_centres_start_where_most_are_and_not_at_outliers():
+    rng = np.random.default_rng(0)
+    points = np.concatenate([rng.normal(0, 0.1, (6, 2)), rng.normal(5, 0.1, (5, 2)), [[90, 90], [-70, 3]]])
+    for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.25}):
+        fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
+        starts = np.asarray(densest(jnp.asarray(points, jnp.float32), jnp.ones(13, bool), fixed, 2))
+        assert sorted(np.round(starts.mean(axis=1)).tolist()) == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: jfcl.federated_clustering(LINEAR, STEP, radius=1.0, quantile=0.2),
+            "radius, quantile must be one given",
+        ),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP, quantile=1.2), r"quantile must be in \[0, 1\], got 1.2"),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP, radius=-1.0), "radius must be 0 or more"),
+        (
+            lambda: jfcl.federated_clustering(LINEAR, STEP, subgroup_size=1),
+            "subgroup_size must be an integer, at least 2",
+        ),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP, threshold_rounds=0), "threshold_rounds must be an integer"),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP, quantile_rule="linaer"), "did you mean 'linear'"),
+        (lambda: jfcl.federated_clustering(LINEAR, jfcl.local_training(optax.sgd(0.1), num_epochs=1)), "num_steps"),
+        (lambda: jfcl.federated_clustering(LINEAR, STEP._replace(prox=0.1)), "training.prox must be 0"),
+        (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, momentum=1.0), r"momentum must be in \[0, 1\)"),
+        (lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2), "of num_steps=1"),
+        (lambda: jfcl.myopic_clustering(LINEAR, STEP, num_clusters=0), "num_clusters must be an integer"),
+    ],
+)
+def test_factories_refuse(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (jfcl.federated_clustering(LINEAR, STEP, subgroup_size=9), "subgroup_size must be at most the 8 clients"),
+        (jfcl.myopic_clustering(LINEAR, STEP, num_clusters=9), "num_clusters must be at most the 8 clients"),
+    ],
+)
+def test_init_refuses(algorithm, words):
+    with pytest.raises(ValueError, match=words):
+        algorithm.init(jax.random.key(0), regression())
