@@ -136,7 +136,9 @@ def test_knn_per_looks_at_what_enters_the_last_layer():
     x = jax.random.normal(jax.random.key(1), (3, 5))
     hidden = x
     for name in ("Dense_0", "Dense_1"):
-        hidden = np.maximum(np.asarray(hidden) @ np.asarray(params[name]["kernel"]) + np.asarray(params[name]["bias"]), 0)
+        hidden = np.maximum(
+            np.asarray(hidden) @ np.asarray(params[name]["kernel"]) + np.asarray(params[name]["bias"]), 0
+        )
     np.testing.assert_allclose(task.represent(params, x), hidden, rtol=1e-6)
 
 

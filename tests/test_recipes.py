@@ -57,7 +57,7 @@ def test_settings_can_be_changed(tmp_path):
 def test_settings_fit_together(name):
     recipe = RECIPES[name]
     assert set(recipe.full) == set(recipe.small) and recipe.title.count("\n") == 0
-    assert name.split(".")[0] in ("cfl", "byzantine_cfl")
+    assert name.split(".")[0] in ("cfl", "byzantine_cfl", "federated_clustering", "ifca")
 
 
 def test_the_papers_tables_are_whole():
