@@ -3,11 +3,12 @@
 import json
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from jfcl.cli import main
-from jfcl.experiments import RECIPES, Config, recipes, reproduce
+from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
 from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
 from jfcl.experiments.recipes import Outcome, Recipe
 
@@ -74,6 +75,67 @@ def test_figure_3(tmp_path):
     assert all(row["correct splits"] >= row["gap above 0"] for row in result["rows"])
 
 
+def test_figure_7_of_federated_clustering(tmp_path):
+    recipe = RECIPES["federated_clustering.figure7"]
+    tiny = {"x": recipe._replace(small={"rounds": 50, "seeds": 4})}
+    rows = reproduce("x", recipes=tiny, out=tmp_path)["rows"]
+    for row in rows[:3]:  # where the blobs are apart, the end is sqrt(d (1 - 1/9)) standard deviations
+        assert abs(row["end"] / (row["standard deviation"] * np.sqrt(10 * 8 / 9)) - 1) < 0.05
+        assert abs(row["end"] / row["paper's end"] - 1) < 0.05
+
+
+def test_figure_2_of_federated_clustering(tmp_path):
+    tiny = {
+        "x": RECIPES["federated_clustering.figure2"]._replace(
+            small={"clients_per_cluster": 6, "rounds": 20, "lr": 1e-4, "seeds": 1}
+        )
+    }
+    (row,) = reproduce("x", recipes=tiny, out=tmp_path)["rows"]
+    assert 0 < row["intra, largest"] < 20 and row["inter, least"] > 1e4
+
+
+def test_figure_3_of_federated_clustering(tmp_path):
+    tiny = {"x": RECIPES["federated_clustering.figure3"]._replace(small={"rounds": 150, "seeds": 1})}
+    rows = reproduce("x", recipes=tiny, out=tmp_path)["rows"]
+    end = {(r["clusters"], r["clients in each"], r["method"]): r["end error"] for r in rows}
+    for panel in ((4, 4), (4, 16), (16, 4)):
+        assert end[*panel, "oracle"] < end[*panel, "local"] < 1 < end[*panel, "fedavg"]
+    assert end[4, 16, "federated_clustering"] < 1.5 * end[4, 16, "oracle"]
+
+
+@pytest.mark.parametrize("reading", ["norm", "coordinate"])
+def test_figure_3_of_ifca(tmp_path, reading, monkeypatch):
+    monkeypatch.setattr(ifca, "DIM", 20)
+    setting = RECIPES["ifca.figure3"].small | {
+        "panels": "ac",
+        "trials": 2,
+        "inits": 3,
+        "rounds": 100,
+        "reading": reading,
+    }
+    setting |= {
+        "radii": [0.05, 2.0],
+        "noises": [0.1],
+        "clients": [20],
+        "examples": [50],
+        "start": "scaled",
+        "to": "nearest",
+    }
+    rows = reproduce("x", recipes={"x": RECIPES["ifca.figure3"]._replace(small=setting)}, out=tmp_path)["rows"]
+    success = {r["R"]: r["success"] for r in rows if r["panel"] == "a"}
+    assert success[2.0] >= 0.5
+    kept = len(list(tmp_path.glob("a-*.json")))
+    assert kept == 2 and json.loads((tmp_path / "a-100-100-0.json").read_text())["cells"] == [[0.05, 0.1], [2.0, 0.1]]
+
+
+def test_distances_to_the_truth():
+    truth = np.array([[[0.0, 0.0], [3.0, 4.0]]])
+    found = np.array([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 1.0], [0.0, 2.0]]])
+    truth = np.repeat(truth, 2, axis=0)
+    np.testing.assert_allclose(ifca.distance_to_truth(found, truth, "matched"), [0.5, (1 + np.hypot(3, 2)) / 2])
+    np.testing.assert_allclose(ifca.distance_to_truth(found, truth, "nearest"), [0.5, 1.5])
+
+
 def test_the_command_line(capsys):
     assert main(["list", "recipes"]) == 0
     assert "byzantine_cfl.table1" in capsys.readouterr().out
@@ -91,6 +153,11 @@ TINY = {
     | {"newcomers": 8, "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
     "cfl.figure8": _FEW | {"min_rounds": 1, "gamma_max": 0.0},
     "cfl.figure9": _FEW | {"min_rounds": 1, "vocab_size": 50, "length": 6},
+    "federated_clustering.figure6": {"rounds": 2, "clients": 20, "examples_per_client": 10, "model": "linear"},
+    "federated_clustering.table1": {"epochs": 1, "epochs_of_fc": 1},
+    "ifca.figure4": {"mnist": [(8, 20)], "rounds": 2},
+    "ifca.table1": {"mnist": [(1200, 200)], "rounds": 1, "local_rounds": 1},
+    "ifca.table2": {"clients": 20, "cohort": 4, "rounds": 2, "local_rounds": 1, "model": "linear"},
     "byzantine_cfl.table1": {"rounds": 2, "examples_per_client": 2, "clients": 10, "datasets": ["mnist"], "seeds": 1},
 }
 
@@ -102,6 +169,6 @@ def test_recipes_on_real_data(name, tmp_path, data_dir):
     tiny = {name: recipe._replace(small=recipe.small | TINY[name])}
     result = reproduce(name, recipes=tiny, out=tmp_path, data_dir=str(data_dir))
     assert result["rows"] and (tmp_path / "figure.png").exists()
-    assert all("paper" in row or "paper %" in row for row in result["rows"])
+    assert all(any(column.startswith("paper") for column in row) for row in result["rows"])
     for run in tmp_path.glob("*/config.json"):
         assert set(asdict(Config("cfl"))) - {"rounds"} <= set(json.loads(run.read_text()))

@@ -194,13 +194,14 @@ def figure_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
         clients, cluster, _, task = regression(4, setting["clients_per_cluster"], seed, half=False)
         algorithm = algorithms.oracle(task, training, cluster=cluster, weights="equal")
         same = jnp.asarray(cluster[None, :] == np.arange(4)[:, None])
+        share = same.astype(jnp.float32) / same.sum(axis=1, keepdims=True, dtype=jnp.float32)
 
-        def ratios(params, clients=clients, task=task, same=same):
+        def ratios(params, clients=clients, task=task, same=same, share=share):
             def one(model, examples):
                 return jax.grad(lambda p: task.loss(p, examples).mean())(model)["w"]
 
             g = jax.vmap(lambda model: jax.vmap(lambda examples: one(model, examples))(clients.examples))(params)
-            middle = (g * same[:, :, None]).sum(axis=1) / same.sum(axis=1)[:, None]
+            middle = (g * share[:, :, None]).sum(axis=1)
             away = jnp.square(g - middle[:, None]).sum(axis=2)
             within = jnp.where(same, away / jnp.square(middle).sum(axis=1)[:, None], 0.0)
             return within.max(), jnp.where(same, jnp.inf, away).min()
