@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
+    HIGHEST,
     PyTree,
     check,
     distances_from,
@@ -18,6 +19,7 @@ from jfcl.kernels.base import (
     refuse_nonfinite,
     row_mask,
     rows_of,
+    squared_norms,
 )
 from jfcl.kernels.robust import check_weights, shares
 from jfcl.kernels.similarity import usable_rows, weighted_sum
@@ -123,10 +125,10 @@ def threshold_clustering(
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
     """Whether `N² D + 2 K N D` operations beat two passes over `N D` numbers for every centre and round.
 
-    A matrix product does about 20 multiplications in the time in which memory brings one number (measured on a 2-core
-    CPU, benchmarks/kernels.py; accelerators do more).
+    A matrix product does about 20 multiplications in the time in which memory brings one number; and finding the origin
+    of the Gram matrix is worth 60 of them (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
     """
-    return count / 2 + num_centers <= 20 * num_centers * num_rounds
+    return count / 2 + num_centers + 60 <= 20 * num_centers * num_rounds
 
 
 def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str) -> jax.Array:
@@ -200,9 +202,23 @@ def _direct(rows, starts, limits, weights, mask, *, rule, trajectory):
     usable = mask & finite_rows(rows)
     share = shares(weights, usable).astype(limits.dtype)
 
+    norms = squared_norms(rows)
+
+    def measure(center, limit):
+        """Distances from one centre. From inner products they are off by `eps` times the squared norms, which is no
+        matter where the radius is much longer than that; else from the differences, at twice the price."""
+        norm = sum(jnp.vdot(c, c, precision=HIGHEST).astype(norms.dtype) for c in center)
+        cross = sum(jnp.matmul(x, c, precision=HIGHEST).astype(norms.dtype) for x, c in zip(rows, center, strict=True))
+        quick = jnp.where(usable, jnp.sqrt(jnp.maximum(norms - 2.0 * cross + norm, 0.0)), jnp.inf)
+        radius = _radii(quick[None, :], usable, limit[None], rule)[0]
+        near = jnp.maximum(jnp.where(quick <= 2.0 * radius, norms, 0.0).max(), norm)
+        rough = ~(radius * radius > 1e-3 * near)
+        exact = jax.lax.cond(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
+        return exact.astype(limit.dtype)
+
     def one(start_and_limits):
         def move(center, limit):
-            distances = distances_from(rows, center, usable).astype(limit.dtype)
+            distances = measure(center, limit)
             inside = _inside(distances[None, :], usable, limit[None], rule)[0] * share
             stay = 1.0 - inside.sum()
             center = [
