@@ -69,6 +69,8 @@ class Algorithm(NamedTuple):
       init: `(key, clients) -> state`.
       step: `(key, state, clients) -> (state, metrics)`, one communication round. `key` is that round's own key.
       task: the task whose parameters the state holds; the simulation evaluates with it.
+      check: `(clients on the host) -> None`: a `ValueError` for clients that the method cannot do with, where shapes do
+        not tell; the simulation asks before anything is compiled.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
@@ -79,6 +81,7 @@ class Algorithm(NamedTuple):
     init: Callable[[jax.Array, Clients], Any]
     step: Callable[[jax.Array, Any, Clients], tuple[Any, dict[str, jax.Array]]]
     task: Task | None = None
+    check: Callable[[Clients], None] | None = None
 
 
 class Adversary(NamedTuple):

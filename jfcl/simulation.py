@@ -281,9 +281,13 @@ def simulate(
     if out is not None:
         folder = (RunFolder.reopen if resume else RunFolder.create)(out, config or {})
 
+    made = _made(algorithm, hyperparams)
+    if made.check is not None:
+        made.check(clients)
+
     with _CompileClock() as compiling:
         started = time.perf_counter()
-        task = _made(algorithm, hyperparams).task
+        task = made.task
         clients, test_clients, newcomers = (_on_device(c) for c in (clients, test_clients, newcomers))
         static = {"algorithm": algorithm, "seed_axis": seed_axis}
         done, totals, records = 0, {}, []

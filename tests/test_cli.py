@@ -170,6 +170,17 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--dataset", "mnist", "--data-dir", "/nowhere"], "looked for /nowhere/mnist/train-images"),
         (["compare", "/nowhere"], "holds no finished run"),
         (["run", "ifca", "--out", "/proc/1/nothing", "--rounds", "1"], "/proc/1/nothing"),
+        (["run", "federated_clustering", "--subgroup-size", "41"], "subgroup_size must be at most the 40 clients"),
+        (["run", "federated_clustering", "--subgroup-size", "1"], "subgroup_size must be an integer, at least 2"),
+        (["run", "federated_clustering", "--radius", "1", "--quantile", "0.2"], "radius, quantile must be one given"),
+        (["run", "federated_clustering", "--local-epochs", "1"], "training must be given by num_steps"),
+        (["run", "momentum_clustering", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
+        (["run", "momentum_clustering", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
+        (["run", "fedavg", "--quantile", "0.2"], "method fedavg has no option quantile"),
+        (["run", "fedavg", "--radius", "1"], "radius must be left out: fedavg without --aggregator has none"),
+        (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),
+        (["run", "knn_per", "--mixing", "1.5"], "mixing must be in [0, 1], got 1.5"),
+        (["run", "knn_per", "--num-neighbours", "36"], "num_neighbours must be at most 28, the smallest client's"),
     ],
 )
 def test_bad_input_is_refused_in_words(command, said, capsys):
@@ -244,3 +255,31 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
     }.items():
         assert cli.main(["run", "ifca", *common, *options, "--out", str(tmp_path / name)]) == 0
         assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (
+            "federated_clustering",
+            ["--quantile", "0.3", "--subgroup-size", "4", "--attack", "far", "--malicious", "0.25"],
+        ),
+        ("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"]),
+        ("hypcluster", ["--warm-rounds", "1"]),
+        ("one_shot", ["--local-rounds", "2"]),
+        ("flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"]),
+        ("ditto", ["--lam", "0.5"]),
+        ("knn_per", ["--num-neighbours", "3", "--validation", "0.3"]),
+    ],
+)
+def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_path):
+    few = ["--clients", "8", "--clusters", "2", "--rounds", "2", "--quiet"]
+    assert cli.main(["run", method, *few, *options, "--out", str(tmp_path / method)]) == 0
+    summary = json.loads((tmp_path / method / "summary.json").read_text())
+    per_client = method in ("federated_clustering", "ditto", "knn_per")
+    assert summary["method"] == method and 0.1 < summary["mean"]["accuracy"] <= 1
+    assert summary["mean"]["clusters_in_use"] == 8 if per_client else summary["mean"]["clusters_in_use"] <= 2
+    config = json.loads((tmp_path / method / "config.json").read_text())
+    assert config["keep"] is None and config["local_steps"] is None  # the method's own
+    steps = 1 if "clustering" in method else 10
+    assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99

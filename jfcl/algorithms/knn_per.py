@@ -185,15 +185,17 @@ def knn_per(
     def training_part(clients: Clients) -> Clients:
         return clients._replace(size=learns_from(jnp.asarray(clients.size)))
 
+    def enough_neighbours(clients: Clients) -> None:
+        sizes = np.asarray(clients.size)
+        least, what = int(sizes[sizes > 0].min()), "the smallest client's examples"
+        if mixing is None:
+            least, what = least - int(validation * least), what + " less those that choose its mixing weight"
+        check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
+
     def init(key: jax.Array, clients: Clients) -> KnnPerState:
         n = num_clients(clients)
         if is_concrete(clients.size):
-            sizes = np.asarray(clients.size)
-            least = int(sizes[sizes > 0].min())
-            what = "the smallest client's examples"
-            if mixing is None:
-                least, what = least - int(validation * least), what + " less those that choose its mixing weight"
-            check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
+            enough_neighbours(clients)
         state = common.init(key, training_part(clients))
         model = jax.tree.map(lambda p: p[0], state.params)
         return KnnPerState(personal(model, clients), jnp.arange(n, dtype=jnp.int32), jnp.zeros((), jnp.int32), state)
@@ -210,4 +212,4 @@ def knn_per(
         predict=lambda params, x: jnp.log(jnp.maximum(probabilities(params, x), LEAST)),
         correct=mixture_right,
     )
-    return Algorithm(init, step, mixed)
+    return Algorithm(init, step, mixed, enough_neighbours)
