@@ -46,3 +46,12 @@ def test_it_is_short_and_its_links_lead_somewhere():
     assert TEXT.count("\n") <= 150
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
         assert (ROOT / target).exists(), target
+
+
+def test_the_page_on_federated_clustering(capsys):
+    text = (ROOT / "docs" / "federated_clustering.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(code, {})
+    assert float(capsys.readouterr().out) > 0.75
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target
