@@ -157,6 +157,20 @@ def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: j
     return batch if training.augment is None else training.augment(augment_key, batch), real
 
 
+def optimizer_at(
+    training: LocalTraining, params: PyTree, opt_state: PyTree, rounds: jax.Array, size: jax.Array, max_examples: int
+) -> PyTree:
+    """The optimiser's state with which one client begins a round after `rounds` of them; `opt_state` is its last."""
+    if training.keep == "everything":
+        return opt_state
+    return start_optimizer(training, params, rounds * steps_per_round(training, size, max_examples))
+
+
+def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
+    """What of a client's optimiser goes into the method's state: `()` unless `keep="everything"`."""
+    return opt_state if training.keep == "everything" else ()
+
+
 def train(
     task: Task,
     training: LocalTraining,

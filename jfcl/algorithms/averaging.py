@@ -106,6 +106,25 @@ def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: C
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
 
 
+def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
+    """The metrics of every method, from those of its clients, `[N]` or one number for all; absent clients do not count.
+
+    `loss` `[N]` (NaN for the absent), and `[]`: `bytes_up`, `bytes_down`, `client_steps`, `participants`, `nonfinite`.
+    """
+
+    def total(values):
+        return (present.astype(jnp.float32) * jnp.asarray(values).astype(jnp.float32)).sum()
+
+    return {
+        "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+        "bytes_up": total(bytes_up),
+        "bytes_down": total(bytes_down),
+        "client_steps": total(steps),
+        "participants": present.sum().astype(jnp.int32),
+        "nonfinite": (present & ~usable).sum().astype(jnp.int32),
+    }
+
+
 def averaging(
     task: Task,
     training: local.LocalTraining,
@@ -200,14 +219,12 @@ def averaging(
         def client(key, examples, size, cluster, opt_state):
             chosen, looked = choose(state.params, examples, size, cluster, quiet)
             begin = jax.tree.map(lambda p: p[chosen], state.params)
-            if training.keep != "everything":
-                done = state.round * local.steps_per_round(training, size, m)
-                opt_state = local.start_optimizer(training, begin, done)
+            opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
             update = jax.tree.map(jnp.subtract, trained.params, begin)
             finite = is_finite(update)
             weight = client_weight(weights, size) * finite.astype(jnp.float32)
-            opt_state = trained.opt_state if training.keep == "everything" else ()
+            opt_state = local.carried(training, trained.opt_state)
             return (update, chosen, weight), (chosen, looked, finite, trained.loss, trained.num_steps, opt_state)
 
         def fold(total, sent):
@@ -253,10 +270,8 @@ def averaging(
         real = present_size > 0
         unchanged = jnp.where(chosen == last, unchanged + 1, jnp.zeros_like(unchanged))
         new = (chosen, unchanged, opt_states)
-        loss = jnp.where(real, loss, jnp.full_like(loss, jnp.nan))
         if rows is not None:
             new = jax.tree.map(lambda o, x: o.at[rows].set(x), old, new)
-            loss = jnp.full(n, jnp.nan).at[rows].set(loss)
         state = AveragingState(params, *new[:2], state.round + 1, where_rows(weight > 0, server, state.server), new[2])
 
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
@@ -265,15 +280,9 @@ def averaging(
             parts = jax.tree_util.tree_leaves_with_path(state.params)
             common = sum(num_bytes(p[0]) for path, p in parts if is_shared(path))
         down = common + (model - common) * jnp.where(looked, float(num_clusters), 1.0)
-        counted = real.astype(jnp.float32)
-        metrics = {
-            "loss": loss,
-            "bytes_up": counted.sum() * model,
-            "bytes_down": (counted * down).sum(),
-            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
-            "participants": real.sum().astype(jnp.int32),
-            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
-        }
+        metrics = round_metrics(real, loss, finite, steps, model, down)
+        if rows is not None:
+            metrics["loss"] = jnp.full(n, jnp.nan).at[rows].set(metrics["loss"])
         return state, metrics
 
     return Algorithm(init, step, task)

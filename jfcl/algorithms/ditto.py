@@ -110,12 +110,9 @@ def ditto(
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
         def client(key, params, examples, size, opt_state):
-            if training.keep != "everything":
-                done = state.round * local.steps_per_round(training, size, m)
-                opt_state = local.start_optimizer(training, params, done)
+            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, m)
             trained = local.train(task, near, key, params, examples, size, opt_state, anchor=middle)
-            opt_state = trained.opt_state if training.keep == "everything" else ()
-            return trained.params, is_finite(trained.params), trained.loss, opt_state
+            return trained.params, is_finite(trained.params), trained.loss, local.carried(training, trained.opt_state)
 
         _, clients_key = jax.random.split(key)  # both models see the same batches
         params, finite, loss, opt_states = client_axis(client)(

@@ -11,7 +11,7 @@ import optax
 
 from jfcl import local, mapping
 from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.core import (
     Adversary,
@@ -26,6 +26,7 @@ from jfcl.core import (
     client_ids,
     client_keys,
     is_concrete,
+    max_examples,
     num_clients,
 )
 from jfcl.kernels import threshold_clustering
@@ -193,16 +194,14 @@ def federated_clustering(
             start = jax.tree.map(lambda g: g[None], own)
             center = rule.centers(sent, start, counts[rows], usable)
             along = jax.tree.map(lambda v: v[0], center)
-            if training.keep != "everything":
-                opt_state = local.start_optimizer(training, params, state.round * training.num_steps)
+            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, max_examples(clients))
             updates, opt_state = training.optimizer.update(along, opt_state, params)
             new, loss = optax.apply_updates(params, updates), losses[mine]
             if rest is not None:
                 trained = local.train(task, rest, jax.random.fold_in(key, 1), new, examples, size, opt_state)
                 new, opt_state = trained.params, trained.opt_state
                 loss = (loss + trained.loss * rest.num_steps) / training.num_steps
-            kept = opt_state if training.keep == "everything" else ()
-            return new, kept, loss, finite & is_finite(new), real.sum().astype(jnp.float32)
+            return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()
 
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         axis = models_at_once(width * model) if client_axis is None else client_axis
@@ -210,16 +209,8 @@ def federated_clustering(
             jnp.arange(n), keys, state.params, state.client, clients.examples, size
         )
         keep = finite & has_examples
-        real = has_examples.astype(jnp.float32)
-        sent = (real * compared).sum()
-        metrics = {
-            "loss": jnp.where(has_examples, loss, jnp.full_like(loss, jnp.nan)),
-            "bytes_up": sent * model,
-            "bytes_down": sent * model,
-            "client_steps": sent + real.sum() * (training.num_steps - 1),
-            "participants": has_examples.sum().astype(jnp.int32),
-            "nonfinite": (has_examples & ~finite).sum().astype(jnp.int32),
-        }
+        sent = compared.astype(jnp.float32) * model
+        metrics = round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
         new = PersonalState(
             where_rows(keep, params, state.params),
             state.cluster,

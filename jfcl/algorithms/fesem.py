@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jfcl import local, mapping
 from jfcl.aggregate import add_to_clusters, divide_rows, is_finite, num_bytes, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.personal import PersonalState
@@ -83,8 +83,7 @@ def fesem(
 
         def client(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            done = state.round * local.steps_per_round(training, size, m)
-            opt_state = local.start_optimizer(training, begin, done)
+            opt_state = local.optimizer_at(training, begin, (), state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
             away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, trained.params, state.params)))
             finite = is_finite(trained.params)
@@ -103,16 +102,8 @@ def fesem(
             client_keys(clients_key, clients), clients.examples, size, state.cluster
         )
         real = size > 0
-        counted = real.astype(jnp.float32)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = {
-            "loss": jnp.where(real, loss, jnp.full_like(loss, jnp.nan)),
-            "bytes_up": counted.sum() * model,
-            "bytes_down": counted.sum() * model,
-            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
-            "participants": real.sum().astype(jnp.int32),
-            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
-        }
+        metrics = round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 

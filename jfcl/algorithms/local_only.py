@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jfcl import local, mapping
 from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.averaging import round_metrics
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, max_examples
 
@@ -47,13 +48,10 @@ def local_only(
         m = max_examples(clients)
 
         def client(key, params, examples, size, opt_state):
-            if training.keep != "everything":
-                done = state.round * local.steps_per_round(training, size, m)
-                opt_state = local.start_optimizer(training, params, done)
+            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, m)
             trained = local.train(task, training, key, params, examples, size, opt_state)
             finite = is_finite(trained.params)
-            opt_state = trained.opt_state if training.keep == "everything" else ()
-            return trained.params, finite, trained.loss, trained.num_steps, opt_state
+            return trained.params, finite, trained.loss, trained.num_steps, local.carried(training, trained.opt_state)
 
         size = jnp.asarray(clients.size)
         _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
@@ -66,14 +64,6 @@ def local_only(
             round=state.round + 1,
             client=opt_states,
         )
-        metrics = {
-            "loss": jnp.where(real, loss, jnp.full_like(loss, jnp.nan)),
-            "bytes_up": jnp.zeros(()),
-            "bytes_down": jnp.zeros(()),
-            "client_steps": (real.astype(jnp.float32) * steps.astype(jnp.float32)).sum(),
-            "participants": real.sum().astype(jnp.int32),
-            "nonfinite": (real & ~finite).sum().astype(jnp.int32),
-        }
-        return state, metrics
+        return state, round_metrics(real, loss, finite, steps, 0, 0)
 
     return Algorithm(init, step, task)

@@ -11,7 +11,7 @@ import optax
 
 from jfcl import local, mapping
 from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight
+from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.personal import initial_state
 from jfcl.core import (
@@ -25,6 +25,7 @@ from jfcl.core import (
     check_count,
     client_ids,
     client_keys,
+    max_examples,
     num_clients,
 )
 from jfcl.kernels import squared_distances
@@ -176,7 +177,7 @@ def centers_of(
         return CentersState(start.params, start.cluster, jnp.zeros(n, jnp.int32), start.round, momenta, start.client)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):
-        size = jnp.asarray(clients.size)
+        m, size = max_examples(clients), jnp.asarray(clients.size)
         has_examples = size > 0
         _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
 
@@ -195,22 +196,13 @@ def centers_of(
         group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
         def move(params, opt_state, k):
-            if training.keep != "everything":
-                opt_state = local.start_optimizer(training, params, state.round)
+            opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
             updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
-            return optax.apply_updates(params, updates), opt_state if training.keep == "everything" else ()
+            return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
         params, opt_states = client_axis(move)(state.params, state.client, group)
-        real = has_examples.sum().astype(jnp.float32)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = {
-            "loss": jnp.where(has_examples, loss, jnp.full_like(loss, jnp.nan)),
-            "bytes_up": real * model,
-            "bytes_down": real * model,
-            "client_steps": real,
-            "participants": has_examples.sum().astype(jnp.int32),
-            "nonfinite": (has_examples & ~usable).sum().astype(jnp.int32),
-        }
+        metrics = round_metrics(has_examples, loss, usable, 1, model, model)
         new = CentersState(
             params=where_rows(usable, params, state.params),
             cluster=state.cluster,

@@ -24,7 +24,7 @@ from jfcl.aggregate import (
     robust_cluster_mean,
     where_rows,
 )
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers
+from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -467,12 +467,10 @@ def rounds(
 
         def client(key, examples, size, cluster, opt_state):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            if training.keep != "everything":
-                done = state.round * local.steps_per_round(training, size, m)
-                opt_state = local.start_optimizer(training, begin, done)
+            opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
             update = jax.tree.map(jnp.subtract, trained.params, begin)
-            opt_state = trained.opt_state if training.keep == "everything" else ()
+            opt_state = local.carried(training, trained.opt_state)
             return hide(update), is_finite(update), trained.loss, trained.num_steps, opt_state
 
         updates, finite, loss, steps, opt_states = client_axis(client)(
@@ -504,17 +502,8 @@ def rounds(
         params = where_rows(books.active, params, first)
         tree = books.tree._replace(model=at_splits(state.tree.model))
 
-        counted = present.astype(jnp.float32)
         sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
-        metrics |= {
-            "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
-            "bytes_up": counted.sum() * sent_bytes,
-            "bytes_down": counted.sum() * sent_bytes,
-            "client_steps": (counted * steps.astype(jnp.float32)).sum(),
-            "participants": present.sum().astype(jnp.int32),
-            "nonfinite": (present & ~usable).sum().astype(jnp.int32),
-            **served.metrics,
-        }
+        metrics |= round_metrics(present, loss, usable, steps, sent_bytes, sent_bytes) | served.metrics
         return books._replace(params=params, tree=tree, client=opt_states), metrics
 
     return Algorithm(init, step, task)
