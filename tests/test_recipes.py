@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from jfcl import models
 from jfcl.cli import main
 from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
 from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
@@ -58,6 +59,7 @@ def test_settings_can_be_changed(tmp_path):
 def test_settings_fit_together(name):
     recipe = RECIPES[name]
     assert set(recipe.full) == set(recipe.small) and recipe.title.count("\n") == 0
+    assert {s["model"] for s in (recipe.full, recipe.small) if "model" in s} <= set(models.MODELS)
     assert name.split(".")[0] in ("cfl", "byzantine_cfl", "federated_clustering", "ifca")
 
 

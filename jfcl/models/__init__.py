@@ -16,6 +16,14 @@ MODELS = {
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
     "cnn5": (CNN5, "3 conv 3x3x32, 64, 64, fc 64 (for CFL's 5-layer CIFAR-10 model, of unknown widths)"),
     "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),
+    "vgg16": (
+        partial(VGG, blocks=((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3), dense=(512, 512)),
+        "13 conv, 2 fc 512 (for FC's VGG-16 on CIFAR-10, its dense layers made for 32x32)",
+    ),
+    "vgg8": (
+        partial(VGG, blocks=((64,), (128,), (256,), (512,), (512,)), dense=(512, 512)),
+        "5 conv, 2 fc 512 (for FC's VGG-8 on CIFAR-100, of unknown widths)",
+    ),
     "lstm": (LSTMLanguageModel, "two LSTM layers of 128 that predict the next word (CFL's AG News model; text)"),
 }
 LANGUAGE_MODELS = ("lstm",)  # these take a vocabulary's size and texts; all others a number of classes and images

@@ -137,20 +137,27 @@ class VGG(nn.Module):
     Ours, where the paper is silent: He's initialisation, without which 11 layers of ReLU are slow to begin (300 steps
     on CIFAR-10, as in the paper, end at a loss of 1.6; from flax's, at 2.1). And the last layer has no ReLU, though
     "every convolutional and fully connected layer" has: a class whose logit is nowhere positive would never learn.
+
+    Attributes:
+      num_outputs: logits.
+      blocks: channels of the convolutions of each block.
+      dense: widths of the hidden dense layers.
     """
 
     num_outputs: int
+    blocks: tuple[tuple[int, ...], ...] = ((32,), (64,), (128, 128), (128, 128), (128, 128))
+    dense: tuple[int, ...] = (128, 128)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         he = nn.initializers.he_normal()
-        for block in ((32,), (64,), (128, 128), (128, 128), (128, 128)):
+        for block in self.blocks:
             for features in block:
                 x = nn.relu(_conv(features, 3, ((1, 1), (1, 1)), kernel_init=he)(x))
             x = max_pool(x, 2)
         x = x.reshape(len(x), -1)
-        for _ in range(2):
-            x = nn.relu(nn.Dense(128, kernel_init=he)(x))
+        for width in self.dense:
+            x = nn.relu(nn.Dense(width, kernel_init=he)(x))
         return nn.Dense(self.num_outputs)(x)
 
 
