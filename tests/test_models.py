@@ -156,8 +156,10 @@ SIZES = {
     # (inputs x kernel + 1) x outputs, layer by layer; 4 x 4 x 64 values reach the first dense layer of cnn5.
     "cnn5": (27 + 1) * 32 + (288 + 1) * 64 + (576 + 1) * 64 + (1024 + 1) * 64 + 65 * 10,
     "vgg": 28 * 32 + 289 * 64 + 577 * 128 + 5 * 1153 * 128 + 2 * 129 * 128 + 129 * 10,
+    "vgg16": 14_714_688 + 2 * 513 * 512 + 513 * 10,  # torchvision's 13 convolutions; dense layers of 512
+    "vgg8": 28 * 64 + 577 * 128 + 1153 * 256 + 2305 * 512 + 4609 * 512 + 2 * 513 * 512 + 513 * 10,
 }
-INPUTS = {"cnn_cifar": (24, 24, 3), "cnn5": (32, 32, 3), "vgg": (32, 32, 3)}
+INPUTS = {"cnn_cifar": (24, 24, 3), "cnn5": (32, 32, 3), "vgg": (32, 32, 3), "vgg16": (32, 32, 3), "vgg8": (32, 32, 3)}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LANGUAGE_MODELS])
@@ -176,7 +178,7 @@ def test_every_model_learns_under_vmap(name):
 
     def step(params, batch):
         loss, g = jax.value_and_grad(lambda p: task.loss(p, batch).mean())(params)
-        return loss, jax.tree.map(lambda p, d: p - 0.01 * d, params, g)
+        return loss, jax.tree.map(lambda p, d: p - 1e-3 * d, params, g)
 
     steps = jax.jit(jax.vmap(step))
     first, new = steps(params, batch)
