@@ -327,7 +327,7 @@ RECIPES = {
         table_2,
         full={"dataset": "femnist", "model": "cnn_femnist", "clients": 1000, "batch_size": 20, "lr": 0.1, "cohort": 6}
         | {"rounds": 4000, "local_rounds": 50, "share": "Conv_0,Conv_1,Dense_0", "seeds": 5, "eval_every": 50},
-        small={"dataset": "mnist", "model": "mlp", "clients": 200, "batch_size": 20, "lr": 0.1, "cohort": 20}
+        small={"dataset": "mnist_writers", "model": "mlp", "clients": 200, "batch_size": 20, "lr": 0.1, "cohort": 20}
         | {"rounds": 200, "local_rounds": 20, "share": "Dense_0", "seeds": 1, "eval_every": 10},
     ),
 }
