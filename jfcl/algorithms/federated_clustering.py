@@ -137,8 +137,8 @@ def federated_clustering(
       `S − 1` gradients, and gets `S − 1` models and its centre.
 
     Raises:
-      ValueError: both or neither of `radius` and `quantile` in a sense that cannot be meant, a quantile outside [0, 1],
-        a subgroup of one client or of more than all, epochs instead of steps, a proximal term.
+      ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
+        or of more than there are, epochs instead of steps, a proximal term.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
