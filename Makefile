@@ -20,6 +20,7 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/federated_clustering.py
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:
