@@ -63,6 +63,16 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
     return jax.tree.map(add, sums, tree)
 
 
+def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
+    """A fold for `mapping.map_reduce`: `(sums [K, ...], weight [K])` and what clients sent, `(tree, cluster, weights)`.
+
+    `divide_rows` of the result is each cluster's weighted mean.
+    """
+    tree, cluster, weights = sent
+    ones = (weights > 0).astype(jnp.float32)
+    return add_to_clusters(total[0], tree, cluster, weights), add_to_clusters(total[1], weights, cluster, ones)
+
+
 def divide_rows(sums: PyTree, weights: jax.Array) -> PyTree:
     """`sums[k] / weights[k]`, and zeros where `weights[k]` is 0; pytree of `[K, ...]`, `weights` `[K]`."""
     safe = jnp.where(weights > 0, weights, jnp.ones_like(weights))
@@ -86,12 +96,20 @@ def cluster_mean(tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clust
       >>> cluster_mean(jnp.array([1.0, 3.0, 5.0]), jnp.array([0, 0, 2]), jnp.ones(3), 3).tolist()
       [2.0, 0.0, 5.0]
     """
-    weights = weights.astype(jnp.float32)
     zeros = jax.tree.map(lambda x: jnp.zeros((num_clusters, *x.shape[1:]), x.dtype), tree)
-    sums = add_to_clusters(zeros, tree, cluster, weights)
-    return divide_rows(
-        sums, add_to_clusters(jnp.zeros(num_clusters), weights, cluster, (weights > 0).astype(jnp.float32))
-    )
+    return divide_rows(*add_sent((zeros, jnp.zeros(num_clusters)), (tree, cluster, weights.astype(jnp.float32))))
+
+
+def cluster_mean_in_order(
+    client_axis: mapping.Mapping, tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clusters: int
+) -> PyTree:
+    """`cluster_mean`, added up in the order of the clients where `client_axis` takes one at a time.
+
+    Clients of weight 0 behind the others then do not change a bit.
+    """
+    zero = (jax.tree.map(lambda x: jnp.zeros((num_clusters, *x.shape[1:]), x.dtype), tree), jnp.zeros(num_clusters))
+    total, _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(tree, cluster, weights)
+    return divide_rows(*total)
 
 
 def attacked(adversary: Adversary | None, key: jax.Array, updates: PyTree, ids: jax.Array, usable: jax.Array):

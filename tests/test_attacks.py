@@ -37,6 +37,7 @@ def sent(attack):
         (attacks.ipm(0.5), lambda x: -0.5 * x[GOOD].mean(0)),
         (attacks.alie(1.5), lambda x: x[GOOD].mean(0) - 1.5 * x[GOOD].std(0)),
         (attacks.mimic(), lambda x: x[0]),
+        (attacks.opposite(), lambda x: -x[0]),
         (attacks.force_split(), lambda x: -x[GOOD].mean(0) * GOOD.sum() / MALICIOUS.sum()),
         (attacks.hijack(10.0), lambda x: 10 * x[GOOD].mean(0)),
     ],
@@ -62,6 +63,12 @@ def test_gaussian_is_drawn_anew_for_every_client_and_round():
     )
     assert abs(one[MALICIOUS].std() - 2) < 0.1 and abs(one[MALICIOUS].mean()) < 0.1
     assert not np.allclose(one[1], one[4]) and not np.allclose(one[1], other[1])
+
+
+def test_far_is_where_the_paper_puts_it():
+    x = jnp.zeros((5, 4000))
+    found = np.asarray(attacks.far()(KEY, x, jnp.asarray(MALICIOUS), jnp.asarray(USABLE)))[MALICIOUS]
+    assert abs(found.mean() - 1e6) < 20 and abs(found.std() - 200) < 10
 
 
 def test_alie_hides_as_far_out_as_a_majority_allows():

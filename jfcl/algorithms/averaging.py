@@ -15,7 +15,7 @@ import optax
 
 from jfcl import local, mapping
 from jfcl.aggregate import (
-    add_to_clusters,
+    add_sent,
     attacked,
     divide_rows,
     is_finite,
@@ -227,16 +227,10 @@ def averaging(
             opt_state = local.carried(training, trained.opt_state)
             return (update, chosen, weight), (chosen, looked, finite, trained.loss, trained.num_steps, opt_state)
 
-        def fold(total, sent):
-            sums, weight = total
-            updates, cluster, weights = sent
-            ones = (weights > 0).astype(jnp.float32)
-            return add_to_clusters(sums, updates, cluster, weights), add_to_clusters(weight, weights, cluster, ones)
-
         zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
         given = (client_keys(clients_key, present), present.examples, jnp.asarray(present.size), last, client_states)
         if adversary is None and aggregator is None:
-            (sums, weight), kept = mapping.map_reduce(client_axis, client, fold, zero)(*given)
+            (sums, weight), kept = mapping.map_reduce(client_axis, client, add_sent, zero)(*given)
             chosen, looked, finite, loss, steps, opt_states = kept
         else:
             (updates, _, counts), kept = client_axis(client)(*given)
@@ -245,7 +239,7 @@ def averaging(
             updates, usable = attacked(adversary, attack_key, updates, client_ids(present), finite)
             finite = usable
             counts = counts * usable.astype(jnp.float32)
-            (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), fold, zero)(
+            (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(
                 updates, chosen, counts
             )
 

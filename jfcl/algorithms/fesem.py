@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_to_clusters, divide_rows, is_finite, num_bytes, where_rows
+from jfcl.aggregate import add_sent, divide_rows, is_finite, num_bytes, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
@@ -91,14 +91,8 @@ def fesem(
             weight = client_weight(weights, size) * finite.astype(jnp.float32)
             return (trained.params, nearest, weight), (nearest, finite, trained.loss, trained.num_steps)
 
-        def fold(total, sent):
-            params, cluster, weights = sent
-            ones = (weights > 0).astype(jnp.float32)
-            sums = add_to_clusters(total[0], params, cluster, weights)
-            return sums, add_to_clusters(total[1], weights, cluster, ones)
-
         zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
-        (sums, weight), (cluster, finite, loss, steps) = mapping.map_reduce(client_axis, client, fold, zero)(
+        (sums, weight), (cluster, finite, loss, steps) = mapping.map_reduce(client_axis, client, add_sent, zero)(
             client_keys(clients_key, clients), clients.examples, size, state.cluster
         )
         real = size > 0
@@ -107,8 +101,4 @@ def fesem(
         params = where_rows(weight > 0, divide_rows(sums, weight), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 
-    def costs(model: int, clients: Clients):
-        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
-        return {"bytes_up": model, "bytes_down": model, "client_steps": local_rounds * steps}
-
-    return with_first_costs(Algorithm(init, step, task), costs)
+    return with_first_costs(Algorithm(init, step, task), training, messages=1, rounds=local_rounds)

@@ -14,7 +14,7 @@ from jfcl.aggregate import ravel_clients
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, check_count, max_examples, num_clients
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, check_count, num_clients
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
 LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
@@ -110,16 +110,12 @@ def flhc(
             cluster = jnp.where(free.max() < num_clusters, free, cluster)
         return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
 
-    def costs(model: int, clients: Clients):
-        rounds = rounds_before + 1
-        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
-        return {"bytes_up": rounds * model, "bytes_down": rounds * model, "client_steps": rounds * steps}
-
     return clustered_once(
         task,
         training,
         find,
-        costs,
+        messages=rounds_before + 1,
+        rounds=rounds_before + 1,
         num_clusters=num_clusters,
         weights=weights,
         server_optimizer=server_optimizer,

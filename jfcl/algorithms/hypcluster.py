@@ -20,7 +20,6 @@ from jfcl.core import (
     Task,
     check_count,
     client_keys,
-    max_examples,
 )
 
 
@@ -89,18 +88,10 @@ def hypcluster(
         def one_round(t, state):
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
 
-        params = jax.lax.fori_loop(0, warm_rounds, one_round, warm.init(start_key, clients)).params
+        start = warm.init(start_key, clients)
+        params = jax.lax.fori_loop(0, warm_rounds, one_round, start).params
         chosen = lowest_loss(task, params, clients, client_axis=client_axis)
-        return algorithm.init(start_key, clients)._replace(params=params, cluster=chosen)
+        return start._replace(params=params, cluster=chosen)
 
-    def costs(model: int, clients: Clients):
-        part = 1.0 if cohort is None else cohort / (jnp.asarray(clients.size) > 0).sum().astype(jnp.float32)
-        rounds = warm_rounds * part
-        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
-        return {
-            "bytes_up": rounds * model,
-            "bytes_down": rounds * model,
-            "client_steps": rounds * steps.astype(jnp.float32),
-        }
-
-    return with_first_costs(Algorithm(init, algorithm.step, task), costs)
+    algorithm = Algorithm(init, algorithm.step, task)
+    return with_first_costs(algorithm, training, messages=warm_rounds, rounds=warm_rounds, cohort=cohort)

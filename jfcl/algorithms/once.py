@@ -8,28 +8,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl import local, mapping
+from jfcl import local
 from jfcl.aggregate import num_bytes
 from jfcl.algorithms.averaging import averaging
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, num_clients
-
-# (model's bytes, clients) -> for "bytes_up", "bytes_down" and "client_steps": what one client adds, a number or [N]
-Costs = Callable[[int, Clients], dict[str, Any]]
+from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, max_examples, num_clients
 
 
-def with_first_costs(algorithm: Algorithm, costs: Costs) -> Algorithm:
+def with_first_costs(
+    algorithm: Algorithm, training: local.LocalTraining, *, messages: int, rounds: int, cohort: int | None = None
+) -> Algorithm:
     """`algorithm` whose first round's metrics also count what its `init` had the clients send and compute.
 
-    The state must count its rounds in `round` `[]` and stack models of one size in `params`.
+    Args:
+      algorithm: its state counts its rounds in `round` `[]` and stacks models of one size in `params`.
+      training: what clients did in each of `rounds`.
+      messages: models that a client got, and sent.
+      rounds: rounds of local training that a client did.
+      cohort: how many clients took part in each, if not all.
     """
 
     def step(key: jax.Array, state, clients: Clients):
+        size = jnp.asarray(clients.size)
+        present = (size > 0).astype(jnp.float32)
+        if cohort is not None:
+            present = present * (cohort / present.sum())
+        steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32)
+        model = messages * num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        paid = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
         first = (state.round == 0).astype(jnp.float32)
-        real = (jnp.asarray(clients.size) > 0).astype(jnp.float32)
-        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        paid = {name: jnp.asarray(cost).astype(jnp.float32) for name, cost in costs(model, clients).items()}
         state, metrics = algorithm.step(key, state, clients)
-        return state, metrics | {name: metrics[name] + (real * cost).sum() * first for name, cost in paid.items()}
+        return state, metrics | {name: metrics[name] + first * (present * cost).sum() for name, cost in paid.items()}
 
     return Algorithm(algorithm.init, step, algorithm.task)
 
@@ -38,18 +46,19 @@ def clustered_once(
     task: Task,
     training: local.LocalTraining,
     find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array]],
-    costs: Costs,
     *,
+    messages: int,
+    rounds: int,
     num_clusters: int,
     **options: Any,
 ) -> Algorithm:
     """FedAvg inside the clusters that `find(key, clients) -> (params [K, ...], cluster [N])` finds in `init`.
 
     Args:
+      messages, rounds: what that costs, as in `with_first_costs`.
       options: of `averaging`: `weights`, `server_optimizer`, `cohort`, `adversary`, `aggregator`, `client_axis`.
     """
     check_count("num_clusters", num_clusters)
-    options["client_axis"] = options.get("client_axis") or mapping.auto()
     inner = averaging(
         task,
         training,
@@ -65,4 +74,4 @@ def clustered_once(
         params, cluster = find(find_key, clients)
         return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32))
 
-    return with_first_costs(Algorithm(init, inner.step, task), costs)
+    return with_first_costs(Algorithm(init, inner.step, task), training, messages=messages, rounds=rounds)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_to_clusters, divide_rows, ravel_clients
+from jfcl.aggregate import cluster_mean_in_order, ravel_clients
 from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, max_examples
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.kernels import kmeans
 
 
@@ -64,15 +64,12 @@ def one_shot(
             task, training, key, clients, num_clusters, local_rounds, weights, init_params, client_axis
         )
 
-    def costs(model: int, clients: Clients):
-        steps = local.steps_per_round(training, jnp.asarray(clients.size), max_examples(clients))
-        return {"bytes_up": model, "bytes_down": model, "client_steps": local_rounds * steps}
-
     return clustered_once(
         task,
         training,
         find,
-        costs,
+        messages=1,
+        rounds=local_rounds,
         num_clusters=num_clusters,
         weights=weights,
         server_optimizer=server_optimizer,
@@ -105,14 +102,5 @@ def cluster_local_models(
     size = jnp.asarray(clients.size)
     found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=size > 0, implementation="device")
     cluster = jnp.maximum(found.cluster, 0)
-
-    def fold(total, sent):  # client by client, so that padding clients do not change a bit
-        model, k, weight = sent
-        ones = (weight > 0).astype(jnp.float32)
-        return add_to_clusters(total[0], model, k, weight), add_to_clusters(total[1], weight, k, ones)
-
-    zero = (jax.tree.map(lambda w: jnp.zeros((num_clusters, *w.shape[1:]), w.dtype), models), jnp.zeros(num_clusters))
-    (sums, total), _ = mapping.map_reduce(mapping.chunked(1), lambda *sent: (sent, ()), fold, zero)(
-        models, cluster, client_weight(weights, size)
-    )
-    return divide_rows(sums, total), cluster
+    counts = client_weight(weights, size)
+    return cluster_mean_in_order(mapping.chunked(1), models, cluster, counts, num_clusters), cluster

@@ -15,15 +15,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jfcl import local, mapping
-from jfcl.aggregate import (
-    add_to_clusters,
-    attacked,
-    divide_rows,
-    is_finite,
-    num_bytes,
-    robust_cluster_mean,
-    where_rows,
-)
+from jfcl.aggregate import attacked, cluster_mean_in_order, is_finite, num_bytes, robust_cluster_mean, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
 from jfcl.core import (
     Adversary,
@@ -245,16 +237,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         if rules.aggregator is not None:
             return robust_cluster_mean(rules.aggregator, updates, cluster, weight > 0, capacity)
 
-        def fold(total, sent):
-            update, k, w = sent
-            ones = (w > 0).astype(jnp.float32)
-            return add_to_clusters(total[0], update, k, w), add_to_clusters(total[1], w, k, ones)
-
-        zero = (jax.tree.map(lambda u: jnp.zeros((capacity, *u.shape[1:]), u.dtype), updates), jnp.zeros(capacity))
-        (sums, total), _ = mapping.map_reduce(client_axis, lambda u, k, w: ((u, k, w), ()), fold, zero)(
-            updates, cluster, weight
-        )
-        return divide_rows(sums, total)
+        return cluster_mean_in_order(client_axis, updates, cluster, weight, capacity)
 
     # How far each cluster still moves, and how far its most discontented client would.
     norms = jnp.sqrt(squared_norms(rows_of(updates)))

@@ -283,7 +283,7 @@ def make_training(config: Config, steps_per_round: int) -> LocalTraining:
         optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
     return local_training(
         optimizer,
-        num_steps=default_steps(config) if config.local_epochs is None else config.local_steps,
+        num_steps=default_steps(config) if config.local_epochs is None else None,
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
