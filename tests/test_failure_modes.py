@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jfcl.experiments.federated_clustering import failure, failure_runs, paths
+from jfcl.experiments.failure_modes import failure, failure_runs, paths
 
 LR = 0.1
 

@@ -28,7 +28,7 @@ OPTIONS = {
 }
 ONE_STEP = {"myopic_clustering", "momentum_clustering"}
 KIND = {"knn_per": "classification"}
-MULTIPLIES = {"myopic_clustering", "momentum_clustering", "federated_clustering"}
+MULTIPLIES = {"myopic_clustering", "momentum_clustering"}
 # CFL's clients need enough examples to know their own model, which 3 of 4 unknowns are not; see test_cfl for it.
 FINDS_CLUSTERS = {"ifca", "oracle"}
 

@@ -3,15 +3,21 @@
 import json
 from dataclasses import asdict
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from matplotlib.figure import Figure
 
-from jfcl import models
+from jfcl import data, models
 from jfcl.cli import main
+from jfcl.core import Clients
 from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
+from jfcl.experiments import federated_clustering as fc
 from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
 from jfcl.experiments.recipes import Outcome, Recipe
+from jfcl.local import local_training
 
 
 def make(bench, setting):
@@ -128,6 +134,38 @@ def test_figure_3_of_ifca(tmp_path, reading, monkeypatch):
     assert success[2.0] >= 0.5
     kept = len(list(tmp_path.glob("a-*.json")))
     assert kept == 2 and json.loads((tmp_path / "a-100-100-0.json").read_text())["cells"] == [[0.05, 0.1], [2.0, 0.1]]
+
+
+def test_ditto_of_the_authors_code():
+    """`v ← v − η (g(v) + λ (v − w))`, `w ← w − η mean g(v)`, both with heavy ball, on `½ (x + b − y)²` with x = 0."""
+    task = models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression", half=True)
+    targets = np.float32([1.0, 5.0, -3.0])
+    clients = Clients({"x": np.zeros((3, 2), np.float32), "y": np.repeat(targets[:, None], 2, axis=1)}, np.full(3, 2))
+    training = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything")
+    algorithm = fc.ditto_of_the_code(task, training, lam=0.5)
+    state = algorithm.init(jax.random.key(0), clients)
+    v, w, heavy_v, heavy_w = np.zeros(3), 0.0, np.zeros(3), 0.0
+    for t in range(5):
+        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        g = v - targets
+        heavy_v, heavy_w = 0.9 * heavy_v + g + 0.5 * (v - w), 0.9 * heavy_w + g.mean()
+        v, w = v - 0.1 * heavy_v, w - 0.1 * heavy_w
+    np.testing.assert_allclose(state.params["b"], v, rtol=1e-5)
+    np.testing.assert_allclose(state.common["b"], w, rtol=1e-5)
+
+
+@pytest.mark.parametrize("redraw", [False, True])
+def test_mnist_is_dealt_once_an_epoch(redraw):
+    x = np.arange(40, dtype=np.float32)[:, None, None, None] * np.ones((1, 2, 2, 1), np.float32)
+    dataset = data.Dataset("toy", {"x": x, "y": np.arange(40) % 10}, None, 10, None, "")
+    cluster = np.array([0, 1, 2, 3])
+    deal = fc.deal_mnist(dataset, "private_label", cluster, 0, redraw)
+    first, second = next(deal), next(deal)
+    for clients in (first, second):
+        number = clients.examples["x"][:, :, 0, 0, 0].astype(int)
+        assert sorted(number.ravel().tolist()) == list(range(40))
+        np.testing.assert_array_equal(clients.examples["y"], (number % 10 + cluster[:, None]) % 10)
+    assert (first.examples["x"] == second.examples["x"]).all() == (not redraw)
 
 
 def test_distances_to_the_truth():

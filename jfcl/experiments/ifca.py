@@ -13,11 +13,12 @@ import optax
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from jfcl import algorithms, data, models
+from jfcl import algorithms, data
 from jfcl.core import Clients
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
 from jfcl.experiments.run import Config
 from jfcl.local import local_training
+from jfcl.models import task
 from jfcl.runs import write_json
 from jfcl.simulation import rollout
 
@@ -25,6 +26,30 @@ STEP_SIZES = {2: (0.01, 0.1, 1.0), 4: (0.5, 1.0, 2.0)}
 DIM = 1000
 BLOCK = 25  # rounds between two looks at how far the models are
 LOT = 60  # trajectories in one program: the data are read once for all of them
+
+
+@jax.jit
+def _advance(models: jax.Array, cell: jax.Array, lr: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`BLOCK` rounds of `P` trajectories, models `[P, K, d]` and `cell`, `lr` `[P]`: the data are read once for all.
+
+    `x` is `[N, n, d]`, `y` `[cells, N, n]`.
+    """
+    size = jnp.full(x.shape[0], x.shape[1], jnp.int32)
+    line = task(lambda key: {"w": jnp.zeros(x.shape[2])}, lambda p, x: x @ p["w"], kind="regression", half=True)
+
+    def one(models, cell, lr):
+        algorithm = algorithms.ifca(
+            line,
+            local_training(optax.sgd(lr), num_steps=1),
+            num_clusters=len(models),
+            average="gradients",
+            init_params={"w": models},
+            client_axis=jax.vmap,
+        )
+        clients = Clients({"x": x, "y": y[cell]}, size)
+        return rollout(algorithm, clients, key=jax.random.key(0), num_rounds=BLOCK)[0].params["w"]
+
+    return jax.vmap(one)(models, cell, lr)
 
 
 def sweep_trial(
@@ -51,26 +76,10 @@ def sweep_trial(
     rng = np.random.default_rng([seed, 9])
     noise = rng.standard_normal(x.shape[:2]).astype(np.float32)
     y = jnp.stack([r * federation.train.examples["y"] + s * noise for r, s in cells])
-    size = jnp.full(num_clients, examples, jnp.int32)
     inits, rates = setting["inits"], STEP_SIZES[num_clusters]
     starts = rng.integers(0, 2, (inits, num_clusters, DIM)).astype(np.float32)
     if setting["start"] == "scaled":
         starts /= np.linalg.norm(starts, axis=2, keepdims=True)
-    task = models.task(lambda key: {"w": jnp.zeros(DIM)}, lambda p, x: x @ p["w"], kind="regression", half=True)
-
-    def advance(models, cell, lr, x, y):
-        algorithm = algorithms.ifca(
-            task,
-            local_training(optax.sgd(lr), num_steps=1),
-            num_clusters=num_clusters,
-            average="gradients",
-            init_params={"w": models},
-            client_axis=jax.vmap,
-        )
-        clients = Clients({"x": x, "y": y[cell]}, size)
-        return rollout(algorithm, clients, key=jax.random.key(0), num_rounds=BLOCK)[0].params["w"]
-
-    block = jax.jit(jax.vmap(advance, in_axes=(0, 0, 0, None, None)))
     grid = [(c, i, s) for c in range(len(cells)) for i in range(inits) for s in range(len(rates))]
     cell, init, rate = (np.array(v) for v in zip(*grid, strict=True))
     scale = np.array([r if setting["start"] == "scaled" else 1.0 for r, _ in cells], np.float32)
@@ -85,7 +94,7 @@ def sweep_trial(
         rows = np.flatnonzero(alive)
         for part in np.array_split(rows, -(-len(rows) // LOT)) if len(rows) else []:
             lot = np.resize(part, LOT)  # repeated to one length, so that one program does
-            moved = np.asarray(block(now[lot], cell[lot], np.float32(rates)[rate[lot]], x, y))[: len(part)]
+            moved = np.asarray(_advance(now[lot], cell[lot], np.float32(rates)[rate[lot]], x, y))[: len(part)]
             away = distance_to_truth(moved, truth[None] * radius[cell[part]][:, None, None], setting["to"])
             close = away <= enough[cell[part]]
             done[cell[part[close & near[part]]]] = True
