@@ -25,3 +25,12 @@ def data_dir() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("set JFCL_DATA_DIR to a folder with the official data files to run this test")
     return Path(folder).resolve()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drops compiled programs behind every file of tests.
+
+    Each holds tens of memory maps, of which Linux grants a process 65,530; XLA crashes the worker when they run out.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
