@@ -1,14 +1,15 @@
 """The client axis: how a function written for one client becomes a function of all of them.
 
 A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` takes `fn` of one client to a function of stacked
-clients. `jax.vmap` is one; `chunked(size)` is another, which bounds memory by vmapping `size` clients at a time. All
-give the same results, so choosing among them is about speed and memory alone: on a CPU `chunked(1)` (the default of
-`auto`) is the fastest for models of any size, on an accelerator `jax.vmap` is.
+clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh, inner)`
+divides the clients among devices, of one process or of several, and `pmap` does the same with `jax.pmap`. All give the
+same results, so choosing among them is about speed and memory alone: on a CPU one client at a time is the fastest for
+models of any size, the more so with a forced host device per core; on an accelerator `jax.vmap` is.
 
 Servers that need only sums over clients use `map_reduce`, which never holds what the clients send all at once:
-`O(chunk * D + K * D)` memory instead of `O(N * D)`.
+`O(chunk * D + K * D)` memory instead of `O(N * D)`, and between devices only the sums travel.
 
-This file is the only place that calls `jax.lax.map` (and, with several devices, `shard_map`) over clients.
+This file is the only place that calls `jax.lax.map`, `shard_map` and `pmap` over clients.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import PyTree, check_count
+from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -42,12 +45,79 @@ class chunked(NamedTuple):
 
     def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
         check_count("chunk size", self.size)
+        return _kept_only(self, fn, in_axes)
 
-        def mapped(*args):
-            _, kept = map_reduce(self, lambda *a: ((), fn(*a)), lambda total, sent: total, (), in_axes)(*args)
-            return kept
 
-        return mapped
+class sharded(NamedTuple):
+    """A mapping that divides the clients among the devices of `mesh`; each maps its own with `inner`.
+
+    Where the number of clients is no multiple of the devices, rows of zeros are put behind them, in every call: `place`
+    does it once for a whole simulation. `map_reduce` counts on what such rows send adding up to nothing, which is so
+    for clients of size 0.
+
+    Attributes:
+      mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes; clients are divided along all of them.
+      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> sharded(client_mesh())(lambda x: x * x)(jnp.arange(5)).tolist()
+      [0, 1, 4, 9, 16]
+    """
+
+    mesh: Mesh
+    inner: Mapping = chunked(1)
+
+    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        return _kept_only(self, fn, in_axes)
+
+
+class pmap(NamedTuple):
+    """As `sharded` over the first `num_devices` devices of this process, but by `jax.pmap`: for comparison.
+
+    Attributes:
+      num_devices: at most the devices of this process; default: all of them.
+      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pmap()(lambda x: x * x)(jnp.arange(5)).tolist()
+      [0, 1, 4, 9, 16]
+    """
+
+    num_devices: int | None = None
+    inner: Mapping = chunked(1)
+
+    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        return _kept_only(self, fn, in_axes)
+
+
+def _kept_only(mapping: Mapping, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+    reduced = map_reduce(mapping, lambda *args: ((), fn(*args)), lambda total, sent: total, (), in_axes)
+    return lambda *args: reduced(*args)[1]
+
+
+def client_mesh(num_devices: int | None = None) -> Mesh:
+    """A mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
+
+    On a CPU there is one device, unless more are forced: `jax.config.update("jax_num_cpu_devices", 2)` as the first
+    thing a program does, or `jfcl run --devices 2`.
+
+    Raises:
+      ValueError: more devices than there are.
+
+    Example:
+      >>> client_mesh(1).size
+      1
+    """
+    devices = jax.devices()
+    wanted = len(devices) if num_devices is None else num_devices
+    check_count("num_devices", wanted)
+    hint = ""
+    if devices[0].platform == "cpu":
+        hint = '; more of a CPU are forced by jax.config.update("jax_num_cpu_devices", n) before jax is first used'
+    check(wanted <= len(devices), "num_devices", wanted, f"at most the {len(devices)} there are{hint}")
+    return jax.make_mesh((wanted,), ("clients",), devices=devices[:wanted], axis_types=(AxisType.Auto,))
 
 
 def auto() -> Mapping:
@@ -70,10 +140,10 @@ def map_reduce(
     """Maps `fn` over clients, folds what they send into a running total and stacks what they keep.
 
     Args:
-      mapping: `jax.vmap`, `chunked(size)`, or any function with their interface.
+      mapping: `jax.vmap`, one of this file, or any function with their interface.
       fn: function of ONE client that returns `(sent, kept)`.
       fold: `(total, sent stacked over some clients [c, ...]) -> total`. It must add: folding in two parts after each
-        other gives what folding all of them at once does.
+        other, or apart and adding the totals, gives what folding all of them at once does.
       zero: the total of no clients.
       in_axes: as in `jax.vmap`: 0 or None for every argument, or a tuple of them.
 
@@ -88,19 +158,35 @@ def map_reduce(
       (3.0, [0.0, 1.0, 4.0])
     """
 
+    if isinstance(mapping, chunked):
+        return _in_chunks(mapping.size, fn, fold, zero, in_axes)
+    if isinstance(mapping, (sharded, pmap)):
+        return _over_devices(mapping, fn, fold, zero, in_axes)
+
     def whole(*args):
         sent, kept = mapping(fn, in_axes=in_axes)(*args)
         return fold(zero, sent), kept
 
-    def in_chunks(*args):
-        axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
-        mapped = [arg for arg, axis in zip(args, axes, strict=True) if axis is not None]
-        if any(axis not in (None, 0) for axis in axes) or not jax.tree.leaves(mapped):
-            raise ValueError(
-                f"chunked maps leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}"
-            )
-        n = jax.tree.leaves(mapped)[0].shape[0]
-        size = min(mapping.size, n)
+    return whole
+
+
+def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
+    """`in_axes` as one entry, 0 or None, for each argument, and the number of clients."""
+    axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
+    leaves = jax.tree.leaves([arg for arg, axis in zip(args, axes, strict=True) if axis is not None])
+    if any(axis not in (None, 0) for axis in axes) or not leaves:
+        raise ValueError(
+            f"this mapping takes leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}"
+        )
+    return axes, leaves[0].shape[0]
+
+
+def _in_chunks(most: int, fn, fold, zero, in_axes):
+    """`map_reduce` of `chunked(most)`."""
+
+    def reduced(*args):
+        axes, n = _axes_of(args, in_axes)
+        size = min(most, n)
 
         def some(first, count):
             """What `count` clients from row `first` on send (stacked) and keep."""
@@ -127,4 +213,142 @@ def map_reduce(
             kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), kept, rest)
         return total, kept
 
-    return in_chunks if isinstance(mapping, chunked) else whole
+    return reduced
+
+
+def _over_devices(mapping: sharded | pmap, fn, fold, zero, in_axes):
+    """`map_reduce` of `sharded` and `pmap`: each device folds its own clients, and the totals are summed."""
+
+    def reduced(*args):
+        axes, n = _axes_of(args, in_axes)
+
+        def own(zero, *args):
+            return map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
+
+        if isinstance(mapping, sharded):
+            mesh = mapping.mesh
+            count, names = mesh.size, mesh.axis_names
+            split = PartitionSpec(names)
+
+            def on_device(*args):
+                total, kept = own(*args)
+                return jax.lax.psum(total, names), kept
+
+            # With check_vma=True a gradient with respect to parameters that all devices share, taken inside, would
+            # silently be summed over devices: clients would train on each other's data.
+            mapped = jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=tuple(PartitionSpec() if axis is None else split for axis in (None, *axes)),
+                out_specs=(PartitionSpec(), split),
+                check_vma=False,
+            )
+        else:
+            here = jax.local_devices()
+            count = len(here) if mapping.num_devices is None else mapping.num_devices
+            check(count <= len(here), "pmap: num_devices", count, f"at most the {len(here)} devices of this process")
+
+            def on_device(*args):
+                total, kept = own(*args)
+                return jax.lax.psum(total, "clients"), kept
+
+            each = jax.pmap(on_device, "clients", in_axes=(None, *axes), out_axes=(None, 0), devices=here[:count])
+
+            def mapped(zero, *args):
+                def divide(x):
+                    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+                args = [a if axis is None else jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True)]
+                total, kept = each(zero, *args)
+                return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
+
+        nothing = jax.tree.map(jnp.asarray, zero)
+        if not n % count:
+            return mapped(nothing, *args)
+        padded = [
+            a if x is None else jax.tree.map(lambda v: _pad(v, -n % count), a) for a, x in zip(args, axes, strict=True)
+        ]
+        total, kept = mapped(nothing, *padded)
+        return total, jax.tree.map(lambda x: x[:n], kept)
+
+    return reduced
+
+
+def _pad(x: jax.Array, count: int) -> jax.Array:
+    """`x` `[N, ...]` with `count` rows of zeros (of keys: of the first key) behind it."""
+    x = jnp.asarray(x)
+    first = jnp.broadcast_to(x[:1], (count, *x.shape[1:]))
+    return jnp.concatenate([x, first if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros_like(first)])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Where the clients' data lie.
+
+
+def num_rows(client_axis: Mapping, count: int) -> int:
+    """`count` clients and the padding clients behind them: a multiple of the devices that `client_axis` divides by.
+
+    Example:
+      >>> num_rows(jax.vmap, 7), num_rows(sharded(client_mesh(1)), 7)
+      (7, 7)
+    """
+    return count if not isinstance(client_axis, sharded) else count + -count % client_axis.mesh.size
+
+
+def own_rows(client_axis: Mapping, count: int) -> slice:
+    """Which of `count` clients this process holds: with several processes, the data that its devices train on.
+
+    Raises:
+      ValueError: a process would have no client, or none of its devices is in the mesh.
+
+    Example:
+      >>> own_rows(jax.vmap, 7)
+      slice(0, 7, None)
+    """
+    if not isinstance(client_axis, sharded) or jax.process_count() == 1:
+        return slice(0, count)
+    total = num_rows(client_axis, count)
+    per_device = total // client_axis.mesh.size
+    ranks = [i for i, d in enumerate(client_axis.mesh.devices.flat) if d.process_index == jax.process_index()]
+    check(len(ranks) > 0, "mesh", client_axis.mesh, f"of devices of every process, also of {jax.process_index()}")
+    start, stop = ranks[0] * per_device, (ranks[-1] + 1) * per_device
+    # Said by every process alike, so that none waits for one that has given up.
+    last = max(d.process_index for d in client_axis.mesh.devices.flat)
+    devices_of_last = sum(d.process_index == last for d in client_axis.mesh.devices.flat)
+    accepted = f"more than {total - devices_of_last * per_device}, so that each of the processes has one"
+    check(count > total - devices_of_last * per_device, "clients", count, accepted)
+    return slice(start, min(stop, count))
+
+
+def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:
+    """`clients` on the device, or divided among the devices of a `sharded` mapping, each row on one of them.
+
+    Args:
+      client_axis: the mapping that will be used.
+      clients: on the host; with several processes, this one's (`own_rows`), with their ids.
+      count: how many clients there are in all processes; default: as many as in `clients`.
+
+    Returns:
+      `Clients` of jax arrays of `num_rows` rows; the last ones, if any, are padding clients without examples, whose
+      ids are those behind the largest.
+    """
+    if not isinstance(client_axis, sharded):
+        return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+    count = num_clients(clients) if count is None else count
+    total = num_rows(client_axis, count)
+    sharding = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))
+    rows = own_rows(client_axis, total)  # of the padded rows
+    missing = rows.stop - rows.start - num_clients(clients)
+
+    def put(x, behind=None):
+        x = np.asarray(x)
+        if missing:
+            behind = np.zeros((missing, *x.shape[1:]), x.dtype) if behind is None else behind
+            x = np.concatenate([x, behind])
+        if jax.process_count() == 1:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, x, (total, *x.shape[1:]))
+
+    ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)
+    beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max()
+    return Clients(jax.tree.map(put, clients.examples), put(clients.size), put(ids, beyond))

@@ -7,6 +7,8 @@ that was stopped and resumed, or evaluated at other rounds, equals one that was 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jfcl import mapping, metrics
+from jfcl import hosts, mapping, metrics
 from jfcl.aggregate import is_finite
 from jfcl.core import Algorithm, Clients, check, check_clients, check_count, check_state, num_clients
 from jfcl.runs import RunFolder
@@ -107,16 +110,29 @@ def _made(algorithm, hyperparams) -> Algorithm:
     return algorithm if hyperparams is None else algorithm(**hyperparams)
 
 
-@partial(jax.jit, static_argnames=("algorithm", "seed_axis"))
-def _init(keys, clients, hyperparams, *, algorithm, seed_axis):
+def _laid_out(state, clients, client_axis):
+    """`state` with what belongs to clients where these are: so always, and a resumed run compiles the same program."""
+    if not isinstance(client_axis, mapping.sharded):
+        return state
+
+    def lay(x):
+        per_client = x.ndim > 1 and x.shape[1] == num_clients(clients)
+        spec = PartitionSpec(None, client_axis.mesh.axis_names) if per_client else PartitionSpec()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(client_axis.mesh, spec))
+
+    return jax.tree.map(lay, state)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"))
+def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     algorithm = _made(algorithm, hyperparams)
     state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
     jax.vmap(lambda s: check_state(s, clients))(state)
-    return state
+    return _laid_out(state, clients, client_axis)
 
 
-@partial(jax.jit, static_argnames=("algorithm", "seed_axis"))
-def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis):
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
+def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
     algorithm = _made(algorithm, hyperparams)
 
@@ -140,7 +156,8 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
         state, last, sums = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums))
         return state, shorten(last), sums, is_finite(state.params)
 
-    return seed_axis(one_seed)(keys, state)
+    state, last, sums, finite = seed_axis(one_seed)(keys, state)
+    return _laid_out(state, clients, client_axis), last, sums, finite
 
 
 @partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
@@ -168,8 +185,53 @@ class _CompileClock:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
-def _on_device(clients: Clients | None) -> Clients | None:
-    return clients and jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
+class _Interruptible:
+    """Between blocks of rounds, `heard` says whether Ctrl-C was pressed; a second one is not waited with."""
+
+    def __enter__(self):
+        self.heard = False
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def _hear(self, *_):
+        if self.heard:
+            raise KeyboardInterrupt
+        self.heard = True
+
+    def __exit__(self, *_):
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _check_rows(client_axis, clients: Clients, name: str) -> int:
+    """How many clients there are in all processes, of which this one must hold those that `own_rows` says."""
+    n = hosts.total(num_clients(clients))
+    rows, own = mapping.own_rows(client_axis, n), num_clients(clients)
+    check(own == rows.stop - rows.start, name, f"{own} clients in process {jax.process_index()}", f"those of {rows}")
+    return n
+
+
+def _cut(tree: Any, like: Any) -> Any:
+    """`tree` without what padding clients have behind the others: cut to the shapes of `like`."""
+    return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
+
+
+def _with_rows_behind(small: Any, whole: Any) -> Any:
+    """`whole`, with what `small` has in its place: the inverse of `_cut`; where `whole` lies."""
+
+    def fill(x, given):
+        given = np.asarray(given)
+        if given.shape != x.shape:
+            host = np.array(hosts.fetch(x))
+            host[tuple(slice(0, s) for s in given.shape)] = given
+            given = host
+        if jax.process_count() == 1:
+            return jax.device_put(given, x.sharding)
+        return jax.make_array_from_callback(given.shape, x.sharding, lambda index: given[index])
+
+    return jax.tree.map(fill, whole, small)
 
 
 def _progress_bar(shown: bool) -> Progress:
@@ -226,7 +288,9 @@ def simulate(
       eval_every: rounds between evaluations; the last round is always evaluated.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
       seed_axis: mapping over seeds; default: what suits the backend: one after another on a CPU, `jax.vmap` elsewhere.
-      client_axis: mapping used to evaluate; default: what suits the backend.
+      client_axis: mapping used to evaluate; default: what suits the backend. If it is `jfcl.sharded`, the clients are
+        placed on its devices (give it to the algorithm too); with several processes, `clients` and `test_clients` are
+        this process's, `mapping.own_rows`, and everything that is kept is written by the first process.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
       resume: go on from the last checkpoint in `out` (from the start if there is none yet).
       config: JSON-like description of the run, kept in `config.json`; resuming with another one is refused.
@@ -241,7 +305,7 @@ def simulate(
     Raises:
       ValueError: bad input, before anything is compiled.
       DivergedError: a model went non-finite, or no client sent a finite update; the last good checkpoint stays.
-      KeyboardInterrupt: on Ctrl-C, after saving.
+      KeyboardInterrupt: on Ctrl-C, once the rounds up to the next evaluation are done and saved; at once on a second.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -255,12 +319,16 @@ def simulate(
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     check_clients(clients)
-    n = num_clients(clients)
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    one_of_many = jax.process_count() > 1
+    spread = isinstance(client_axis, mapping.sharded)
+    check(spread or not one_of_many, "client_axis", client_axis, "jfcl.sharded, with several processes")
+    n = _check_rows(client_axis, clients, "clients")
     for name, extra in (("test_clients", test_clients), ("newcomers", newcomers)):
         if extra is not None:
             check_clients(extra, name=name, allow_empty=True)
     if test_clients is not None:
-        rows = num_clients(test_clients)
+        rows = _check_rows(client_axis, test_clients, "test_clients")
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
     if true_cluster is not None:
         true_cluster = np.asarray(true_cluster)
@@ -273,33 +341,44 @@ def simulate(
     keys = key[None] if single else key
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    keys = hosts.replicate(keys)
     if hyperparams is not None:
-        hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}  # strongly typed
+        hyperparams = hosts.replicate({k: jnp.asarray(np.asarray(v)) for k, v in hyperparams.items()})  # strongly typed
 
     folder = None
-    if out is not None:
+    if out is not None and hosts.is_first():
         folder = (RunFolder.reopen if resume else RunFolder.create)(out, config or {})
 
     made = _made(algorithm, hyperparams)
     if made.check is not None:
         made.check(clients)
 
-    with _CompileClock() as compiling:
+    with _CompileClock() as compiling, _Interruptible() as ctrl_c:
         started = time.perf_counter()
         task = made.task
-        clients, test_clients, newcomers = (_on_device(c) for c in (clients, test_clients, newcomers))
-        static = {"algorithm": algorithm, "seed_axis": seed_axis}
+        static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
+        test_size, new_size = (None if c is None else np.asarray(c.size) for c in (test_clients, newcomers))
+        if one_of_many and test_clients is not None:
+            test_size = np.asarray(hosts.fetch(mapping.place(client_axis, test_clients, n).size))[:n]
+        if one_of_many and newcomers is not None:  # every process was given all of them
+            rows = mapping.own_rows(client_axis, len(new_size))
+            newcomers = jax.tree.map(lambda x: x[rows], newcomers)
+            newcomers = mapping.place(client_axis, newcomers, len(new_size))
+        elif newcomers is not None:
+            newcomers = mapping.place(client_axis, newcomers)
+        clients = mapping.place(client_axis, clients, n)
+        test_clients = test_clients and mapping.place(client_axis, test_clients, n)
+        # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
+        only = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), clients)
+        like = jax.eval_shape(partial(_init, **static), keys, only, hyperparams)
         done, totals, records = 0, {}, []
-        init = partial(_init, keys, clients, hyperparams, **static)
-        restored = folder.restore(jax.eval_shape(init)) if resume else None
+        restored = _restore(folder, like) if resume else None
+        if restored is None or spread:
+            state = _init(keys, clients, hyperparams, **static)
         if restored is not None:
-            done, state, totals = restored
-            state = jax.tree.map(jnp.asarray, state)
-            records = folder.records()
+            done, small, totals, records = restored
+            state = _with_rows_behind(small, state) if spread else jax.device_put(small)
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
-        else:
-            state = init()
         resumed_at = done
         before = totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
         saved_at = time.perf_counter()
@@ -315,7 +394,7 @@ def simulate(
 
         def judge(state, t: int, values, sums) -> list[dict[str, Any]]:
             """The records of round `t`, one per seed."""
-            held_out, new, values, cluster, excluded = jax.device_get(
+            held_out, new, values, cluster, excluded = hosts.fetch(
                 (
                     assess(state, test_clients, by_loss=False),
                     assess(state, newcomers, by_loss=True),
@@ -324,13 +403,14 @@ def simulate(
                     getattr(state, "excluded", None),
                 )
             )
+            cluster, excluded = cluster[:, :n], None if excluded is None else excluded[:, :n]
             rows = []
             for s, seed in enumerate(seeds):
                 row = {"seed": seed, "round": t}
                 if held_out is not None:
-                    row |= metrics.summarize({k: v[s] for k, v in held_out.items()}, np.asarray(test_clients.size))
+                    row |= metrics.summarize({k: v[s, :n] for k, v in held_out.items()}, test_size)
                 if new is not None:
-                    summary = metrics.summarize({k: v[s] for k, v in new.items()}, np.asarray(newcomers.size))
+                    summary = metrics.summarize({k: v[s, : len(new_size)] for k, v in new.items()}, new_size)
                     row |= {f"newcomer_{name}": value for name, value in summary.items()}
                 row["train_loss"] = float(values["loss"][s])
                 row["clusters_in_use"] = len(np.unique(cluster[s]))
@@ -349,50 +429,63 @@ def simulate(
             elapsed = time.perf_counter() - started - compiling.seconds
             return before[0] + elapsed, before[1] + compiling.seconds
 
+        def save() -> None:
+            kept = hosts.fetch(_cut(state, like))
+            if folder is not None:
+                folder.save(done, kept, totals | {"time": clock()})
+
         latest: dict[str, Any] = {}
-        whole = None  # the last round whose records are written too: what an interruption may save
-        with _progress_bar(progress) as bar:
+        with _progress_bar(progress and hosts.is_first()) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
             until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-            try:
-                while done < until:
-                    count = min(eval_every - done % eval_every, until - done)
-                    new_state, values, sums, finite = jax.block_until_ready(
-                        _advance(keys, state, done + 1, count, clients, hyperparams, **static)
-                    )
-                    _stop_if_diverged(finite, values, done + count, seeds, folder)
-                    state, done = new_state, done + count
-                    totals = dict(totals)
-                    for name, v in jax.device_get(sums).items():
-                        old = totals.get(name, [0.0] * len(seeds))
-                        totals[name] = [a + float(b) for a, b in zip(old, v, strict=True)]
-                    if done % eval_every == 0 or done == num_rounds:
-                        rows = judge(state, done, values, sums)
-                        records += rows
-                        if folder is not None:
-                            folder.append(rows)
-                        _warn_once(warned, rows, num_models, n)
-                        latest = rows[0]
-                    elapsed = time.perf_counter() - started - compiling.seconds
-                    rate = f"{(done - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
-                    note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
-                    bar.update(line, completed=done, rate=rate, note=note)
-                    due = time.perf_counter() - saved_at >= checkpoint_seconds
-                    if folder is not None and (due or done == until):
-                        folder.save(done, state, totals | {"time": clock()})
-                        saved_at = time.perf_counter()
-                    whole = (done, state, totals | {"time": clock()})
-            except KeyboardInterrupt:
-                if folder is not None and whole is not None:
-                    folder.save(*whole)
-                raise
+            while done < until:
+                count = min(eval_every - done % eval_every, until - done)
+                state, values, sums, finite = jax.block_until_ready(
+                    _advance(keys, state, np.int32(done + 1), np.int32(count), clients, hyperparams, **static)
+                )
+                done += count
+                _stop_if_diverged(finite, values, done, seeds, folder)
+                for name, v in hosts.fetch(sums).items():
+                    old = totals.get(name, [0.0] * len(seeds))
+                    totals[name] = [a + float(b) for a, b in zip(old, v, strict=True)]
+                if done % eval_every == 0 or done == num_rounds:
+                    rows = judge(state, done, values, sums)
+                    records += rows
+                    if folder is not None:
+                        folder.append(rows)
+                    _warn_once(warned, rows, num_models, n)
+                    latest = rows[0]
+                elapsed = time.perf_counter() - started - compiling.seconds
+                rate = f"{(done - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
+                note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
+                bar.update(line, completed=done, rate=rate, note=note)
+                due = time.perf_counter() - saved_at >= checkpoint_seconds
+                due, stop = hosts.same_everywhere([due, ctrl_c.heard])
+                if out is not None and (due or stop or done == until):
+                    save()
+                    saved_at = time.perf_counter()
+                if stop:
+                    raise KeyboardInterrupt
         final = {"cluster": found_clusters(state)} | (assess(state, test_clients, by_loss=False) or {})
-        final = {name: np.asarray(value) for name, value in final.items()}
+        final = {name: np.asarray(value)[:, :n] for name, value in hosts.fetch(final).items()}
         seconds, compile_seconds = clock()
+        if mapping.num_rows(client_axis, n) != n:
+            state = _cut(state, like)
     if single:
         state = jax.tree.map(lambda x: x[0], state)
     steps = sum(totals.get("client_steps", []))
     return History(records, state, final, done, seconds, compile_seconds, steps)
+
+
+def _restore(folder: RunFolder | None, like: Any) -> tuple[int, Any, dict[str, Any], list[dict[str, Any]]] | None:
+    """`(rounds done, state, totals, records)` of the last checkpoint, the same in every process; `None` without one."""
+    found = folder.restore(like) if folder is not None else None
+    about = None if found is None else [found[0], found[2], folder.records()]
+    about = hosts.same_everywhere(about)
+    if about is None:
+        return None
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found[1]
+    return about[0], hosts.same_arrays(state), about[1], about[2]
 
 
 def found_clusters(state: Any) -> Any:

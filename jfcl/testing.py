@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
 from jfcl.local import LocalTraining, local_training
-from jfcl.mapping import chunked
+from jfcl.mapping import chunked, client_mesh, place, sharded
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
 
@@ -184,17 +183,16 @@ def check_algorithm(
     whole = run(key, clients)
 
     if "client_axis" in inspect.signature(make_algorithm).parameters:
-        for axis in (jax.vmap, chunked(1), chunked(3), chunked(n)):
+        several = [sharded(client_mesh(2))] if len(jax.devices()) > 1 else []
+        for axis in (jax.vmap, chunked(1), chunked(3), *several):
             other = make_algorithm(task, training, client_axis=axis)
             mapped = jax.jit(lambda key, a=other: rollout(a, clients, key=key, num_rounds=4)[0])(key)
             _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
 
-    devices = jax.devices()
-    if len(devices) > 1:
-        mesh = jax.make_mesh((2,), ("clients",), devices=devices[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    if len(jax.devices()) > 1:  # as `sharded` places them, whatever mapping the method has inside
         even = pad_clients(clients, n % 2)
-        sharded = jax.device_put(even, NamedSharding(mesh, PartitionSpec("clients")))
-        _assert_equal(run(key, even), run(key, sharded), "sharded over two devices", tolerance=1e-4)
+        divided = place(sharded(client_mesh(2)), even)
+        _assert_equal(run(key, even), run(key, divided), "divided among two devices", tolerance=1e-4)
 
     padded = run(key, pad_examples(clients, 2, np.nan))
     padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples

@@ -144,7 +144,7 @@ def test_ctrl_c_saves(tmp_path):
     def interrupt(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return original(*args, **kwargs)
 
     from jfcl import metrics
@@ -156,7 +156,7 @@ def test_ctrl_c_saves(tmp_path):
             sim(out=tmp_path)
     finally:
         metrics.summarize = original
-    assert [p.name for p in (tmp_path / "checkpoints").glob("[0-9]*")] == ["2"]  # round 3 has no records yet
+    assert [p.name for p in (tmp_path / "checkpoints").glob("[0-9]*")] == ["3"]
     resumed = sim(out=tmp_path, resume=True)
     assert equal(resumed.state, sim().state)
     assert [r["round"] for r in resumed.records] == [1, 2, 3, 4, 5, 6]

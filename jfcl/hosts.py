@@ -1,0 +1,153 @@
+"""Several processes that run one simulation together, each with its own devices and its own clients.
+
+Everything that a process writes (records, checkpoints, progress) the first one writes for all. `jax.distributed` does
+the rest; a program that runs in one process goes through here unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfcl.core import PyTree, check
+
+TIMEOUT = 60  # seconds that a process waits for the others to come, and for one that was lost to answer
+
+
+def connect(coordinator: str, num_processes: int | None = None, process_id: int | None = None) -> None:
+    """Joins the processes of one run; to be called before anything else of jax.
+
+    Args:
+      coordinator: `"host:port"` of the first process; or `"auto"` on Cloud TPU, Slurm and what else
+        `jax.distributed.initialize` knows, where nothing more is needed.
+      num_processes: how many processes there are.
+      process_id: which one this is, from 0.
+
+    Raises:
+      ValueError: numbers that do not fit, or no coordinator that answers within `TIMEOUT` seconds.
+    """
+    if coordinator == "auto":
+        try:
+            jax.distributed.initialize(initialization_timeout=TIMEOUT)
+        except ValueError as error:
+            raise ValueError(
+                f"coordinator: nothing here says where the other processes are ({error}); give it as host:port, with"
+                " the number of processes and this one's"
+            ) from None
+        return
+    host, _, port = coordinator.rpartition(":")
+    check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
+    whole = num_processes is not None and num_processes >= 1
+    check(whole, "num_processes", num_processes, "an integer, at least 1, with a coordinator")
+    fits = process_id is not None and 0 <= process_id < num_processes
+    check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
+    if process_id > 0:
+        _await(host, int(port))
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, initialization_timeout=TIMEOUT, heartbeat_timeout_seconds=TIMEOUT
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"coordinator: not all of the {num_processes} processes came to {coordinator} within {TIMEOUT} seconds"
+            f" ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _await(host: str, port: int) -> None:
+    """Returns once something listens at `host:port`: jax's own client would end the process if nothing ever does."""
+    until = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"coordinator: {host}:{port} did not answer within {TIMEOUT} seconds ({error}); is the process with"
+                    " id 0 running there, and the port open?"
+                ) from None
+            time.sleep(0.2)
+
+
+def is_first() -> bool:
+    """Whether this process writes what all of them found."""
+    return jax.process_index() == 0
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The arrays of `tree` on the host, whole, as NumPy. With several processes all of them must ask for it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> fetch({"a": jnp.arange(2)})
+      {'a': array([0, 1], dtype=int32)}
+    """
+
+    def whole(x):
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(whole, tree)
+
+
+def replicate(tree: PyTree) -> PyTree:
+    """Arrays that every process has alike, as arrays that programs of all processes take; one process: `tree`."""
+    if jax.process_count() == 1:
+        return tree
+    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
+
+    def put(x):
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        host = np.asarray(jax.random.key_data(x) if is_key else x)
+        array = jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
+        return jax.random.wrap_key_data(array) if is_key else array
+
+    return jax.tree.map(put, tree)
+
+
+def same_everywhere(value: Any) -> Any:
+    """The first process's `value`, JSON-like, in all of them."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8) if is_first() else np.zeros(0, np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    buffer = np.zeros(length, np.uint8)
+    buffer[: len(text)] = text
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes().decode())
+
+
+def same_arrays(tree: PyTree) -> PyTree:
+    """The first process's NumPy arrays in all of them; the others give arrays of the same shapes."""
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def total(count: int) -> int:
+    """The sum of every process's `count`."""
+    if jax.process_count() == 1:
+        return count
+    from jax.experimental import multihost_utils
+
+    return int(np.sum(multihost_utils.process_allgather(np.int32(count))))
+
+
+def leave() -> None:
+    """Ends this process at once after an error: an orderly end would wait for the others, who wait for this one."""
+    if jax.process_count() > 1:
+        os._exit(1)
