@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Clients, PyTree, check, check_choice, num_clients
+from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
 
 UpdateAttack = Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
 # (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
@@ -230,7 +230,8 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
         malicious.shape == (num_clients(clients),), "malicious", malicious.shape, f"of shape ({num_clients(clients)},)"
     )
     x, y = (np.array(clients.examples[part]) for part in ("x", "y"))
+    ids = np.asarray(client_ids(clients))
     for i in np.flatnonzero(malicious):
-        n = int(clients.size[i])
-        x[i, :n], y[i, :n] = DATA_ATTACKS[name](np.random.default_rng([seed, int(i)]), x[i, :n], y[i, :n], num_classes)
+        n, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
+        x[i, :n], y[i, :n] = DATA_ATTACKS[name](rng, x[i, :n], y[i, :n], num_classes)
     return clients._replace(examples={**clients.examples, "x": x, "y": y})

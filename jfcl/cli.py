@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -132,6 +133,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two [30]"
     )
     files.add_argument("--quiet", action="store_true", help="no progress bar")
+    several = run.add_argument_group("several processes: the same command in each, on one machine or on many")
+    several.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
+    )
+    several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=int, metavar="N", help="which of them this is, from 0")
 
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
@@ -254,14 +261,35 @@ def _say_seeds(summary: dict[str, Any]) -> str:
     return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
 
 
+def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
+    """Divides the CPU and joins the other processes, where that is asked for: before jax looks for its devices."""
+    import jax
+
+    from jfcl import hosts
+    from jfcl.core import check_count
+
+    if devices is not None:
+        check_count("devices", devices)
+        with contextlib.suppress(RuntimeError):  # where jax is in use already, its devices are what they are
+            jax.config.update("jax_num_cpu_devices", devices)
+    if args.coordinator is not None:
+        hosts.connect(args.coordinator, args.num_processes, args.process_id)
+    elif args.num_processes is not None or args.process_id is not None:
+        raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
+
+
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
+    from jfcl import hosts
     from jfcl.experiments import Config, run
 
     own = {name: value for name, value in vars(args).items() if name in _fields()}
-    options = (read_config(args.config) if args.config else {}) | own
+    config = Config(**(read_config(args.config) if args.config else {}) | own)
+    _find_devices(args, config.devices)
+    if not hosts.is_first():
+        console = Console(quiet=True)
     summary, _, _ = run(
-        Config(**options),
+        config,
         out=args.out,
         resume=args.resume,
         data_dir=args.data_dir,
@@ -392,9 +420,11 @@ def _compilation_cache() -> None:
     """Compiled programs are kept between runs: the second start of the same run compiles next to nothing."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "jfcl" / "xla"))
+    from jfcl.probe import cache_dir
+
+    folder = cache_dir()
+    if jax.config.jax_compilation_cache_dir is None and folder is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
@@ -421,6 +451,16 @@ def main(argv: list[str] | None = None) -> int:
         errors.print("[red]jfcl: error:[/]", end=" ")
         errors.print(str(error), markup=False)
         return 2
+    except RuntimeError as error:
+        from jfcl import hosts
+
+        if not hosts.several():
+            raise
+        # XLA's error of a collective that another process did not come to.
+        kept = getattr(args, "out", None)
+        how = f"; go on from the last checkpoint with --resume, with any number of processes: {kept}" if kept else ""
+        errors.print(f"jfcl: stopped: another process was lost ({str(error).splitlines()[0]}){how}", markup=False)
+        hosts.leave()
     except KeyboardInterrupt:
         kept = getattr(args, "out", None)
         how = f"; saved in {kept}, go on with the same command and --resume" if kept and args.command == "run" else ""

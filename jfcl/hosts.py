@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from typing import Any
 
@@ -77,6 +78,11 @@ def _await(host: str, port: int) -> None:
             time.sleep(0.2)
 
 
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return jax.process_count() > 1
+
+
 def is_first() -> bool:
     """Whether this process writes what all of them found."""
     return jax.process_index() == 0
@@ -98,12 +104,12 @@ def fetch(tree: PyTree) -> PyTree:
 
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
-    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(whole, tree)
+    return jax.device_get(tree) if not several() else jax.tree.map(whole, tree)
 
 
 def replicate(tree: PyTree) -> PyTree:
     """Arrays that every process has alike, as arrays that programs of all processes take; one process: `tree`."""
-    if jax.process_count() == 1:
+    if not several():
         return tree
     everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
 
@@ -118,7 +124,7 @@ def replicate(tree: PyTree) -> PyTree:
 
 def same_everywhere(value: Any) -> Any:
     """The first process's `value`, JSON-like, in all of them."""
-    if jax.process_count() == 1:
+    if not several():
         return value
     from jax.experimental import multihost_utils
 
@@ -131,7 +137,7 @@ def same_everywhere(value: Any) -> Any:
 
 def same_arrays(tree: PyTree) -> PyTree:
     """The first process's NumPy arrays in all of them; the others give arrays of the same shapes."""
-    if jax.process_count() == 1:
+    if not several():
         return tree
     from jax.experimental import multihost_utils
 
@@ -140,7 +146,7 @@ def same_arrays(tree: PyTree) -> PyTree:
 
 def total(count: int) -> int:
     """The sum of every process's `count`."""
-    if jax.process_count() == 1:
+    if not several():
         return count
     from jax.experimental import multihost_utils
 
@@ -149,5 +155,6 @@ def total(count: int) -> int:
 
 def leave() -> None:
     """Ends this process at once after an error: an orderly end would wait for the others, who wait for this one."""
-    if jax.process_count() > 1:
-        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

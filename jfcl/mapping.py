@@ -2,14 +2,14 @@
 
 A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` takes `fn` of one client to a function of stacked
 clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh, inner)`
-divides the clients among devices, of one process or of several, and `pmap` does the same with `jax.pmap`. All give the
+divides the clients among devices, of one process or of several, and `pmapped` the same with `jax.pmap`. All give the
 same results, so choosing among them is about speed and memory alone: on a CPU one client at a time is the fastest for
 models of any size, the more so with a forced host device per core; on an accelerator `jax.vmap` is.
 
 Servers that need only sums over clients use `map_reduce`, which never holds what the clients send all at once:
 `O(chunk * D + K * D)` memory instead of `O(N * D)`, and between devices only the sums travel.
 
-This file is the only place that calls `jax.lax.map`, `shard_map` and `pmap` over clients.
+This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.pmap` over clients.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class sharded(NamedTuple):
         return _kept_only(self, fn, in_axes)
 
 
-class pmap(NamedTuple):
+class pmapped(NamedTuple):
     """As `sharded` over the first `num_devices` devices of this process, but by `jax.pmap`: for comparison.
 
     Attributes:
@@ -81,7 +81,7 @@ class pmap(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> pmap()(lambda x: x * x)(jnp.arange(5)).tolist()
+      >>> pmapped()(lambda x: x * x)(jnp.arange(5)).tolist()
       [0, 1, 4, 9, 16]
     """
 
@@ -160,7 +160,7 @@ def map_reduce(
 
     if isinstance(mapping, chunked):
         return _in_chunks(mapping.size, fn, fold, zero, in_axes)
-    if isinstance(mapping, (sharded, pmap)):
+    if isinstance(mapping, (sharded, pmapped)):
         return _over_devices(mapping, fn, fold, zero, in_axes)
 
     def whole(*args):
@@ -216,8 +216,8 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
     return reduced
 
 
-def _over_devices(mapping: sharded | pmap, fn, fold, zero, in_axes):
-    """`map_reduce` of `sharded` and `pmap`: each device folds its own clients, and the totals are summed."""
+def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
+    """`map_reduce` of `sharded` and `pmapped`: each device folds its own clients, and the totals are summed."""
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
@@ -246,7 +246,7 @@ def _over_devices(mapping: sharded | pmap, fn, fold, zero, in_axes):
         else:
             here = jax.local_devices()
             count = len(here) if mapping.num_devices is None else mapping.num_devices
-            check(count <= len(here), "pmap: num_devices", count, f"at most the {len(here)} devices of this process")
+            check(count <= len(here), "pmapped: num_devices", count, f"at most the {len(here)} devices of this process")
 
             def on_device(*args):
                 total, kept = own(*args)

@@ -20,7 +20,15 @@ import numpy as np
 
 from jfcl.core import PyTree
 
-FREE = ("num_rounds", "out", "resume", "progress", "data_dir")  # may differ between a run and its resumption
+FREE = (
+    "num_rounds",
+    "out",
+    "resume",
+    "progress",
+    "data_dir",
+    "mapping",
+    "devices",
+)  # may differ between a run and its resumption
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -93,7 +101,13 @@ class RunFolder:
         if self._manager is None:
             import orbax.checkpoint as ocp  # takes a second to import, and most uses of jfcl need no checkpoint
 
-            options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
+            alone = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="first")
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=2,
+                create=True,
+                enable_async_checkpointing=False,
+                multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions(),
+            )
             self._manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
         return self._manager
 

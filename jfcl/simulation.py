@@ -47,7 +47,8 @@ class History(NamedTuple):
     Attributes:
       records: a dict per evaluated round and seed, plain numbers: ready for `pandas.DataFrame(history.records)`.
       state: the algorithm's last state; with a leading seed axis if several keys were given.
-      clients: final per-client arrays: `cluster`, and of the test examples `loss` and `accuracy`, `[R, N]` each.
+      clients: final per-client arrays, `[R, N]` each: `cluster`, `examples` (in training), and of the test examples
+        `loss` and `accuracy`.
       rounds: rounds done.
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
@@ -467,6 +468,7 @@ def simulate(
                 if stop:
                     raise KeyboardInterrupt
         final = {"cluster": found_clusters(state)} | (assess(state, test_clients, by_loss=False) or {})
+        final["examples"] = jnp.broadcast_to(clients.size, (num_seeds, len(clients.size)))
         final = {name: np.asarray(value)[:, :n] for name, value in hosts.fetch(final).items()}
         seconds, compile_seconds = clock()
         if mapping.num_rows(client_axis, n) != n:

@@ -10,6 +10,7 @@ import jfcl
 ORDER = [
     "_version",
     "core",
+    "hosts",
     "mapping",
     "local",
     "aggregate",
@@ -23,6 +24,7 @@ ORDER = [
     "parameter_tree",
     "runs",
     "simulation",
+    "probe",
     "plots",
     "testing",
     "experiments",

@@ -179,10 +179,11 @@ def bipartitions(vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted:
 def separation_gaps(vectors: PyTree, cluster: jax.Array, usable: jax.Array, true_cluster: Any, count: int) -> jax.Array:
     """`[K]`: the separation gap (Definition 2) inside every cluster; `nan` for those of fewer than two clients."""
     similarity = pairwise_cosine(vectors, mask=usable)
+    of_rows = jnp.pad(jnp.asarray(true_cluster), (0, len(cluster) - len(true_cluster)))  # behind: padding clients
 
     def one(k):
         members = usable & (cluster == k)
-        gap = gap_of(similarity, jnp.asarray(true_cluster), members)
+        gap = gap_of(similarity, of_rows, members)
         return jnp.where(members.sum() > 1, gap, jnp.nan)
 
     return mapping.chunked(1)(one)(jnp.arange(count, dtype=jnp.int32))
@@ -409,7 +410,8 @@ def rounds(
         check(capacity <= n, "max_clusters", capacity, f"at most the {n} clients there are")
         if rules.true_cluster is not None:
             shape = jnp.shape(rules.true_cluster)
-            check(shape == (n,), "true_cluster", shape, f"of shape ({n},)")
+            fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
+            check(fits, "true_cluster", shape, f"of shape ({n},)")
             check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
         one = initial_models(task, key, 1, init_params)
         params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)

@@ -9,6 +9,7 @@ transformed, so a base example that some client trains on, under any rotation, i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,7 @@ def build(
     exponent: float = 1.0,
     min_size: int = 1,
     data_dir: str | None = None,
+    rows: Callable[[int], slice] | None = None,
 ) -> Federation:
     """Divides a data set among clients with known clusters. Client `i` is in cluster `i mod K`.
 
@@ -92,6 +94,9 @@ def build(
         examples with `test`, never with `train`. With "writer" they are the official test split's writers, at
         most so many examples each.
       seed: at least 0; everything is a function of it and the other arguments.
+      data_dir: where `load` looks, for a dataset given by name.
+      rows: which of the `N` clients to stack, for a process that holds only its own (`mapping.own_rows`): `train` and
+        `test` then have those alone, with their ids. The rest of the result does not change.
 
     Returns:
       A `Federation`. The test examples of a cluster are divided among its clients in proportion to how often
@@ -185,6 +190,7 @@ def build(
             test_of[i] = share
 
     # 3. Stack, and transform each client's examples on the way.
+    own = slice(None) if rows is None else rows(num_clients)
     transform = (heterogeneity, num_clusters, dataset.num_classes, (seed, _TRANSFORM))
     new_of, new_cluster, newcomers = [], None, None
     if newcomer_examples is not None:
@@ -196,8 +202,8 @@ def build(
     sizes = np.array([len(part) for part in train_of])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
-        train=stack(dataset.train, train_of, cluster, *transform),
-        test=stack(test_source, test_of, cluster, *transform),
+        train=stack(dataset.train, train_of, cluster, *transform, own),
+        test=stack(test_source, test_of, cluster, *transform, own),
         cluster=cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
@@ -295,17 +301,20 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
     return parts
 
 
-def stack(source, parts, cluster, heterogeneity, num_clusters, num_classes, seed) -> Clients:
-    """`Clients` from index arrays; each client's examples are transformed straight into its row."""
+def stack(source, parts, cluster, heterogeneity, num_clusters, num_classes, seed, own=slice(None)) -> Clients:
+    """`Clients` of rows `own` from all clients' indices; each one's examples are transformed straight into its row."""
+    length = max(len(part) for part in parts)
+    ids = np.arange(len(parts), dtype=np.int32)[own]
+    parts, cluster = parts[own], cluster[own]
     size = np.array([len(part) for part in parts], np.int32)
-    x = aligned_zeros((len(parts), size.max(), *source["x"].shape[1:]), source["x"].dtype)
-    y = aligned_zeros((len(parts), size.max(), *source["y"].shape[1:]), source["y"].dtype)
+    x = aligned_zeros((len(parts), length, *source["x"].shape[1:]), source["x"].dtype)
+    y = aligned_zeros((len(parts), length, *source["y"].shape[1:]), source["y"].dtype)
     function = HETEROGENEITY[heterogeneity][0] if heterogeneity not in SELECTIVE else HETEROGENEITY["none"][0]
     for i, part in enumerate(parts):
         x[i, : size[i]], y[i, : size[i]] = function(
             source["x"][part], source["y"][part], int(cluster[i]), num_clusters, num_classes, seed
         )
-    return Clients({"x": x, "y": y}, size)
+    return Clients({"x": x, "y": y}, size, None if own == slice(None) else ids)
 
 
 def split_hash(settings: list, cluster, parts) -> str:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import attacks, data, kernels, mapping, models, parameter_tree, plots
+from jfcl import attacks, data, hosts, kernels, mapping, models, parameter_tree, plots, probe
 from jfcl.algorithms import METHODS
 from jfcl.algorithms.splitting import CFLState
 from jfcl.core import (
@@ -31,8 +31,8 @@ from jfcl.core import (
     check_choice,
     check_count,
     check_labels,
+    client_ids,
     max_examples,
-    num_clients,
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.local import KEEP, LocalTraining, local_training
@@ -76,6 +76,7 @@ PASSED_ON = (
     "num_neighbours",
     "mixing",
 )
+MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 
 
@@ -198,6 +199,15 @@ class Config:
     seed: int | None = _option(None, "run with this seed alone", "run")
     eval_every: int | None = _option(None, "rounds between evaluations; default: about 50 in all", "run")
     chunk: int | None = _option(None, "clients trained at once; default: 1 on a CPU, all on an accelerator", "run")
+    mapping: str | None = _option(
+        None,
+        "vmap, chunked, sharded (clients divided among devices; default where there are several) or pmap; auto: the"
+        " fastest in a short probe",
+        "run",
+    )
+    devices: int | None = _option(
+        None, "devices to use; a CPU is divided into so many, which is often faster: try as many as cores", "run"
+    )
 
 
 class Setup(NamedTuple):
@@ -231,10 +241,12 @@ def validate(config: Config) -> None:
         "num_models",
         "stable_rounds",
     )
-    for name in (*counts, *maybe, "eval_every", "chunk", "labels_per_client", "newcomer_examples"):
+    for name in (*counts, *maybe, "eval_every", "chunk", "devices", "labels_per_client", "newcomer_examples"):
         value = getattr(config, name)
         if name in counts or value is not None:
             check_count(name, value)
+    if config.mapping is not None:
+        check_choice("mapping", config.mapping, MAPPINGS)
     check_count("vocab_size", config.vocab_size, least=3)
     check_count("length", config.length, least=2)
     for name in ("lr", "server_lr", "lr_decay"):
@@ -382,8 +394,8 @@ def _leaves(task: Task):
 
 def attack_data(config: Config, federation):
     """`federation` with the malicious clients' data attacked, where that is the attack, and their tests left out."""
-    malicious = malicious_clients(config)
     train, test = federation.train, federation.test
+    malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
     if config.attack in attacks.DATA_ATTACKS:
         train = attacks.poison(
             train, malicious, config.attack, num_classes=federation.num_classes, seed=config.data_seed
@@ -421,9 +433,42 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     return models.language_model(make(vocab_size), config.length, vocab_size)
 
 
+def _mesh(config: Config):
+    return mapping.client_mesh(config.devices if jax.process_count() == 1 else None)
+
+
+def candidates(config: Config) -> dict[str, mapping.Mapping]:
+    """The mappings that a probe compares: of one device, and of all where there are several."""
+    sizes = (1, 4, 16) if jax.default_backend() == "cpu" else (32, 256)
+    inner = {f"chunked({size})": mapping.chunked(size) for size in sizes if size < config.clients}
+    inner |= {"vmap": jax.vmap}
+    mesh = _mesh(config)
+    if mesh.size == 1:
+        return inner
+    several = {f"sharded({name})": mapping.sharded(mesh, axis) for name, axis in inner.items()}
+    return several if jax.process_count() > 1 else inner | several
+
+
+def mapping_of(config: Config) -> mapping.Mapping:
+    """The mapping that `config` names; by default the clients are divided where there are several devices."""
+    inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
+    mesh = _mesh(config)
+    name = config.mapping or ("sharded" if mesh.size > 1 else "inner")
+    check(name != "chunked" or config.chunk is not None, "chunk", config.chunk, "given with --mapping chunked")
+    check(name != "vmap" or config.chunk is None, "chunk", config.chunk, "left out with --mapping vmap")
+    alone = jax.process_count() == 1 or name in ("sharded", "auto")
+    check(alone, "mapping", name, "sharded (or auto) with several processes")
+    if name == "pmap":
+        return mapping.pmapped(mesh.size, inner)
+    if name == "sharded" or (name == "auto" and jax.process_count() > 1):
+        return mapping.sharded(mesh, inner)
+    return jax.vmap if name == "vmap" else inner
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
     validate(config)
+    client_axis = mapping_of(config)
     dataset, vocab_size = load_dataset(config, data_dir)
     extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
     federation = data.build(
@@ -437,6 +482,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
         reuse=config.reuse,
         newcomer_examples=config.newcomer_examples,
         seed=config.data_seed,
+        rows=partial(mapping.own_rows, client_axis),
         **{name: value for name, value in extra.items() if value is not None},
     )
     check_labels(federation.train, federation.num_classes)
@@ -446,8 +492,11 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     m = max_examples(federation.train)
     passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
     training = make_training(config, passes or default_steps(config))
-    client_axis = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
-    algorithm = make_algorithm(config, task, training, federation, client_axis)
+    make = partial(make_algorithm, config, task, training, federation)
+    if config.mapping == "auto":
+        said = [config.method, config.model, training.num_steps, training.num_epochs, training.batch_size]
+        client_axis = probe.fastest(make, federation.train, candidates(config), about=said)
+    algorithm = make(client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
     malicious = malicious_clients(config) if config.attack is not None else None
     return Setup(federation, task, algorithm, seeds, client_axis, training, malicious)
@@ -470,7 +519,7 @@ def run(
     Raises:
       ValueError: before anything is computed, for anything in `config` that does not fit.
     """
-    if out is not None and not resume and (Path(out) / "config.json").exists():
+    if out is not None and not resume and hosts.is_first() and (Path(out) / "config.json").exists():
         RunFolder.create(out, {})  # refuses, before data are loaded
     parts = setup(config, data_dir=data_dir)
     federation = parts.federation
@@ -496,7 +545,7 @@ def run(
         description=config.method,
     )
     summary = summarize_run(config, history, parts)
-    if out is not None:
+    if out is not None and hosts.is_first():
         write_results(Path(out), summary, history, parts)
     return summary, history, parts
 
@@ -523,7 +572,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "dataset": config.dataset,
         "heterogeneity": config.heterogeneity,
         "description": parts.federation.description,
-        "num_clients": num_clients(parts.federation.train),
+        "num_clients": len(parts.federation.cluster),
         "num_clusters": parts.federation.num_clusters,
         "num_rounds": history.rounds,
         "seconds": history.seconds,
@@ -555,9 +604,9 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
             extra["excluded_in_round"] = np.asarray(history.state.excluded)
         table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
         for s, seed in enumerate(parts.seeds):
-            for i in range(num_clients(federation.train)):
+            for i in range(len(federation.cluster)):
                 found = [
-                    int(federation.train.size[i]),
+                    int(history.clients["examples"][s, i]),
                     int(federation.cluster[i]),
                     int(history.clients["cluster"][s, i]),
                     *[int(values[s, i]) for values in extra.values()],

@@ -1,0 +1,141 @@
+"""Which mapping is the fastest for a task on this machine: a short probe, remembered for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jfcl import hosts, mapping
+from jfcl.aggregate import num_bytes
+from jfcl.core import Algorithm, Clients, num_clients
+from jfcl.runs import write_json
+from jfcl.simulation import environment
+
+MOST_CLIENTS = 64  # in a probe: enough for every mapping to show its pace
+
+
+def cache_dir() -> Path | None:
+    """`$JFCL_CACHE_DIR`, else jfcl's folder in the user's cache; `None` if the variable is set to nothing."""
+    named = os.environ.get("JFCL_CACHE_DIR")
+    if named == "":
+        return None
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jfcl"
+
+
+def free_memory() -> float:
+    """Bytes that the default device has left (of a CPU: that the machine has); infinite where nobody knows."""
+    device = jax.local_devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError):
+        return float("inf")
+
+
+def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
+    """Bytes of temporaries and results of one round with all `clients`, as the compiled program's own analysis says.
+
+    Nothing is run, and no data are placed. Cost: a compilation.
+    """
+    rows = mapping.num_rows(client_axis, hosts.total(num_clients(clients)))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(algorithm.init, key, shapes)
+    analysis = jax.jit(algorithm.step).lower(key, state, shapes).compile().memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> float:
+    """The faster of two rounds with some of the clients, after one that compiles, divided by their number."""
+    some, n = num_clients(clients), hosts.total(num_clients(clients))
+    if n > 2 * MOST_CLIENTS * jax.process_count():  # then every process has as many as it takes
+        some, n = MOST_CLIENTS, MOST_CLIENTS * jax.process_count()
+    placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
+    step = jax.jit(algorithm.step)
+    state = jax.jit(algorithm.init)(jax.random.key(0), placed)
+    jax.block_until_ready(step(jax.random.key(1), state, placed))
+    seconds = []
+    for t in range(2):
+        started = time.perf_counter()
+        jax.block_until_ready(step(jax.random.key(t), state, placed))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds) / n
+
+
+def fastest(
+    make: Callable[[mapping.Mapping], Algorithm],
+    clients: Clients,
+    candidates: dict[str, mapping.Mapping],
+    *,
+    about: Any = None,
+    show: bool = True,
+) -> mapping.Mapping:
+    """The candidate with the fastest rounds among those whose memory suffices; printed, and kept for the next time.
+
+    Args:
+      make: `(client_axis) -> Algorithm`.
+      clients: training data, on the host.
+      candidates: mappings by name.
+      about: what besides shapes, device and versions decides the outcome, JSON-like: the method and its options.
+        Without it nothing is looked up or kept.
+      show: print the table to stderr.
+
+    Returns:
+      One of `candidates`. With several processes, the one that is the fastest for the first.
+
+    Raises:
+      ValueError: none fits into memory.
+
+    Example:
+      >>> import jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> make = lambda axis: jfcl.fedavg(task, training, client_axis=axis)
+      >>> fastest(make, clients, {"one at a time": jfcl.chunked(1)}, show=False)
+      chunked(size=1)
+    """
+    shapes = [[list(np.shape(x)), str(x.dtype)] for x in jax.tree.leaves(clients)]
+    key = hashlib.sha256(json.dumps([about, shapes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
+    folder = cache_dir()
+    file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
+    known = json.loads(file.read_text())["fastest"] if file is not None and file.exists() else None
+    known = hosts.same_everywhere(known)
+    console = Console(stderr=True, quiet=not (show and hosts.is_first()))
+    if known in candidates:
+        console.print(f"mapping: {known}, as an earlier probe found ({file})")
+        return candidates[known]
+
+    limit = free_memory() - num_bytes(clients.examples)
+    table = Table(title="mapping: a short probe", title_justify="left")
+    for head in ("mapping", "ms a client and round", "MB of temporaries"):
+        table.add_column(head, justify="left" if head == "mapping" else "right")
+    found, needs = {}, {}
+    for name, axis in candidates.items():
+        algorithm = make(axis)
+        needs[name] = needed_memory(algorithm, clients, axis)
+        fits = hosts.same_everywhere(needs[name] <= limit)
+        if fits:
+            found[name] = seconds_per_client(algorithm, clients, axis)
+        table.add_row(name, f"{1000 * found[name]:.3g}" if fits else "too much memory", f"{needs[name] / 1e6:,.1f}")
+    console.print(table)
+    if not found:
+        least = min(needs.values()) / 1e9
+        raise ValueError(f"memory: {limit / 1e9:.1f} GB are free, but a round needs {least:.1f} GB with every mapping")
+    best = hosts.same_everywhere(min(found, key=found.get))
+    if file is not None and hosts.is_first():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"fastest": best, "about": about, "seconds_per_client": found, **environment()})
+    return candidates[best]
