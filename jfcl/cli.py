@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import os
 import sys
 import tomllib
+import traceback
 import typing
 import warnings
 from pathlib import Path
@@ -432,6 +432,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
     warnings.showwarning = lambda message, *_, **__: errors.print(f"[yellow]note:[/] {message}")
+    status = _main(argv, console, errors)
+    if status:
+        from jfcl import hosts
+
+        if hosts.connected():
+            hosts.leave(status)
+    return status
+
+
+def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
     args = None
     try:
         parser = build_parser()
@@ -439,34 +449,45 @@ def main(argv: list[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        from jfcl.simulation import DivergedError
-
         _compilation_cache()
-        try:
-            COMMANDS[args.command](args, console)
-        except DivergedError as error:
-            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
-            return 1
+        COMMANDS[args.command](args, console)
     except (ValueError, OSError) as error:  # OSError: a folder that cannot be written, a full disk
         errors.print("[red]jfcl: error:[/]", end=" ")
         errors.print(str(error), markup=False)
         return 2
-    except RuntimeError as error:
-        from jfcl import hosts
-
-        if not hosts.several():
-            raise
-        # XLA's error of a collective that another process did not come to.
-        kept = getattr(args, "out", None)
-        how = f"; go on from the last checkpoint with --resume, with any number of processes: {kept}" if kept else ""
-        errors.print(f"jfcl: stopped: another process was lost ({str(error).splitlines()[0]}){how}", markup=False)
-        hosts.leave()
     except KeyboardInterrupt:
         kept = getattr(args, "out", None)
         how = f"; saved in {kept}, go on with the same command and --resume" if kept and args.command == "run" else ""
         errors.print(f"\ninterrupted{how}", markup=False)
         return 130
+    except RuntimeError as error:
+        import jax
+
+        from jfcl import hosts
+        from jfcl.simulation import DivergedError
+
+        if isinstance(error, DivergedError):
+            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
+        elif hosts.connected() and isinstance(error, jax.errors.JaxRuntimeError):  # of a sum that not all came to
+            how = "; go on with --resume, with any number of processes" if getattr(args, "out", None) else ""
+            said = str(error).splitlines()[0]
+            errors.print(f"jfcl: stopped: another process was lost{how} ({said})", markup=False)
+        else:
+            _raise(error)
+        return 1
+    except Exception as error:
+        _raise(error)
+        return 1
     return 0
+
+
+def _raise(error: Exception) -> None:
+    """Raises `error`; one of several processes prints it instead, so that it can leave at once."""
+    from jfcl import hosts
+
+    if not hosts.connected():
+        raise error
+    traceback.print_exception(error)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check
 
@@ -78,6 +78,11 @@ def _await(host: str, port: int) -> None:
             time.sleep(0.2)
 
 
+def connected() -> bool:
+    """Whether `connect` has joined this process to others; never starts a backend."""
+    return jax.distributed.is_initialized()
+
+
 def several() -> bool:
     """Whether this is one of several processes."""
     return jax.process_count() > 1
@@ -107,11 +112,11 @@ def fetch(tree: PyTree) -> PyTree:
     return jax.device_get(tree) if not several() else jax.tree.map(whole, tree)
 
 
-def replicate(tree: PyTree) -> PyTree:
-    """Arrays that every process has alike, as arrays that programs of all processes take; one process: `tree`."""
+def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Arrays that every process has alike as arrays on all devices of `mesh`; `tree` itself with one process."""
     if not several():
         return tree
-    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def put(x):
         is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -153,8 +158,8 @@ def total(count: int) -> int:
     return int(np.sum(multihost_utils.process_allgather(np.int32(count))))
 
 
-def leave() -> None:
+def leave(status: int) -> None:
     """Ends this process at once after an error: an orderly end would wait for the others, who wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)

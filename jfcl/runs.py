@@ -101,14 +101,16 @@ class RunFolder:
         if self._manager is None:
             import orbax.checkpoint as ocp  # takes a second to import, and most uses of jfcl need no checkpoint
 
+            folder = (self.path / "checkpoints").absolute()
+            folder.mkdir(parents=True, exist_ok=True)
             alone = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="first")
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2,
-                create=True,
+                create=False,
                 enable_async_checkpointing=False,
                 multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions(),
             )
-            self._manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+            self._manager = ocp.CheckpointManager(folder, options=options)
         return self._manager
 
     def append(self, records: list[dict[str, Any]]) -> None:

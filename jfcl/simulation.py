@@ -342,9 +342,11 @@ def simulate(
     keys = key[None] if single else key
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
-    keys = hosts.replicate(keys)
+    mesh = client_axis.mesh if spread else None
+    keys = hosts.replicate(keys, mesh)
     if hyperparams is not None:
-        hyperparams = hosts.replicate({k: jnp.asarray(np.asarray(v)) for k, v in hyperparams.items()})  # strongly typed
+        hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}  # strongly typed
+        hyperparams = hosts.replicate(hyperparams, mesh)
 
     folder = None
     if out is not None and hosts.is_first():
