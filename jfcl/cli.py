@@ -451,43 +451,32 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             return 0
         _compilation_cache()
         COMMANDS[args.command](args, console)
-    except (ValueError, OSError) as error:  # OSError: a folder that cannot be written, a full disk
-        errors.print("[red]jfcl: error:[/]", end=" ")
-        errors.print(str(error), markup=False)
-        return 2
     except KeyboardInterrupt:
         kept = getattr(args, "out", None)
         how = f"; saved in {kept}, go on with the same command and --resume" if kept and args.command == "run" else ""
         errors.print(f"\ninterrupted{how}", markup=False)
         return 130
-    except RuntimeError as error:
-        import jax
-
+    except Exception as error:
         from jfcl import hosts
         from jfcl.simulation import DivergedError
 
-        if isinstance(error, DivergedError):
-            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
-        elif hosts.connected() and isinstance(error, jax.errors.JaxRuntimeError):  # of a sum that not all came to
+        if hosts.is_of_a_lost_process(error):
             how = "; go on with --resume, with any number of processes" if getattr(args, "out", None) else ""
             said = str(error).splitlines()[0]
             errors.print(f"jfcl: stopped: another process was lost{how} ({said})", markup=False)
-        else:
-            _raise(error)
-        return 1
-    except Exception as error:
-        _raise(error)
+            return 1
+        if isinstance(error, DivergedError):
+            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
+            return 1
+        if isinstance(error, (ValueError, OSError)):  # OSError: a folder that cannot be written, a full disk
+            errors.print("[red]jfcl: error:[/]", end=" ")
+            errors.print(str(error), markup=False)
+            return 2
+        if not hosts.connected():
+            raise
+        traceback.print_exc()  # and then leaves at once
         return 1
     return 0
-
-
-def _raise(error: Exception) -> None:
-    """Raises `error`; one of several processes prints it instead, so that it can leave at once."""
-    from jfcl import hosts
-
-    if not hosts.connected():
-        raise error
-    traceback.print_exception(error)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ def connected() -> bool:
     return jax.distributed.is_initialized()
 
 
+def is_of_a_lost_process(error: Exception) -> bool:
+    """Whether `error` is XLA's, of a collective that not all processes came to."""
+    told = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
+    return connected() and (isinstance(error, jax.errors.JaxRuntimeError) or told)
+
+
 def several() -> bool:
     """Whether this is one of several processes."""
     return jax.process_count() > 1

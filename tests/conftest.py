@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("JFCL_CACHE_DIR", "")  # nothing is kept between runs of the tests
 
 import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 2)
+jax.devices()  # from here on there are two, whatever a test of `--devices` asks for
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

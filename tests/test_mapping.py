@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfcl.mapping import auto, chunked, map_reduce
+from jfcl.core import Clients
+from jfcl.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 
 
 def affine(x, shift, tree):
@@ -29,7 +30,7 @@ def test_map_reduce_sums_what_is_sent_and_stacks_what_is_kept(n, size):
     def fn(row):
         return row * 2, row.sum()
 
-    for mapping in (jax.vmap, chunked(size)):
+    for mapping in (jax.vmap, chunked(size), sharded(client_mesh(2), chunked(size)), pmapped(2, jax.vmap)):
         total, kept = map_reduce(mapping, fn, lambda t, sent: t + sent.sum(axis=0), jnp.zeros(3))(x)
         np.testing.assert_allclose(total, 2 * x.astype(np.float64).sum(axis=0), rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(kept, x.astype(np.float64).sum(axis=1), rtol=1e-5, atol=1e-5)
@@ -75,3 +76,49 @@ def test_refuses():
         chunked(0)(lambda x: x)
     with pytest.raises(ValueError, match="in_axes must hold 0 and None only"):
         chunked(2)(lambda x: x, in_axes=1)(jnp.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("inner", [jax.vmap, chunked(1), chunked(2)])
+@pytest.mark.parametrize("several", [lambda inner: sharded(client_mesh(2), inner), lambda inner: pmapped(2, inner)])
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_several_devices_equal_vmap(several, inner, n):
+    key = jax.random.key(n)
+    x, keys = jax.random.normal(key, (n, 4)), jax.random.split(key, n)
+
+    def draw(key, x, shift):
+        return {"y": jax.random.normal(key) + x.sum(), "z": x * shift}
+
+    axes = (0, 0, None)
+    got = jax.jit(several(inner)(draw, in_axes=axes))(keys, x, jnp.float32(2))
+    want = jax.vmap(draw, in_axes=axes)(keys, x, jnp.float32(2))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("several", [sharded(client_mesh(2), jax.vmap), pmapped(2, jax.vmap)])
+def test_gradients_are_not_summed_over_devices(several):
+    """With shard_map's defaults, a gradient in parameters that all devices share is the sum of all devices'."""
+    x = jnp.arange(4.0)
+
+    @jax.jit
+    def gradients(w):
+        return several(lambda x: jax.grad(lambda w: w * w * x)(w))(x)
+
+    np.testing.assert_allclose(gradients(jnp.float32(3)), 6 * np.arange(4.0))
+
+
+def test_clients_are_placed_once_with_empty_ones_behind():
+    x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    axis = sharded(client_mesh(2))
+    placed = place(axis, Clients({"x": x}, np.array([2, 1, 2], np.int32), np.array([5, 9, 7], np.int32)))
+    assert num_rows(axis, 3) == 4 and placed.size.tolist() == [2, 1, 2, 0] and placed.id.tolist() == [5, 9, 7, 10]
+    np.testing.assert_array_equal(placed.examples["x"][:3], x)
+    assert {tuple(s.data.shape) for s in placed.examples["x"].addressable_shards} == {(2, 2, 2)}
+    untouched = place(jax.vmap, Clients({"x": x}, np.array([2, 1, 2], np.int32)))
+    assert untouched.id is None and untouched.size.shape == (3,)
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ValueError, match=r"num_devices must be at most the 2 there are; more of a CPU are forced"):
+        client_mesh(3)
+    with pytest.raises(ValueError, match=r"pmapped: num_devices must be at most the 2 devices"):
+        pmapped(3)(lambda x: x)(jnp.zeros(3))

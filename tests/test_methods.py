@@ -1,5 +1,6 @@
 """Every registered method keeps the library's promises."""
 
+import re
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import jfcl
 from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm
+from jfcl.mapping import client_mesh, place, sharded
 from jfcl.testing import check_algorithm, problem
 
 OPTIONS = {
@@ -33,17 +35,38 @@ MULTIPLIES = {"myopic_clustering", "momentum_clustering"}
 FINDS_CLUSTERS = {"ifca", "oracle"}
 
 
+def factory(name):
+    make = partial(METHODS[name].make, **OPTIONS.get(name, {}))
+    if name not in ONE_STEP:
+        return make
+    return lambda task, training, client_axis=None: make(  # their clients send gradients
+        task, training._replace(num_steps=1), client_axis=client_axis
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_device_gathers_the_data_of_others(name):
+    """The compiled round of clients divided among two devices moves models and sums, never examples.
+
+    But for Federated-Clustering, in which every model meets a batch of every client: that is what it gathers.
+    """
+    clients, _, task, training = problem(KIND.get(name, "regression"))
+    axis = sharded(client_mesh(2))
+    placed = place(axis, clients)
+    algorithm = factory(name)(task, training, client_axis=axis)
+    state = jax.jit(algorithm.init)(jax.random.key(0), placed)
+    text = jax.jit(algorithm.step).lower(jax.random.key(1), state, placed).compile().as_text()
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)\(", text)
+    n, m = placed.examples["y"].shape
+    examples = {f"{n},{m},4", f"{n // 2},{m},4", f"{n},{m}"}
+    assert not examples & set(moved) or name == "federated_clustering", moved
+    assert "all-reduce" in text or "all-gather" in text or name == "local", "nothing is said between devices at all"
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_conformance(name):
-    make = partial(METHODS[name].make, **OPTIONS.get(name, {}))
-    if name in ONE_STEP:  # their clients send gradients
-        inner = make
-
-        def make(task, training, client_axis=None):
-            return inner(task, training._replace(num_steps=1), client_axis=client_axis)
-
     check_algorithm(
-        make,
+        factory(name),
         recovers=name in FINDS_CLUSTERS,
         kind=KIND.get(name, "regression"),
         padding_tolerance=1e-6 if name in MULTIPLIES else 0.0,

@@ -178,7 +178,11 @@ def federated_clustering(
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size
 
-        def client(i, key, params, opt_state, examples, size):
+        # Shared by all clients, and given to them as an argument: a device has no part in what is on the others.
+        common = (batches, seen, groups, has_examples, ids, counts)
+
+        def client(common, i, key, params, opt_state, examples, size):
+            batches, seen, groups, has_examples, ids, counts = common
             if groups is None:
                 rows, real, mine = jnp.arange(n), has_examples, i
                 shown, shown_real = batches, seen
@@ -205,8 +209,8 @@ def federated_clustering(
 
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         axis = models_at_once(width * model) if client_axis is None else client_axis
-        params, opt_states, loss, finite, compared = axis(client)(
-            jnp.arange(n), keys, state.params, state.client, clients.examples, size
+        params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
+            common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
         )
         keep = finite & has_examples
         sent = compared.astype(jnp.float32) * model

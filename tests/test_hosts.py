@@ -1,0 +1,126 @@
+"""Two real processes on this machine: the same command in each, the results of one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jfcl import cli, hosts, mapping
+
+METHOD = ["run", "ifca", "--clients", "9", "--clusters", "2", "--local-steps", "2", "--eval-every", "1", "--quiet"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def start(folder, options, num_processes=2):
+    """The processes of one run; `folder` gets `out/` and `log-<process>`."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JFCL_CACHE_DIR": ""}
+    where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(num_processes), "--devices", "1"]
+    processes = []
+    for i in range(num_processes):
+        command = [sys.executable, "-m", "jfcl", *METHOD, *options, *where, "--process-id", str(i), "--out", "out"]
+        with (folder / f"log-{i}").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=env))
+    return processes
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
+    """They find what one process finds; one is killed, the other says so; one process alone goes on with their run."""
+    processes = start(tmp_path, ["--rounds", "100000", "--checkpoint-seconds", "0"])
+    lines = tmp_path / "out" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 240
+        while not (lines.exists() and len(lines.read_text().splitlines()) >= 4):
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), (
+                tmp_path / "log-0"
+            ).read_text()
+            time.sleep(0.1)
+        processes[1].send_signal(signal.SIGKILL)
+        assert processes[0].wait(timeout=100) == 1
+    finally:
+        for p in processes:
+            p.kill()
+    said = (tmp_path / "log-0").read_text()
+    assert "another process was lost; go on with --resume" in said and "Traceback" not in said
+    rounds = str(len(records(tmp_path / "out")) + 2)
+    devices = ["--devices", "1", "--rounds", rounds]
+    assert cli.main([*METHOD, *devices, "--out", str(tmp_path / "out"), "--resume"]) == 0
+    assert cli.main([*METHOD, *devices, "--out", str(tmp_path / "alone")]) == 0
+    ours, alone = records(tmp_path / "out"), records(tmp_path / "alone")
+    assert [r["round"] for r in ours] == list(range(1, int(rounds) + 1))
+    for a, b in zip(ours, alone, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
+        assert a["cluster"] == b["cluster"] and a["bytes_up"] == b["bytes_up"]
+    capsys.readouterr()
+
+
+def test_a_coordinator_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
+    with pytest.raises(ValueError, match=r"did not answer within 0.3 seconds .* process with id 0 running"):
+        hosts.connect(f"localhost:{free_port()}", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", 2, 0), 'coordinator must be like "host:port"'),
+        (("localhost:1", None, 0), "num_processes must be an integer, at least 1"),
+        (("localhost:1", 2, 2), r"process_id must be in 0..1, got 2"),
+        (("localhost:1", 2, None), r"process_id must be in 0..1, got None"),
+    ],
+)
+def test_refuses(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        hosts.connect(*arguments)
+
+
+def test_a_process_without_a_coordinator_is_refused(capsys):
+    assert cli.main([*METHOD, "--num-processes", "2"]) == 2
+    assert "coordinator must be given with --num-processes" in capsys.readouterr().err
+
+
+class Device:
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+class Mesh:
+    """Of three processes with two devices each."""
+
+    devices = np.array([Device(i // 2) for i in range(6)])
+    size = 6
+
+
+@pytest.mark.parametrize("count", [6, 9, 11, 12, 40])
+def test_processes_divide_the_clients(monkeypatch, count):
+    monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
+    axis = mapping.sharded(Mesh())
+    rows = []
+    for process in range(3):
+        monkeypatch.setattr(mapping.jax, "process_index", lambda process=process: process)
+        own = mapping.own_rows(axis, count)
+        assert own.stop - own.start <= mapping.num_rows(axis, count) // 3
+        rows += range(own.start, own.stop)
+    assert rows == list(range(count))
+
+
+def test_more_processes_than_clients(monkeypatch):
+    monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(mapping.jax, "process_index", lambda: 0)
+    for count in (1, 2, 4, 8):  # 8 clients on 6 devices: 2 each, none is left for the last process
+        with pytest.raises(ValueError, match=rf"clients must be more than .*got {count}"):
+            mapping.own_rows(mapping.sharded(Mesh()), count)
