@@ -26,7 +26,7 @@ from jfcl.algorithms import (
 )
 from jfcl.core import Adversary, Algorithm, Clients, Task, stack_clients
 from jfcl.local import local_training
-from jfcl.mapping import auto, chunked
+from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.parameter_tree import assign_newcomer
 from jfcl.simulation import DivergedError, History, rollout, simulate
@@ -45,6 +45,7 @@ __all__ = [
     "byzantine_cfl",
     "cfl",
     "chunked",
+    "client_mesh",
     "cluster_recovery",
     "data",
     "ditto",
@@ -66,7 +67,9 @@ __all__ = [
     "oracle",
     "parameter_tree",
     "plots",
+    "pmapped",
     "rollout",
+    "sharded",
     "simulate",
     "stack_clients",
     "testing",

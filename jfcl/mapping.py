@@ -15,6 +15,7 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids, num_clients
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -352,3 +353,68 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
     ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)
     beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max()
     return Clients(jax.tree.map(put, clients.examples), put(clients.size), put(ids, beyond))
+
+
+def free_memory() -> float:
+    """Bytes that the default device has left (of a CPU: that the machine has); infinite where nobody knows."""
+    device = jax.local_devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError):
+        return float("inf")
+
+
+def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) -> int:
+    """Bytes of temporaries and results of one round with all `clients` (or their shapes), on each device.
+
+    The compiled program's own analysis says so; nothing is run, and no data are placed. Cost: a compilation.
+    """
+    rows = num_rows(client_axis, num_clients(clients))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(algorithm.init, key, shapes)
+    analysis = jax.jit(algorithm.step).lower(key, state, shapes).compile().memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, state: PyTree) -> None:
+    """Says so if a run does not fit into memory, before anything is computed.
+
+    The data and the state (shapes will do) are added up. What the clients need while they train is asked of the
+    compiled program, but only where so many train at once that it might not fit: that costs a compilation.
+
+    Raises:
+      ValueError: with what is needed, what is free, and how many clients at once would fit.
+    """
+    n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
+    if isinstance(client_axis, sharded):
+        inner = client_axis.inner  # the devices that a CPU is divided into share its memory
+        parts = jax.process_count() if jax.default_backend() == "cpu" else client_axis.mesh.size
+
+    def size(tree, skip=0):
+        return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+
+    data, models = size(clients.examples) / parts, size(state)
+    check(
+        data + 2 * models < free,
+        "memory",
+        f"{(data + 2 * models) / 1e9:.1f} GB of data, models and states",
+        f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, or a smaller model",
+    )
+    at_once = inner.size if isinstance(inner, chunked) else -(-n // parts)
+    one = size(state.params, 2) + size(clients.examples, 1)  # `[R, K, ...]`, `[N, ...]`: of one model and one client
+    if at_once == 1 or 3 * at_once * one < free / 2:
+        return
+    needed = needed_memory(algorithm, clients, client_axis)
+    fits = max(1, int(at_once * (free - data) / needed))
+    check(
+        data + needed < free,
+        "memory",
+        f"{(data + needed) / 1e9:.1f} GB",
+        f"at most the {free / 1e9:.1f} GB that are free; chunks of {fits} clients (--chunk {fits}, jfcl.chunked({fits}))"
+        " would fit",
+    )

@@ -32,32 +32,6 @@ def cache_dir() -> Path | None:
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jfcl"
 
 
-def free_memory() -> float:
-    """Bytes that the default device has left (of a CPU: that the machine has); infinite where nobody knows."""
-    device = jax.local_devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError):
-        return float("inf")
-
-
-def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
-    """Bytes of temporaries and results of one round with all `clients`, as the compiled program's own analysis says.
-
-    Nothing is run, and no data are placed. Cost: a compilation.
-    """
-    rows = mapping.num_rows(client_axis, hosts.total(num_clients(clients)))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    state = jax.eval_shape(algorithm.init, key, shapes)
-    analysis = jax.jit(algorithm.step).lower(key, state, shapes).compile().memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
 def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> float:
     """The faster of two rounds with some of the clients, after one that compiles, divided by their number."""
     some, n = num_clients(clients), hosts.total(num_clients(clients))
@@ -107,8 +81,8 @@ def fastest(
       >>> fastest(make, clients, {"one at a time": jfcl.chunked(1)}, show=False)
       chunked(size=1)
     """
-    shapes = [[list(np.shape(x)), str(x.dtype)] for x in jax.tree.leaves(clients)]
-    key = hashlib.sha256(json.dumps([about, shapes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
+    sizes = [[list(np.shape(x)), str(x.dtype)] for x in jax.tree.leaves(clients)]
+    key = hashlib.sha256(json.dumps([about, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
     folder = cache_dir()
     file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
     known = json.loads(file.read_text())["fastest"] if file is not None and file.exists() else None
@@ -118,14 +92,16 @@ def fastest(
         console.print(f"mapping: {known}, as an earlier probe found ({file})")
         return candidates[known]
 
-    limit = free_memory() - num_bytes(clients.examples)
+    limit = mapping.free_memory() - num_bytes(clients.examples)
+    n = hosts.total(num_clients(clients))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
     table = Table(title="mapping: a short probe", title_justify="left")
     for head in ("mapping", "ms a client and round", "MB of temporaries"):
         table.add_column(head, justify="left" if head == "mapping" else "right")
     found, needs = {}, {}
     for name, axis in candidates.items():
         algorithm = make(axis)
-        needs[name] = needed_memory(algorithm, clients, axis)
+        needs[name] = mapping.needed_memory(algorithm, shapes, axis)
         fits = hosts.same_everywhere(needs[name] <= limit)
         if fits:
             found[name] = seconds_per_client(algorithm, clients, axis)

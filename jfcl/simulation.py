@@ -369,11 +369,12 @@ def simulate(
             newcomers = mapping.place(client_axis, newcomers, len(new_size))
         elif newcomers is not None:
             newcomers = mapping.place(client_axis, newcomers)
+        # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+        like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
+        mapping.check_memory(made, shapes, client_axis, like)
         clients = mapping.place(client_axis, clients, n)
         test_clients = test_clients and mapping.place(client_axis, test_clients, n)
-        # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
-        only = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), clients)
-        like = jax.eval_shape(partial(_init, **static), keys, only, hyperparams)
         done, totals, records = 0, {}, []
         restored = _restore(folder, like) if resume else None
         if restored is None or spread:

@@ -1,0 +1,157 @@
+"""The probe of mappings, and what is said of memory before a run starts."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfcl
+from jfcl import cli, mapping, probe
+from jfcl.testing import problem
+
+QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "2", "--local-steps", "1", "--quiet"]
+
+
+def make(axis):
+    _, _, task, training = problem()
+    return jfcl.fedavg(task, training, client_axis=axis)
+
+
+def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("JFCL_CACHE_DIR", str(tmp_path))
+    clients = problem()[0]
+    candidates = {"a": jfcl.chunked(1), "b": jfcl.chunked(3), "c": jax.vmap}
+    pace = {jfcl.chunked(1): 3.0, jfcl.chunked(3): 1.0, jax.vmap: 2.0}
+    asked = []
+
+    def seconds(algorithm, clients, axis):
+        asked.append(axis)
+        return pace[axis]
+
+    monkeypatch.setattr(probe, "seconds_per_client", seconds)
+    assert probe.fastest(make, clients, candidates, about="x") == jfcl.chunked(3) and len(asked) == 3
+    printed = capsys.readouterr().err
+    assert "ms a client" in printed and "1e+03" in printed
+    assert probe.fastest(make, clients, candidates, about="x") == jfcl.chunked(3) and len(asked) == 3
+    assert "as an earlier probe found" in capsys.readouterr().err
+    probe.fastest(make, clients, candidates, about="y", show=False)
+    assert len(asked) == 6 and capsys.readouterr().err == ""
+    kept = [json.loads(f.read_text()) for f in (tmp_path / "mappings").iterdir()]
+    assert len(kept) == 2 and all(k["fastest"] == "b" and k["seconds_per_client"]["c"] == 2.0 for k in kept)
+
+
+def test_mappings_that_do_not_fit_are_not_run(monkeypatch):
+    clients = problem()[0]
+    candidates = {"a": jfcl.chunked(1), "b": jax.vmap}
+    needs = {"a": mapping.needed_memory(make(jfcl.chunked(1)), clients, jfcl.chunked(1)), "b": 1 << 40}
+    monkeypatch.setattr(
+        mapping, "needed_memory", lambda algorithm, shapes, axis: needs["b" if axis is jax.vmap else "a"]
+    )
+    monkeypatch.setattr(probe, "seconds_per_client", lambda algorithm, clients, axis: 0.0 if axis is jax.vmap else 1.0)
+    assert probe.fastest(make, clients, candidates, show=False) == jfcl.chunked(1)
+    monkeypatch.setattr(mapping, "free_memory", lambda: 0.0)
+    with pytest.raises(ValueError, match="memory: .* with every mapping"):
+        probe.fastest(make, clients, candidates, show=False)
+
+
+def test_needed_memory_grows_with_the_clients_at_once():
+    task = jfcl.models.classification(jfcl.models.MLP(10), (64,), 10)
+    clients = jfcl.Clients({"x": np.zeros((64, 8, 64), np.float32), "y": np.zeros((64, 8), np.int32)}, np.full(64, 8))
+    training = problem()[3]
+
+    def needed(axis):
+        return mapping.needed_memory(jfcl.fedavg(task, training, client_axis=axis), clients, axis)
+
+    model = 4 * (64 * 200 + 200 + 2010)
+    assert needed(jfcl.chunked(1)) < 12 * model < 32 * model < needed(jax.vmap)
+
+
+def test_too_little_memory_is_said_before_anything_runs(monkeypatch):
+    clients, _, task, training = problem()
+    ran = []
+
+    def init(key, clients):
+        ran.append(isinstance(clients.size, jax.core.Tracer))
+        return jfcl.fedavg(task, training).init(key, clients)
+
+    algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)._replace(init=init)
+    monkeypatch.setattr(mapping, "free_memory", lambda: 500.0)
+    with pytest.raises(ValueError, match="memory must be at most the 0.0 GB that are free; use fewer clients"):
+        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+    assert all(ran), "only shapes may be looked at"
+    monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
+    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 6000)
+    with pytest.raises(ValueError, match=r"chunks of 3 clients \(--chunk 3, jfcl.chunked\(3\)\) would fit"):
+        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
+    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 100)
+    jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
+
+
+@pytest.mark.parametrize("name", ["vmap", "sharded", "pmap", "auto", None])
+def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, name, capsys):
+    options = [] if name is None else ["--mapping", name]
+    assert cli.main(["run", "fedavg", *QUICK, *options, "--out", str(tmp_path / "x")]) == 0
+    assert (
+        cli.main(["run", "fedavg", *QUICK, "--mapping", "chunked", "--chunk", "3", "--out", str(tmp_path / "y")]) == 0
+    )
+    a, b = (json.loads((tmp_path / run / "summary.json").read_text())["mean"] for run in "xy")
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    assert ("a short probe" in capsys.readouterr().err) == (name == "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mapping", "shard"], "unknown mapping 'shard': did you mean 'sharded'?"),
+        (["--mapping", "chunked"], "chunk must be given with --mapping chunked"),
+        (["--mapping", "vmap", "--chunk", "2"], "chunk must be left out with --mapping vmap"),
+        (["--devices", "3"], "num_devices must be at most the 2 there are"),
+        (["--devices", "0"], "devices must be an integer, at least 1"),
+    ],
+)
+def test_refuses(options, said, capsys):
+    assert cli.main(["run", "fedavg", *QUICK, *options]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_resumed_on_another_number_of_devices(tmp_path):
+    """9 clients on two devices have a padding client, on one device none: what is kept does not depend on it."""
+    common = ["--clients", "9", "--clusters", "3", "--local-steps", "2", "--quiet", "--eval-every", "1", "--seeds", "2"]
+    for method in (["local"], ["ifca"], ["cfl", "--eps-1", "0.4", "--eps-2", "0.5"]):
+        out = tmp_path / method[0]
+        first, second = (["--devices", "2"], ["--devices", "1"])
+        assert cli.main(["run", *method, *common, *first, "--rounds", "2", "--out", str(out)]) == 0
+        assert cli.main(["run", *method, *common, *second, "--rounds", "4", "--out", str(out), "--resume"]) == 0
+        assert cli.main(["run", *method, *common, *first, "--rounds", "6", "--out", str(out), "--resume"]) == 0
+        assert cli.main(["run", *method, *common, *second, "--rounds", "6", "--out", str(out) + "-alone"]) == 0
+        a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in (method[0], method[0] + "-alone"))
+        np.testing.assert_allclose(a["mean"]["loss"], b["mean"]["loss"], rtol=1e-4)
+        rows = [(tmp_path / run / "clients.csv").read_text().splitlines() for run in (method[0], method[0] + "-alone")]
+        assert len(rows[0]) == len(rows[1]) == 1 + 2 * 9
+
+
+def test_placed_runs_equal_others():
+    """`simulate` on devices that do not divide the clients: the same records and a state of as many clients."""
+    clients, cluster, task, training = problem()
+    axis = jfcl.sharded(jfcl.client_mesh(2))
+    found = [
+        jfcl.simulate(
+            jfcl.local_only(task, training, client_axis=a),
+            clients,
+            key=jax.random.key(0),
+            num_rounds=3,
+            test_clients=clients,
+            newcomers=clients,
+            true_cluster=cluster,
+            client_axis=a,
+        )
+        for a in (axis, jfcl.chunked(1))
+    ]
+    for a, b in zip(*(h.records for h in found), strict=True):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+        np.testing.assert_allclose(a["newcomer_loss"], b["newcomer_loss"], rtol=1e-5)
+    one, other = (jax.tree.map(jnp.shape, h.state) for h in found)
+    assert one == other
