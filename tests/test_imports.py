@@ -11,6 +11,7 @@ ORDER = [
     "_version",
     "core",
     "mapping",
+    "span",
     "local",
     "aggregate",
     "kernels",
