@@ -122,7 +122,10 @@ def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kerne
     ranks = jax.tree.map(jnp.ndim, params)
     leaves, structure = jax.tree.flatten(ranks)
     asked = (structure, tuple(leaves), kernel)
-    known = _found.setdefault(optimizer.update, {})
+    try:
+        known = _found.setdefault(optimizer.update, {})
+    except TypeError:  # a callable that nothing can be remembered of
+        known = {}
     if asked not in known:
         known[asked] = _try(optimizer, ranks, kernel)
     return known[asked]
