@@ -24,7 +24,7 @@ from jfcl.algorithms import (
     oracle,
     with_restarts,
 )
-from jfcl.core import Adversary, Algorithm, Clients, Task, stack_clients
+from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Task, stack_clients
 from jfcl.local import local_training
 from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
 from jfcl.metrics import cluster_recovery, evaluate
@@ -35,6 +35,7 @@ __all__ = [
     "Adversary",
     "Algorithm",
     "Clients",
+    "DenseStart",
     "DivergedError",
     "History",
     "Task",

@@ -41,6 +41,40 @@ class Clients(NamedTuple):
     id: jax.Array | None = None
 
 
+class DenseStart(NamedTuple):
+    """A model that begins with a dense layer on its raw inputs, told apart from what follows that layer.
+
+    With it `jfcl.local` can train the layer in fewer operations (see `jfcl.span`), and IFCA compute that of `K` models
+    as one. `jfcl.models` makes it for `Linear` and `MLP`; a user's own task may bring one:
+
+      `task.loss(params, batch)` must be `loss(params, inputs(batch) @ kernel, batch)`, where `inputs` knows nothing of
+      the parameters, and `loss` looks at all of them but the kernel.
+
+    Attributes:
+      kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
+      inputs: `(batch) -> [B, d]`, what the kernel multiplies.
+      loss: `(params, products, batch) -> [B]`, with `products` `[B, H]` or `[B]` in the place of
+        `inputs(batch) @ kernel`. A bias is no part of the products.
+      whole: the task's `loss`; a task whose `loss` has been replaced by another has no dense start any more.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def squares(params, products, batch):
+      ...     return (products + params["b"] - batch["y"]) ** 2
+      >>> def loss(params, batch):
+      ...     return squares(params, batch["x"] @ params["w"], batch)
+      >>> start = DenseStart("w", lambda batch: batch["x"], squares, whole=loss)
+      >>> task = Task(lambda key: {"w": jnp.zeros(2), "b": jnp.zeros(())}, loss, None, dense_start=start)
+      >>> dense_start(task) is start, dense_start(task._replace(loss=lambda params, batch: batch["y"]))
+      (True, None)
+    """
+
+    kernel: str
+    inputs: Callable[[Batch], jax.Array]
+    loss: Callable[[PyTree, jax.Array, Batch], jax.Array]
+    whole: Callable[[PyTree, Batch], jax.Array]
+
+
 class Task(NamedTuple):
     """What a model is and how it is judged, for one client. Build one with `jfcl.models.classification` and the like.
 
@@ -52,6 +86,7 @@ class Task(NamedTuple):
       perplexity: the loss is one of a word, so that its exponential is a perplexity, and is reported (language models).
       represent: `(params, inputs [B, ...]) -> [B, H]`, what the model makes of inputs before its last layer; `None`
         where that is not known (kNN-Per then takes the outputs).
+      dense_start: how the model begins, where that is a dense layer on the raw inputs; else `None`.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -60,6 +95,7 @@ class Task(NamedTuple):
     correct: Callable[[PyTree, Batch], jax.Array] | None = None
     perplexity: bool = False
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
+    dense_start: DenseStart | None = None
 
 
 class Algorithm(NamedTuple):
@@ -94,6 +130,40 @@ class Adversary(NamedTuple):
 
     attack: Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
     malicious: Any
+
+
+def dense_start(task: Task) -> DenseStart | None:
+    """The task's `DenseStart`, unless its loss is not the one that it was made for."""
+    start = task.dense_start
+    return start if start is not None and start.whole is task.loss else None
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The name of a parameter, such as `"Dense_0/kernel"`, from its path in a pytree."""
+    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+
+
+def get_parameter(params: PyTree, name: str) -> jax.Array:
+    """The parameter called `name`, as `path_name` calls it; `ValueError` if there is none.
+
+    Example:
+      >>> get_parameter({"Dense_0": {"kernel": 3}}, "Dense_0/kernel")
+      3
+    """
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    check(name in named, "parameter", name, f"one of {', '.join(named)}")
+    return named[name]
+
+
+def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
+    """`params` with `value` in the place of the parameter called `name`.
+
+    Example:
+      >>> set_parameter({"Dense_0": {"bias": 1, "kernel": 2}}, "Dense_0/kernel", 5)
+      {'Dense_0': {'bias': 1, 'kernel': 5}}
+    """
+    get_parameter(params, name)
+    return jax.tree_util.tree_map_with_path(lambda path, p: value if path_name(path) == name else p, params)
 
 
 def num_clients(clients: Clients) -> int:

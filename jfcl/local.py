@@ -9,9 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import Batch, PyTree, Task, check, check_choice, check_count, is_concrete
+from jfcl import span as spans
+from jfcl.core import (
+    Batch,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    dense_start,
+    is_concrete,
+)
 
 KEEP = ("nothing", "schedule", "everything")
+SPAN = ("auto", "never", "always")
 
 
 class LocalTraining(NamedTuple):
@@ -24,6 +35,7 @@ class LocalTraining(NamedTuple):
     prox: Any
     augment: Callable[[jax.Array, Batch], Batch] | None
     keep: str
+    span: str
 
 
 class Trained(NamedTuple):
@@ -33,7 +45,7 @@ class Trained(NamedTuple):
       params: the trained model.
       loss: `[]`, the mean over local steps of the batch loss before each step, without the proximal term.
       num_steps: `[]` int32, local steps done.
-      opt_state: the optimiser's state, for `keep="everything"`.
+      opt_state: the optimiser's state, for `keep="everything"`; `()` if the client trained in the span of its examples.
     """
 
     params: PyTree
@@ -51,6 +63,7 @@ def local_training(
     prox: Any = 0.0,
     augment: Callable[[jax.Array, Batch], Batch] | None = None,
     keep: str = "nothing",
+    span: str = "auto",
 ) -> LocalTraining:
     """Says how clients train: exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
 
@@ -66,6 +79,9 @@ def local_training(
       keep: what a client carries to its next round: `"nothing"` restarts momentum and schedules, `"schedule"` restarts
         momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
         (`O(N D)` memory).
+      span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
+        same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that takes fewer operations; `"never"`;
+        `"always"`, or a `ValueError` that says why it cannot be.
 
     Raises:
       ValueError: for arguments outside of what is said above.
@@ -85,7 +101,8 @@ def local_training(
     if is_concrete(prox):
         check(prox >= 0, "prox", prox, "0 or more")
     check_choice("keep", keep, KEEP)
-    return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep)
+    check_choice("span", span, SPAN)
+    return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep, span)
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -100,14 +117,18 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return kept.sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
 
 
-def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """One client's `examples` (`[M, ...]`) with zeros behind the first `size`, so that no NaN there can spread."""
+def blank_rows(batch: Batch, real: jax.Array) -> Batch:
+    """`batch` (`[B, ...]`) with zeros where `real` `[B]` is False, so that no NaN there can spread."""
 
     def blank(x):
-        real = (jnp.arange(len(x)) < size).reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(real, x, jnp.zeros_like(x))
+        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
-    return jax.tree.map(blank, examples)
+    return jax.tree.map(blank, batch)
+
+
+def blank_padding(examples: Batch, size: jax.Array) -> Batch:
+    """One client's `examples` (`[M, ...]`) with zeros behind the first `size`."""
+    return blank_rows(examples, jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size)
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
@@ -171,6 +192,49 @@ def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
     return opt_state if training.keep == "everything" else ()
 
 
+def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
+    """Why a client cannot train in the span of its examples; None if it can."""
+    start = dense_start(task)
+    if start is None:
+        return "the task has no dense_start (that of its loss)"
+    if training.augment is not None:
+        return "augment changes the examples"
+    if training.keep == "everything":
+        return 'with keep="everything" momentum comes from other rounds, and so from outside'
+    if anchor is not None and not (is_concrete(training.prox) and training.prox == 0):
+        return "the proximal term pulls to another model than the one that training starts from"
+    if not spans.stays_in_span(training.optimizer, params, start.kernel):
+        return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
+    return None
+
+
+def trains_in_span(
+    task: Task,
+    training: LocalTraining,
+    params: PyTree,
+    max_examples: int,
+    *,
+    anchor: PyTree | None = None,
+    given: bool = False,
+) -> bool:
+    """Whether `train` takes the span of the client's examples; `given`: with the first layer's products at hand.
+
+    Raises:
+      ValueError: `span="always"` where it cannot.
+    """
+    if training.span == "always":
+        reason = outside_span(task, training, params, anchor)
+        check(reason is None, "span", "always", f"auto or never here: {reason}")
+        return True
+    if training.span == "never" or dense_start(task) is None:
+        return False
+    batch_size = max_examples if training.batch_size is None else min(training.batch_size, max_examples)
+    steps = training.num_steps or training.num_epochs * -(-max_examples // batch_size)
+    counts = (max_examples, batch_size, steps, *spans.size_of(dense_start(task), params))
+    fewer = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
+    return fewer and outside_span(task, training, params, anchor) is None
+
+
 def train(
     task: Task,
     training: LocalTraining,
@@ -181,6 +245,7 @@ def train(
     opt_state: PyTree,
     *,
     anchor: PyTree | None = None,
+    products: jax.Array | None = None,
 ) -> Trained:
     """Trains one client's model on its own examples.
 
@@ -191,40 +256,57 @@ def train(
       params: the model to start from.
       examples: pytree of `[M, ...]`.
       size: `[]` int32, how many of them are real. With 0 nothing is learnt.
-      opt_state: from `start_optimizer`, or this client's last.
+      opt_state: from `start_optimizer`, or this client's last. Unless `training` says `keep="everything"` or
+        `span="never"`, all of it but counters of steps must be as `start_optimizer` makes it.
       anchor: the model that the proximal term pulls to; `params` if None.
+      products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only the span
+        has a use for them.
 
     Returns:
       `Trained`. Cost: `num_steps` forward and backward passes over a batch.
     """
-    anchor = params if anchor is None else anchor
     m = jax.tree.leaves(examples)[0].shape[0]
     batch_size = m if training.batch_size is None else min(training.batch_size, m)
     full_batch = batch_size == m
-    if full_batch:
+    given = products is not None
+    start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
+    begin, anchor = params, params if anchor is None else anchor
+    if full_batch or start is not None:
         examples = blank_padding(examples, size)
+    if start is not None:
+        gram = not (full_batch and training.num_steps == 1)
+        span = spans.enter(start, begin, examples, products, gram=gram)
+        params = anchor = spans.coefficients(start, span, begin)
+        opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
     order_key, augment_key = jax.random.split(key)
 
     def pull(grads, params):
         return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
 
-    def step(t, carry, batch, real):
+    def loss_and_gradient(params, batch, rows, real):
+        if start is None:
+            return jax.value_and_grad(lambda p: masked_mean(task.loss(p, batch), real))(params)
+        loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
+            params, spans.products(start, span, params, rows)
+        )
+        return loss, spans.gradient(start, span, grads, d, rows)
+
+    def step(t, carry, rows, real):
+        """One local step on the examples at `rows` (None: all)."""
         params, opt_state, total = carry
+        batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
         if training.augment is not None:
             batch = training.augment(jax.random.fold_in(augment_key, t), batch)
-        loss, grads = jax.value_and_grad(lambda p: masked_mean(task.loss(p, batch), real))(params)
+        loss, grads = loss_and_gradient(params, batch, rows, real)
         if not (is_concrete(training.prox) and training.prox == 0):
             grads = pull(grads, params)
         updates, opt_state = training.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, total + loss
 
-    def take(order, positions):
-        return jax.tree.map(lambda x: x[order[positions]], examples)
-
     slots = jnp.arange(batch_size)
 
     def full_step(t, carry):
-        return step(t, carry, examples, jnp.arange(m) < size)
+        return step(t, carry, None, jnp.arange(m) < size)
 
     carry = (params, opt_state, jnp.zeros(()))
     num_steps = steps_per_round(training, size, m)
@@ -237,7 +319,7 @@ def train(
         carry = jax.lax.fori_loop(
             0,
             training.num_steps,
-            lambda t, c: step(t, c, take(order, (t * batch_size + slots) % cycle), slots < size),
+            lambda t, c: step(t, c, order[(t * batch_size + slots) % cycle], slots < size),
             carry,
         )
     else:
@@ -248,10 +330,12 @@ def train(
 
             def one(b, c):
                 positions = b * batch_size + slots
-                return step(e * batches + b, c, take(order, jnp.minimum(positions, m - 1)), positions < size)
+                return step(e * batches + b, c, order[jnp.minimum(positions, m - 1)], positions < size)
 
             return jax.lax.fori_loop(0, batches, one, carry)
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
     params, opt_state, total = carry
+    if start is not None:
+        params, opt_state = spans.leave(start, span, params, begin), ()
     return Trained(params, total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state)

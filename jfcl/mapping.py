@@ -249,18 +249,20 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
             count = len(here) if mapping.num_devices is None else mapping.num_devices
             check(count <= len(here), "pmapped: num_devices", count, f"at most the {len(here)} devices of this process")
 
-            def on_device(*args):
-                total, kept = own(*args)
-                return jax.lax.psum(total, "clients"), kept
-
-            each = jax.pmap(on_device, "clients", in_axes=(None, *axes), out_axes=(None, 0), devices=here[:count])
-
             def mapped(zero, *args):
+                def on_device(*divided):  # in_axes of pmap goes wrong with empty trees: only what is divided is given
+                    divided = iter(divided)
+                    total, kept = own(
+                        zero, *[a if x is None else next(divided) for a, x in zip(args, axes, strict=True)]
+                    )
+                    return jax.lax.psum(total, "clients"), kept
+
                 def divide(x):
                     return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
-                args = [a if axis is None else jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True)]
-                total, kept = each(zero, *args)
+                each = jax.pmap(on_device, "clients", out_axes=(None, 0), devices=here[:count])
+                given = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
+                total, kept = each(*given)
                 return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
 
         nothing = jax.tree.map(jnp.asarray, zero)
@@ -415,6 +417,6 @@ def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, s
         data + needed < free,
         "memory",
         f"{(data + needed) / 1e9:.1f} GB",
-        f"at most the {free / 1e9:.1f} GB that are free; chunks of {fits} clients (--chunk {fits}, jfcl.chunked({fits}))"
-        " would fit",
+        f"at most the {free / 1e9:.1f} GB that are free; chunks of {fits} clients (--chunk {fits},"
+        f" jfcl.chunked({fits})) would fit",
     )

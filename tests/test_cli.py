@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jfcl import cli
+from jfcl.experiments import run
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -153,6 +155,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--lr", "-0.1"], "lr must be positive, got -0.1"),
         (["run", "ifca", "--rounds", "0"], "rounds must be an integer, at least 1, got 0"),
         (["run", "ifca", "--seeds", "0"], "seeds must be"),
+        (["run", "ifca", "--precision", "float16"], "did you mean 'bfloat16'?"),
         (["run", "ifca", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
         (["run", "ifca", "--local-steps", "2", "--local-epochs", "1"], "not both given"),
         (["run", "ifca", "--clients", "3", "--clusters", "4"], "clusters must be at most the 3 clients, got 4"),
@@ -188,6 +191,23 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [([], "float32"), (["--precision", "tf32"], "tensorfloat32"), (["--precision", "bfloat16"], "BF16_BF16_F32")],
+)
+def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wanted, monkeypatch):
+    seen, simulate = [], run.__globals__["simulate"]
+
+    def noted(*args, **kwargs):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setitem(run.__globals__, "simulate", noted)
+    before = jax.config.jax_default_matmul_precision
+    assert cli.main(["run", "ifca", *QUICK, *options]) == 0
+    assert seen == [wanted] and jax.config.jax_default_matmul_precision == before
 
 
 def test_nothing_is_overwritten(finished, capsys):

@@ -12,6 +12,7 @@ ORDER = [
     "core",
     "hosts",
     "mapping",
+    "span",
     "local",
     "aggregate",
     "kernels",

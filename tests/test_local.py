@@ -116,6 +116,14 @@ def test_padding_is_never_looked_at(options):
         assert (a == b).all()
 
 
+def test_padding_in_a_short_last_batch_is_never_looked_at():
+    training = local_training(optax.sgd(0.1), num_epochs=2, batch_size=2)
+    data = regression()
+    clean = do(LINEAR, training, {"w": jnp.ones(3)}, data, 3)
+    data["x"][3:] = np.nan
+    assert (do(LINEAR, training, {"w": jnp.ones(3)}, data, 3).params["w"] == clean.params["w"]).all()
+
+
 def test_a_client_without_examples_learns_nothing():
     for options in ({"num_steps": 3}, {"num_epochs": 2, "batch_size": 2}):
         out = do(LINEAR, local_training(optax.sgd(0.1), **options), {"w": jnp.ones(3)}, regression(), 0)

@@ -52,7 +52,7 @@ def test_mappings_that_do_not_fit_are_not_run(monkeypatch):
     monkeypatch.setattr(probe, "seconds_per_client", lambda algorithm, clients, axis: 0.0 if axis is jax.vmap else 1.0)
     assert probe.fastest(make, clients, candidates, show=False) == jfcl.chunked(1)
     monkeypatch.setattr(mapping, "free_memory", lambda: 0.0)
-    with pytest.raises(ValueError, match="memory: .* with every mapping"):
+    with pytest.raises(ValueError, match=r"memory: .* with every mapping"):
         probe.fastest(make, clients, candidates, show=False)
 
 
@@ -78,7 +78,7 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch):
 
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)._replace(init=init)
     monkeypatch.setattr(mapping, "free_memory", lambda: 500.0)
-    with pytest.raises(ValueError, match="memory must be at most the 0.0 GB that are free; use fewer clients"):
+    with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free; use fewer clients"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
     assert all(ran), "only shapes may be looked at"
     monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)

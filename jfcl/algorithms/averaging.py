@@ -42,9 +42,11 @@ from jfcl.core import (
 
 WEIGHTS = ("size", "equal")
 
-# (params [K, ...], one client's examples and size, its last cluster, rounds without a change of any client's cluster)
-# -> (its cluster, whether it had to be sent all models to find it)
-Choose = Callable[[PyTree, Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# (params [K, ...]) -> what each client of the round does, which is
+# (its examples and size, its last cluster, rounds without a change of any client's cluster)
+# -> (its cluster, whether it had to be sent all models to find it, the products of `local.train` if it knows them)
+Choice = Callable[[Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
+Choose = Callable[[PyTree], Choice]
 
 
 class AveragingState(NamedTuple):
@@ -67,9 +69,9 @@ class AveragingState(NamedTuple):
     client: PyTree
 
 
-def keep_cluster(params, examples, size, cluster, quiet):
+def keep_cluster(params: PyTree) -> Choice:
     """The choice of methods whose clusters are given."""
-    return cluster, jnp.zeros((), bool)
+    return lambda examples, size, cluster, quiet: (cluster, jnp.zeros((), bool), None)
 
 
 def client_weight(weights: str, size: jax.Array) -> jax.Array:
@@ -216,11 +218,13 @@ def averaging(
         idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
         quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
 
+        choice = choose(state.params)  # here, since what all clients need of the models is computed once
+
         def client(key, examples, size, cluster, opt_state):
-            chosen, looked = choose(state.params, examples, size, cluster, quiet)
+            chosen, looked, products = choice(examples, size, cluster, quiet)
             begin = jax.tree.map(lambda p: p[chosen], state.params)
             opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
-            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            trained = local.train(task, training, key, begin, examples, size, opt_state, products=products)
             update = jax.tree.map(jnp.subtract, trained.params, begin)
             finite = is_finite(update)
             weight = client_weight(weights, size) * finite.astype(jnp.float32)

@@ -158,7 +158,8 @@ def federated_clustering(
     check_one_gradient(training)
     if subgroup_size is not None:
         check_count("subgroup_size", subgroup_size, least=2)
-    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1)
+    # Momentum comes in from the step along the centre, which is outside of the span of the client's own examples.
+    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         n = num_clients(clients)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import PyTree, Task, check_choice
+from jfcl.core import DenseStart, PyTree, Task, check_choice, path_name
+from jfcl.models.networks import MLP, Linear
 
 KINDS = ("classification", "regression")
+DENSE_FIRST = (Linear, MLP)  # modules whose first layer, "Dense_0", is dense on the flattened input
 
 
 def task(
@@ -46,20 +47,25 @@ def task(
       [4.0]
     """
     check_choice("kind", kind, KINDS)
+    cost = _cost(kind, half)
 
-    def cross_entropy(params, batch):
-        return optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["x"]), batch["y"])
+    def loss(params, batch):
+        return cost(apply(params, batch["x"]), batch["y"])
 
     def right(params, batch):
         return (jnp.argmax(apply(params, batch["x"]), axis=-1) == batch["y"]).astype(jnp.float32)
 
-    def squared_error(params, batch):
-        error = jnp.square(apply(params, batch["x"]) - batch["y"])
+    return Task(init, loss, apply, right if kind == "classification" else None)
+
+
+def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`(outputs [B, ...], y [B, ...]) -> [B]`."""
+
+    def squared_error(outputs, y):
+        error = jnp.square(outputs - y)
         return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
 
-    if kind == "classification":
-        return Task(init, cross_entropy, apply, right)
-    return Task(init, squared_error, apply)
+    return optax.softmax_cross_entropy_with_integer_labels if kind == "classification" else squared_error
 
 
 def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.float32) -> tuple[Callable, Callable]:
@@ -107,10 +113,29 @@ def representation(module: nn.Module) -> Callable[[PyTree, jax.Array], jax.Array
     return represent
 
 
+def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.Array], jax.Array]) -> DenseStart | None:
+    """How `module` begins, if it is one of those that are known to begin with a dense layer on the flattened input."""
+    if type(module) not in DENSE_FIRST:
+        return None
+
+    def loss(params, products, batch):
+        def take(call, args, kwargs, context):
+            layer = context.module
+            if isinstance(layer, nn.Dense) and layer.name == "Dense_0" and context.method_name == "__call__":
+                return products + layer.get_variable("params", "bias")[None] if layer.use_bias else products
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(take):
+            return cost(module.apply({"params": params}, batch["x"]), batch["y"])
+
+    return DenseStart("Dense_0/kernel", lambda batch: batch["x"].reshape(len(batch["x"]), -1), loss, made.loss)
+
+
 @lru_cache(maxsize=64)
 def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
     init, apply = functions_of(module, input_shape)
-    return task(init, apply, kind=kind, half=half)._replace(represent=representation(module))
+    made = task(init, apply, kind=kind, half=half)._replace(represent=representation(module))
+    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)))
 
 
 def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,8 +204,5 @@ def parameter_paths(task: Task) -> list[str]:
       ['Dense_0/bias', 'Dense_0/kernel']
     """
 
-    def name(part: Any) -> str:
-        return str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
-
     shapes = jax.eval_shape(task.init, jax.random.key(0))
-    return ["/".join(name(part) for part in path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]

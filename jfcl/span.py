@@ -1,0 +1,193 @@
+"""Gradient descent on a first dense layer, in the span of the client's examples.
+
+Let a layer `W` `[d, H]` be multiplied by the client's examples `X` `[M, d]` themselves. Its gradient is `X^T D`, where
+`D` `[M, H]` is that of the products `X W`. So an optimiser whose updates are linear in the gradients never leaves
+
+    W = W_0 + X^T A,     X W = Z + G A,     Z = X W_0  [M, H],     G = X X^T  [M, M],
+
+and moves `A` `[M, H]`, which begins at 0, by `D` exactly as it moves `W` by `X^T D`. With `Z` and `G` computed once per
+client and round, a step on `B` examples costs `B M H` multiply-adds in this layer, not `2 B d H`. Nothing is
+approximated; floating point rounds differently.
+
+A proximal term `mu / 2 ||W - W_0||^2` is no obstacle, since its gradient `mu X^T A` is in the span as well.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl.core import DenseStart, PyTree, get_parameter, is_concrete, set_parameter
+
+TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far below what a non-linearity does
+
+
+class Span(NamedTuple):
+    """What one client computes once a round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0)."""
+
+    inputs: jax.Array
+    products: jax.Array
+    gram: jax.Array | None
+
+
+def plain_cost(m: int, batch_size: int, steps: int, d: int, h: int) -> int:
+    """Multiply-adds of a first layer `[d, H]` over a round of `steps`: the products, and the kernel's gradient."""
+    return 2 * steps * batch_size * d * h
+
+
+def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, given: bool = False) -> int:
+    """The same in the span of `m` examples; `given`: `Z` comes from elsewhere.
+
+    Example:
+      >>> plain_cost(200, 200, 10, 784, 200) / span_cost(200, 200, 10, 784, 200)
+      3.6...
+      >>> plain_cost(200, 20, 10, 784, 200) / span_cost(200, 20, 10, 784, 200)  # one epoch does not repay `G`
+      0.6...
+    """
+    ends = m * d * h if given else 2 * m * d * h
+    return ends if one_full_step(m, batch_size, steps) else ends + m * m * d + steps * batch_size * m * h
+
+
+def one_full_step(m: int, batch_size: int, steps: int) -> bool:
+    """With a single step on all examples the products are `Z`, and `G` is not needed."""
+    return steps == 1 and batch_size == m
+
+
+def enter(start: DenseStart, params: PyTree, examples: PyTree, products: jax.Array | None, *, gram: bool) -> Span:
+    """The `Span` of one client's examples `[M, ...]`, whose padding is 0, around `params`; `products`: `Z` if known."""
+    kernel = get_parameter(params, start.kernel)
+    inputs = start.inputs(examples).astype(kernel.dtype)
+    return Span(inputs, inputs @ kernel if products is None else products, inputs @ inputs.T if gram else None)
+
+
+def coefficients(start: DenseStart, span: Span, params: PyTree) -> PyTree:
+    """`params` with `A = 0` `[M, H]` in the place of the kernel: what is trained."""
+    return set_parameter(params, start.kernel, jnp.zeros_like(span.products))
+
+
+def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | None) -> jax.Array:
+    """`[B, H]`: the layer's products at some rows (None: at all), `params` with `A` in the place of the kernel."""
+    if span.gram is None:
+        return span.products
+    z, g = (span.products, span.gram) if rows is None else (span.products[rows], span.gram[rows])
+    return z + g @ get_parameter(params, start.kernel)
+
+
+def gradient(start: DenseStart, span: Span, grads: PyTree, d: jax.Array, rows: jax.Array | None) -> PyTree:
+    """`grads` with the gradient `d` `[B, H]` of the products at `rows` as that of `A`; rows drawn twice count twice."""
+    return set_parameter(grads, start.kernel, d if rows is None else jnp.zeros_like(span.products).at[rows].add(d))
+
+
+def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTree:
+    """`params` with `W_0 + X^T A` in the place of `A`, where `begin` holds `W_0`."""
+    kernel = get_parameter(begin, start.kernel)
+    return set_parameter(params, start.kernel, kernel + span.inputs.T @ get_parameter(params, start.kernel))
+
+
+def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
+    """`opt_state`, fresh but for its counters, for `params` with `A` in the place of the kernel."""
+    fresh = optimizer.init(params)
+    return jax.tree.map(lambda new, old: old if jnp.shape(new) == jnp.shape(old) else new, fresh, opt_state)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Which optimisers stay in the span: seen by trying, since an optax optimiser does not say.
+
+# What has been found out about an optimiser, as long as it lives; its `update` stands for it.
+_found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kernel: str) -> bool:
+    """Whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and all other parameters alike.
+
+    True of gradient descent, momentum, Nesterov, moving averages of gradients, and schedules; not of Adam, weight
+    decay, or clipping. It is tried on arrays of a few random numbers in the shape of the tree `params`, with gradients
+    of size 1e-8, 1 and 1e8, the kernel's and `A`'s values unrelated. A learning rate that is a tracer is tried at 0.3.
+
+    Cost: tenths of a second for the first of a kind, since jax compiles its operations; some 10 ms for the next. It is
+    remembered as long as the optimiser lives.
+
+    Example:
+      >>> import optax
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+      >>> [stays_in_span(o, params, "w") for o in (optax.sgd(0.1, 0.9), optax.adam(0.1), optax.adamw(0.1))]
+      [True, False, False]
+    """
+    ranks = jax.tree.map(jnp.ndim, params)
+    leaves, structure = jax.tree.flatten(ranks)
+    asked = (structure, tuple(leaves), kernel)
+    try:
+        known = _found.setdefault(optimizer.update, {})
+    except TypeError:  # a callable that nothing can be remembered of
+        known = {}
+    if asked not in known:
+        known[asked] = _try(optimizer, ranks, kernel)
+    return known[asked]
+
+
+def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, num_steps: int = 4) -> bool:
+    rng = np.random.default_rng(0)
+    width = (2,) * (get_parameter(ranks, kernel) - 1)
+
+    def draw(rows: int) -> PyTree:  # parameters, or gradients, whose kernel has so many rows
+        values = jax.tree.map(lambda rank: rng.normal(size=(2,) * rank).astype(np.float32), ranks)
+        return set_parameter(values, kernel, rng.normal(size=(rows, *width)).astype(np.float32))
+
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+    short = draw(4)
+    # The other parameters are the same on both sides; the kernel's are unrelated, so that looking at them shows.
+    full = set_parameter(short, kernel, get_parameter(draw(3), kernel))
+    slopes = [draw(4) for _ in range(num_steps)]
+
+    def back(tree):  # from A to W
+        return set_parameter(tree, kernel, np.tensordot(x.T, get_parameter(tree, kernel), axes=1))
+
+    def gradients(scale):  # of W, and of A
+        scaled = jax.tree.map(lambda g: g * np.float32(scale), slopes)
+        return list(map(back, scaled)), scaled
+
+    def updates(full_slopes, slopes):
+        states, pairs = (optimizer.init(full), optimizer.init(short)), []
+        for f, s in zip(full_slopes, slopes, strict=True):
+            u, first = optimizer.update(f, states[0], full)
+            v, second = optimizer.update(s, states[1], short)
+            states, pairs = (first, second), [*pairs, (u, v)]
+        return pairs
+
+    try:
+        with jax.ensure_compile_time_eval():
+            traced, shapes = jax.make_jaxpr(updates, return_shape=True)(*gradients(1))
+            constants = [c if is_concrete(c) else _stand_in(c) for c in traced.consts]
+            moved = False
+            for scale in (1e-8, 1, 1e8):
+                given = map(jnp.asarray, jax.tree.leaves(gradients(scale)))
+                values = map(np.asarray, jax.core.eval_jaxpr(traced.jaxpr, constants, *given))
+                for u, v in jax.tree.unflatten(jax.tree.structure(shapes), values):
+                    if not all(map(_close, jax.tree.leaves(u), jax.tree.leaves(back(v)))):
+                        return False
+                    moved |= bool(np.any(get_parameter(u, kernel)))
+            return moved
+    except (AssertionError, TypeError, ValueError):  # it is made for other shapes, or needs more than gradients
+        return False
+
+
+def _stand_in(tracer: jax.Array) -> jax.Array:
+    """A value for a hyperparameter that is not known yet."""
+    return jnp.full(tracer.shape, 0.3 if jnp.issubdtype(tracer.dtype, jnp.inexact) else 1, tracer.dtype)
+
+
+def _close(u: jax.Array, v: jax.Array) -> bool:
+    u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
+    return bool(np.isfinite(u).all() and np.abs(u - v).max(initial=0) <= TOLERANCE * np.abs(v).max(initial=0))
+
+
+def size_of(start: DenseStart, params: PyTree) -> tuple[int, int]:
+    """`(d, H)` of the kernel."""
+    d, *width = get_parameter(params, start.kernel).shape
+    return d, math.prod(width)

@@ -1,0 +1,438 @@
+"""Training a first dense layer in the span of the client's examples, against plain loops in float64."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jfcl
+from jfcl import local, span
+from jfcl.core import dense_start, get_parameter
+from jfcl.testing import check_algorithm
+
+D, H, OUT, M = 12, 5, 3, 8
+HEAVY_BALL = optax.sgd(0.02, momentum=0.9)
+MLP = jfcl.models.regression(jfcl.models.MLP(OUT, hidden=(H,)), (D,))
+
+
+def data(seed=0, m=M, size=M):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(m, D)).astype(np.float32), rng.normal(size=(m, OUT)).astype(np.float32)
+    x[size:], y[size:] = np.nan, np.inf
+    return {"x": x, "y": y}
+
+
+def slope64(p, x, y):
+    """The mean squared error of the MLP and its gradient, by hand."""
+    z = x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"]
+    h = np.maximum(z, 0)
+    error = h @ p["Dense_1"]["kernel"] + p["Dense_1"]["bias"] - y
+    d_out = 2 * error / len(x)
+    d_z = (d_out @ p["Dense_1"]["kernel"].T) * (z > 0)
+    first = {"kernel": x.T @ d_z, "bias": d_z.sum(axis=0)}
+    second = {"kernel": h.T @ d_out, "bias": d_out.sum(axis=0)}
+    return (error**2).sum() / len(x), {"Dense_0": first, "Dense_1": second}
+
+
+def train64(params, batches, *, lr, momentum=0.0, prox=0.0):
+    """Gradient descent with heavy-ball momentum over `batches` of `(x, y)`; the model and the mean loss."""
+    p = start = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
+    buffer, losses = jax.tree.map(np.zeros_like, p), []
+    for x, y in batches:
+        loss, grads = slope64(p, x.astype(np.float64), y.astype(np.float64))
+        losses.append(loss)
+        grads = jax.tree.map(lambda g, v, s: g + prox * (v - s), grads, p, start)
+        buffer = jax.tree.map(lambda b, g: momentum * b + g, buffer, grads)
+        p = jax.tree.map(lambda v, b: v - lr * b, p, buffer)
+    return p, np.mean(losses)
+
+
+def drawn_rows(key, training, size, m):
+    """The rows of every batch, from the same draws: what `local_training` says about them, spelt out."""
+    key = jax.random.split(key)[0]
+
+    def order(key):
+        return np.argsort(np.asarray(jax.random.uniform(key, (m,)))[:size])
+
+    b = training.batch_size
+    if b is None or b >= m:
+        yield from [np.arange(size)] * (training.num_steps or training.num_epochs)
+    elif training.num_steps:
+        for t in range(training.num_steps):
+            rows = order(key)[(t * b + np.arange(b)) % size]
+            yield rows[: min(b, size)]
+    else:
+        for e in range(training.num_epochs):
+            rows = order(jax.random.fold_in(key, e))
+            yield from [rows[first : first + b] for first in range(0, size, b)]
+
+
+@cache
+def compiled(task, training):
+    def run(key, params, examples, size, products=None):
+        opt_state = local.start_optimizer(training, params, jnp.zeros((), jnp.int32))
+        return local.train(task, training, key, params, examples, size, opt_state, products=products)
+
+    return jax.jit(run)
+
+
+def run(task, training, params, examples, size, key, **options):
+    return compiled(task, training)(key, params, examples, jnp.asarray(size, jnp.int32), **options)
+
+
+def as_optax_needs(function, *args, **kwargs):
+    """Some of optax adds integers to floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        return function(*args, **kwargs)
+
+
+def assert_close(got, want, tolerance=2e-5):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_steps": 1},
+        {"num_steps": 6},
+        {"num_epochs": 4},
+        {"num_steps": 7, "batch_size": 3},
+        {"num_epochs": 3, "batch_size": 3},
+        {"num_steps": 5, "prox": 0.7},
+    ],
+    ids=str,
+)
+@given(seed=st.integers(0, 1000), size=st.integers(1, M))
+def test_against_plain_descent_in_float64(options, seed, size):
+    """Padding is NaN; batches wrap where they are larger than the client; the last of an epoch may be short."""
+    training = jfcl.local_training(HEAVY_BALL, span="always", **options)
+    key, examples, params = jax.random.key(seed), data(seed, size=size), MLP.init(jax.random.key(seed + 1))
+    batches = [(examples["x"][rows], examples["y"][rows]) for rows in drawn_rows(key, training, size, M)]
+    want, loss = train64(params, batches, lr=0.02, momentum=0.9, prox=options.get("prox", 0.0))
+    got = run(MLP, training, params, examples, size, key)
+    assert got.opt_state == ()  # it did train in the span
+    assert_close(got.params, want)
+    np.testing.assert_allclose(got.loss, loss, rtol=1e-4)
+    assert got.num_steps == len(batches)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.05),
+        optax.sgd(0.05, momentum=0.8, nesterov=True),
+        optax.chain(optax.ema(0.9, debias=True), optax.sgd(0.05)),
+        optax.sgd(optax.exponential_decay(0.05, 2, 0.5)),
+        optax.MultiSteps(optax.sgd(0.05), 2).gradient_transformation(),
+        optax.multi_transform(
+            {"sgd": optax.sgd(0.05), "adam": optax.adam(0.01)},
+            lambda params: jax.tree.map(lambda p: "sgd" if p.ndim == 2 else "adam", params),
+        ),
+        optax.chain(optax.centralize(), optax.sgd(0.05)),  # subtracts means over the outputs: still in the span
+    ],
+    ids=["sgd", "nesterov", "ema", "schedule", "accumulated", "adam on biases", "centralize"],
+)
+@pytest.mark.parametrize("keep", ["nothing", "schedule"])
+def test_optimizers_agree_with_plain_training(optimizer, keep):
+    key, params = jax.random.key(0), MLP.init(jax.random.key(1))
+    plain, spanned = (
+        as_optax_needs(
+            run,
+            MLP,
+            jfcl.local_training(optimizer, num_steps=6, batch_size=3, keep=keep, span=how),
+            params,
+            data(),
+            M,
+            key,
+        )
+        for how in ("never", "always")
+    )
+    assert_close(spanned.params, plain.params)
+    np.testing.assert_allclose(spanned.loss, plain.loss, rtol=1e-5)
+    assert plain.opt_state != () and spanned.opt_state == ()
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_a_single_layer_and_a_kernel_without_width(squeeze):
+    """`Linear`, and a task of a user's own whose kernel is a vector."""
+    examples = data()
+    if squeeze:
+
+        def after(params, products, batch):
+            return 0.5 * (products + params["b"] - batch["y"]) ** 2
+
+        def loss(params, batch):
+            return after(params, batch["x"] @ params["w"], batch)
+
+        start = jfcl.DenseStart("w", lambda batch: batch["x"], after, whole=loss)
+        task = jfcl.Task(lambda key: {"w": jnp.ones(D), "b": jnp.ones(())}, loss, None, dense_start=start)
+        examples["y"] = examples["y"][:, 0]
+    else:
+        task = jfcl.models.regression(jfcl.models.Linear(OUT), (D,))
+    params = task.init(jax.random.key(1))
+    plain, spanned = (
+        run(
+            task, jfcl.local_training(optax.sgd(0.02, 0.5), num_steps=9, span=s), params, examples, M, jax.random.key(0)
+        )
+        for s in ("never", "always")
+    )
+    assert spanned.opt_state == ()
+    assert_close(spanned.params, plain.params)
+
+
+def test_padding_changes_no_bit_and_a_client_without_examples_learns_nothing():
+    params, key = MLP.init(jax.random.key(1)), jax.random.key(0)
+    for options in ({"num_steps": 4}, {"num_steps": 4, "batch_size": 2}, {"num_epochs": 2, "batch_size": 2}):
+        training = jfcl.local_training(optax.sgd(0.02, momentum=0.9), span="always", **options)
+        dirty = data(size=5)
+        clean = jax.tree.map(lambda x: np.where(np.isfinite(x), x, 0).astype(x.dtype), dirty)
+        a, b = (run(MLP, training, params, e, 5, key) for e in (clean, dirty))
+        assert all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        nothing = run(MLP, training, params, data(size=0), 0, key)
+        assert_close(nothing.params, params, tolerance=0)
+
+
+def test_products_may_be_given():
+    params, examples, key = MLP.init(jax.random.key(1)), data(size=6), jax.random.key(0)
+    x = np.where(np.isfinite(examples["x"]), examples["x"], 0)
+    products = jnp.asarray(x @ np.asarray(params["Dense_0"]["kernel"]))
+    for options in ({"num_steps": 1}, {"num_steps": 5}, {"num_epochs": 2, "batch_size": 3}):
+        training = jfcl.local_training(optax.sgd(0.02), span="always", **options)
+        alone = run(MLP, training, params, examples, 6, key)
+        assert_close(run(MLP, training, params, examples, 6, key, products=products).params, alone.params)
+        other = run(MLP, training, params, examples, 6, key, products=products + 1)  # they are used, not computed again
+        assert abs(other.loss - alone.loss) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_costs():
+    """Counted by hand: products and gradient each step, against X W_0, X X^T, G A each step, and X^T A."""
+    assert span.plain_cost(200, 200, 10, 784, 200) == 2 * 10 * 200 * 784 * 200
+    assert span.span_cost(200, 200, 10, 784, 200) == 2 * 200 * 784 * 200 + 200 * 200 * 784 + 10 * 200 * 200 * 200
+    assert span.span_cost(200, 20, 30, 784, 200, given=True) == 200 * 784 * 200 + 200 * 200 * 784 + 30 * 20 * 200 * 200
+    assert span.span_cost(200, 200, 1, 784, 200) == 2 * 200 * 784 * 200  # one step on all examples needs no X X^T
+    assert span.span_cost(200, 200, 1, 784, 200, given=True) == 200 * 784 * 200
+
+
+@pytest.mark.parametrize(
+    ("m", "options", "given", "wanted"),
+    [
+        (200, {"num_steps": 10}, False, True),
+        (200, {"num_steps": 10, "span": "never"}, False, False),
+        (200, {"num_steps": 10, "batch_size": 20}, False, False),  # one epoch does not repay X X^T
+        (200, {"num_epochs": 10, "batch_size": 20}, False, True),
+        (200, {"num_steps": 1}, False, False),  # as many operations
+        (200, {"num_steps": 1}, True, True),
+        (5000, {"num_steps": 1}, True, True),
+        (5000, {"num_steps": 10}, True, False),  # more examples than inputs
+        (200, {"num_steps": 10, "prox": 0.1}, False, True),
+        (200, {"num_steps": 10, "keep": "schedule"}, False, True),
+        (200, {"num_steps": 10, "keep": "everything"}, False, False),
+        (200, {"num_steps": 10, "augment": lambda key, batch: batch}, False, False),
+    ],
+)
+def test_auto_takes_what_needs_fewer_operations(m, options, given, wanted):
+    task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), **options)
+    assert local.trains_in_span(task, training, params, m, given=given) is wanted
+
+
+def test_auto_leaves_alone_what_is_not_linear():
+    task = jfcl.models.classification(jfcl.models.MLP(10), (28, 28, 1), 10)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    for optimizer, wanted in ((optax.sgd(0.1), True), (optax.adam(0.1), False)):
+        training = jfcl.local_training(optimizer, num_steps=10)
+        assert as_optax_needs(local.trains_in_span, task, training, params, 200) is wanted
+
+
+def mix_inputs(updates, params):
+    return jax.tree.map(lambda g: g - g.mean(axis=0, keepdims=True) if g.ndim == 2 else g, updates)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.1),
+        optax.adamw(0.1),
+        optax.rmsprop(0.1),
+        optax.sign_sgd(0.1),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+        optax.chain(
+            optax.add_decayed_weights(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), optax.sgd(1.0)
+        ),
+        optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(0.1)),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+        optax.chain(optax.stateless(mix_inputs), optax.sgd(0.1)),  # linear, but outside of the span
+        optax.noisy_sgd(0.1, key=jax.random.key(0)),
+        optax.lars(0.1),
+        optax.masked(optax.sgd(0.1), {"other": True}),  # cannot be tried
+        optax.set_to_zero(),  # nothing to be seen
+    ],
+    ids=[
+        *("adam", "adamw", "rmsprop", "sign", "decay", "masked decay", "norm 1e3", "norm 1e-3", "clip", "adaptive"),
+        *("mixed inputs", "noise", "lars", "another tree", "zero"),
+    ],
+)
+def test_optimizers_that_leave_the_span_are_refused(optimizer):
+    params = MLP.init(jax.random.key(0))
+    training = jfcl.local_training(optimizer, num_steps=2, span="always")
+    with pytest.raises(ValueError, match=r"span must be auto or never here: the optimizer is not linear.*got 'always'"):
+        as_optax_needs(local.trains_in_span, MLP, training, params, M)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "anchored", "words"),
+    [
+        (jfcl.models.classification(jfcl.models.CNNMnist(10), (28, 28, 1), 10), {}, False, "no dense_start"),
+        (MLP._replace(loss=lambda params, batch: batch["y"][:, 0]), {}, False, "no dense_start"),
+        (MLP, {"augment": lambda key, batch: batch}, False, "augment changes"),
+        (MLP, {"keep": "everything"}, False, "from outside"),
+        (MLP, {"prox": 1.0}, True, "another model"),
+    ],
+)
+def test_always_says_why_it_cannot(task, options, anchored, words):
+    params = task.init(jax.random.key(0))
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2, span="always", **options)
+    with pytest.raises(ValueError, match=words):
+        local.trains_in_span(task, training, params, M, anchor=params if anchored else None)
+
+
+def test_an_anchor_without_a_pull_is_no_obstacle():
+    params = MLP.init(jax.random.key(0))
+    assert local.trains_in_span(
+        MLP, jfcl.local_training(optax.sgd(0.1), num_steps=2, span="always"), params, M, anchor=params
+    )
+
+
+def test_an_unknown_span_is_refused():
+    with pytest.raises(ValueError, match="did you mean 'always'"):
+        jfcl.local_training(optax.sgd(0.1), num_steps=1, span="alway")
+
+
+def test_hyperparameters_may_be_tracers():
+    """A factory is called inside `vmap`: the learning rate has no value when the optimiser is tried."""
+    params, key = MLP.init(jax.random.key(1)), jax.random.key(0)
+
+    def final(lr, how, make):
+        training = jfcl.local_training(make(lr), num_steps=5, span=how)
+        return local.train(MLP, training, key, params, data(), jnp.int32(M), training.optimizer.init(params))
+
+    rates = jnp.array([0.0, 0.01, 0.05])
+    plain, spanned = (
+        jax.jit(jax.vmap(partial(final, how=how, make=lambda lr: optax.sgd(lr, 0.9))))(rates)
+        for how in ("never", "always")
+    )
+    assert_close(spanned.params, plain.params)
+    with pytest.raises(ValueError, match="not linear"):
+        as_optax_needs(jax.vmap(partial(final, how="always", make=optax.adam)), rates)
+
+
+def test_it_is_tried_once_per_optimizer(monkeypatch):
+    tried, attempt = [], span._try
+    monkeypatch.setattr(span, "_try", lambda *args: tried.append(1) or attempt(*args))
+    optimizer, params = optax.sgd(0.1), MLP.init(jax.random.key(0))
+    for _ in range(2):
+        assert span.stays_in_span(optimizer, params, "Dense_0/kernel")
+    assert len(tried) == 1
+    assert not as_optax_needs(span.stays_in_span, optax.adam(0.1), params, "Dense_0/kernel")
+    assert len(tried) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (jfcl.models.Linear(3), (4, 2)),
+        (jfcl.models.Linear(3, use_bias=False), (5,)),
+        (jfcl.models.MLP(3), (4, 2)),
+        (jfcl.models.MLP(3, hidden=(6, 5)), (7,)),
+        (jfcl.models.MLP(3, hidden=()), (7,)),
+    ],
+    ids=str,
+)
+def test_a_dense_start_is_the_loss(module, shape):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(6, *shape)).astype(np.float32), "y": rng.integers(0, 3, 6).astype(np.int32)}
+    task = jfcl.models.classification(module, shape, 3)
+    params, start = task.init(jax.random.key(0)), dense_start(task)
+    params = jax.tree.map(lambda p: p + 0.1, params)  # biases begin at 0
+    products = batch["x"].reshape(6, -1) @ np.asarray(get_parameter(params, start.kernel))
+    np.testing.assert_allclose(start.loss(params, products, batch), task.loss(params, batch), rtol=1e-5)
+    used = jax.grad(lambda p: start.loss(p, products, batch).sum())(params)
+    assert not get_parameter(used, start.kernel).any()
+
+
+def test_modules_that_are_not_known_have_none():
+    class Scaled(jfcl.models.MLP):
+        def __call__(self, x):
+            return super().__call__(2 * x)
+
+    assert dense_start(jfcl.models.classification(Scaled(3), (4,), 3)) is None
+    assert dense_start(jfcl.models.classification(jfcl.models.CNNMnist(10), (28, 28, 1), 10)) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+SMALL = jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (4,), half=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (jfcl.fedavg, {}),
+        (jfcl.ifca, {"num_clusters": 2}),
+        (jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}),
+    ],
+    ids=["fedavg", "ifca", "ifca with the shortcut"],
+)
+def test_methods_keep_their_promises_in_the_span(method, options):
+    def make(task, training, client_axis=None):
+        return method(SMALL, training._replace(span="always"), client_axis=client_axis, **options)
+
+    check_algorithm(make, examples_tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "client_axis", "options"),
+    [(1, jax.vmap, {}), (10, jfcl.chunked(1), {}), (10, jfcl.chunked(3), {"stable_rounds": 1})],
+    ids=["one step", "one at a time", "shortcut"],
+)
+def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
+    """Three rounds of a network on four clusters of clients, as in IFCA's experiments but smaller."""
+    rng = np.random.default_rng(0)
+    n, m, d = 8, 20, 100
+    means = rng.normal(size=(4, 10, d)).astype(np.float32)
+    y = rng.integers(0, 10, (n, m)).astype(np.int32)
+    x = means[np.arange(n)[:, None] % 4, y] + 0.5 * rng.normal(size=(n, m, d)).astype(np.float32)
+    clients = jfcl.Clients({"x": x, "y": y}, rng.integers(m // 2, m + 1, n).astype(np.int32))
+    task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(30,)), (d,), 10)
+    start = jax.vmap(task.init)(jax.random.split(jax.random.key(1), 4))
+    ends = {}
+    for name, of, how in (
+        ("plain", task._replace(dense_start=None), "never"),
+        ("looked", task, "never"),
+        ("span", task, "auto"),
+    ):
+        training = jfcl.local_training(optax.sgd(0.1), num_steps=steps, span=how)
+        assert local.trains_in_span(of, training, task.init(jax.random.key(0)), m, given=True) is (name == "span")
+        algorithm = jfcl.ifca(of, training, num_clusters=4, client_axis=client_axis, init_params=start, **options)
+        ends[name] = jax.jit(partial(jfcl.rollout, algorithm, num_rounds=3))(clients, key=jax.random.key(0))
+    for name in ("looked", "span"):
+        state, metrics = ends[name]
+        assert (state.cluster == ends["plain"][0].cluster).all()
+        np.testing.assert_allclose(metrics["loss"], ends["plain"][1]["loss"], rtol=1e-4)
+        for a, b, s in zip(*map(jax.tree.leaves, (state.params, ends["plain"][0].params, start)), strict=True):
+            assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b - s)
