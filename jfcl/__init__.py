@@ -29,6 +29,7 @@ from jfcl.local import local_training
 from jfcl.mapping import auto, chunked
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.parameter_tree import assign_newcomer
+from jfcl.population import PopulationHistory, simulate_population
 from jfcl.simulation import DivergedError, History, rollout, simulate
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Clients",
     "DivergedError",
     "History",
+    "PopulationHistory",
     "Task",
     "__version__",
     "assign_newcomer",
@@ -68,6 +70,7 @@ __all__ = [
     "plots",
     "rollout",
     "simulate",
+    "simulate_population",
     "stack_clients",
     "testing",
     "theory",
