@@ -380,6 +380,7 @@ def test_divergence_is_said():
 
 
 OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
+SPLITTING = jfcl.cfl(TASK, TRAINING, eps_1=1.0, eps_2=2.0, max_clusters=2)
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
 
 

@@ -151,9 +151,7 @@ class Config:
         None, "what a client counts in a mean: size or equal; default: as in the method's paper"
     )
     cohort: int | None = _option(None, "clients per round; default: all")
-    sampling: str = _option(
-        "uniform", "how cohorts of a --population are drawn: uniform, size or stratified (clusters)"
-    )
+    sampling: str = _option("uniform", "how cohorts of a --population are drawn: uniform, size or stratified")
     dropout: float = _option(0.0, "probability that a client of a --population does not answer")
     stragglers: float = _option(0.0, "share of a --population's cohort that is asked besides, the slowest being cut")
     server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
