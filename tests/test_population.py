@@ -3,7 +3,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 import warnings
 
 import jax
@@ -212,6 +214,16 @@ def test_uniform_sampling_is_uniform(cohort):
 
 def test_uniform_sampling_of_a_large_population():
     store = ClientStore(None, {}, {}, np.arange(1_000_001, dtype=np.int64), about={"max_size": 1})
+    strata = np.arange(1_000_000) % 4
+    for sampler in (
+        make_sampler(store, 1000),
+        make_sampler(store, 1000, "size"),
+        make_sampler(store, 1000, "stratified", strata),
+    ):
+        tracemalloc.start()
+        sampler(np.random.default_rng(0))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # nothing of the population's length
+        tracemalloc.stop()
     found = counts(make_sampler(store, 1000), 200, 1_000_000).reshape(20, -1).sum(axis=1)
     assert chisquare(found).pvalue > 0.001
 
@@ -360,6 +372,7 @@ def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):
 
     def failing(ids, **options):
         calls.append(ids)
+        assert threading.current_thread() is not threading.main_thread()
         if len(calls) > 4:
             raise OSError("the disk has gone")
         return gather(ids, **options)

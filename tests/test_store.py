@@ -1,5 +1,6 @@
 import json
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,16 @@ def test_bad_clients_leave_nothing(tmp_path, clients, options, said):
     with pytest.raises(ValueError, match=said):
         ClientStore.create(tmp_path / "s", iter(clients), **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_and_gathering_hold_no_more_than_they_must(tmp_path):
+    tracemalloc.start()
+    clients = ({"x": np.full((100, 250), i, np.float32)} for i in range(400))  # 100 kB each
+    store = ClientStore.create(tmp_path / "s", clients)
+    store.gather([3, 300])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert store.arrays["x"].nbytes == 40_000_000 and peak < 4_000_000
 
 
 def test_bad_rows_and_ids(tmp_path, folder):

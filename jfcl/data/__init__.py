@@ -1,4 +1,4 @@
-"""Data on the host: sources, partitions, known heterogeneity, and federations built from them. NumPy only."""
+"""Data on the host: sources, partitions, known heterogeneity; federations and populations made of them. NumPy only."""
 
 from jfcl.data.build import Federation, build
 from jfcl.data.generate import generate_store, open_stores, synthetic_store

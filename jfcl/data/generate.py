@@ -74,8 +74,8 @@ def generate_store(
 
     Returns:
       `(train, test)`, of the same clients; test examples of a deal are divided among its clients by what they train on.
-      Inputs are kept as bytes where that loses nothing. Cost for each million clients of 20 digits: about a minute,
-      150 MB.
+      Inputs are kept as bytes where that loses nothing. Cost for each million clients of 20 digits: half a minute and
+      72 MB; with layout "rows" five times that and 1.6 GB.
 
     Raises:
       ValueError: an unknown name, more clusters than clients, more `examples_per_client` than a cluster has examples,

@@ -9,7 +9,7 @@ A store is a folder, written whole or not at all:
     cluster.npy   `[N]` int32, the true clusters, where they are known
 
 In an indexed store many clients share examples: a million clients of a data set that is dealt again and again need
-four bytes for each example, and the data set itself once for every way in which clusters change it.
+at most four bytes for each example, and the data set itself once for every way in which clusters change it.
 """
 
 from __future__ import annotations
