@@ -29,6 +29,7 @@ from jfcl.simulation import (
     SUMMED,
     History,
     _CompileClock,
+    _Interruptible,
     _progress_bar,
     _stop_if_diverged,
     _warn_once,
@@ -47,8 +48,8 @@ class PopulationHistory(NamedTuple):
 
     Attributes:
       state: after the last round; rows of clients are those of its cohort.
-      clients: of the evaluated clients, `[1, E]` each: `cluster`, and `loss`, `accuracy`, ... of their test examples;
-        and their `id`, `[E]`.
+      clients: of the evaluated clients, `[1, E]` each: `examples` (in training), `cluster`, and `loss`, `accuracy`, ...
+        of their test examples; and their `id`, `[E]`.
       rows: what is kept of every client of the population, a `jfcl.client_rows.ClientRows`.
     """
 
@@ -297,7 +298,7 @@ class _Result(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What rounds have led to; replaced in one go, so that an interruption finds a whole one."""
+    """What rounds have led to."""
 
     round: int
     common: list
@@ -357,8 +358,9 @@ def simulate_population(
       serve: the model that an evaluated client is served if there are several: that of lowest "loss" on its training
         examples, which is what IFCA would tell it now; or that of its "state", which may be from long ago. Clients
         with a model of their own are served that.
-      eval_every, out, resume, config, checkpoint_seconds, progress, description, client_axis, stop_after: as in
-        `simulate`.
+      client_axis: mapping used to evaluate; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
+        among its devices.
+      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after: as in `simulate`.
       seed: the key's name in the records.
       rows_in_memory: what is kept of all clients is memory-mapped, in `out` if there is one, beyond so many bytes.
 
@@ -395,6 +397,7 @@ def simulate_population(
     asked = round(cohort * (1 + stragglers))
     check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients asked are among the {n} there are")
     sampler = make_sampler(store, asked, sampling, strata)
+    check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if test_store is not None:
@@ -416,6 +419,10 @@ def simulate_population(
     kept_in = None if folder is None else folder.path / "client_rows"
     rows = ClientRows(n, row, folder=kept_in, resume=resume, in_memory=rows_in_memory)
 
+    # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
+    even = mapping.num_rows(client_axis, cohort) == cohort
+    send = partial(mapping.place, client_axis) if even else jax.device_put
+
     def prepare(t: int) -> Cohort:
         """Draws, gathers and sends off the cohort of round `t`; in the thread."""
         rng = np.random.default_rng([*words, _COHORT, t])
@@ -424,9 +431,9 @@ def simulate_population(
         clients = store.gather(ids[chosen])
         size = np.where(answered, clients.size, 0).astype(np.int32)
         cut = max(asked - dropped - cohort, 0)
-        return Cohort(ids[chosen], size, jax.device_put(clients._replace(size=size)), asked, dropped, cut)
+        return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)
 
-    with _CompileClock() as compiling:
+    with _CompileClock() as compiling, _Interruptible() as ctrl_c:
         started = time.perf_counter()
         done, records = _Done(0, [], {}), []
         common_shapes = split.apart(shapes)[0]
@@ -438,7 +445,7 @@ def simulate_population(
             done = _Done(round_, [jnp.asarray(x) for x in saved["common"]], totals)
             records = folder.records()
         before = done.totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
-        resumed_at = recorded = done.round
+        resumed_at = done.round
         saved_at = time.perf_counter()
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
         num_models = 1 if split.personal else jax.tree.leaves(shapes.params)[0].shape[0]
@@ -484,7 +491,7 @@ def simulate_population(
             return row
 
         def commit(result: _Result) -> _Done:
-            """Puts a round's results in their places. Doing it twice does no harm."""
+            """Puts a round's results in their places."""
             there = np.flatnonzero(result.cohort.size > 0)
             rows.write(result.cohort.ids[there], [values[there] for values in result.rows])
             added = {name: float(v) for name, v in result.values.items() if name in SUMMED}
@@ -492,71 +499,53 @@ def simulate_population(
             totals = {name: done.totals.get(name, 0.0) + value for name, value in added.items()}
             return _Done(result.round, result.common, totals)
 
-        def keep_record(result: _Result) -> None:
-            record = judge(result)
-            records.append(record)
-            if folder is not None:
-                folder.append([record])
-
         def clock() -> list[float]:
             elapsed = time.perf_counter() - started - compiling.seconds
             return [before[0] + elapsed, before[1] + compiling.seconds]
-
-        def save() -> None:
-            folder.save(done.round, {"common": done.common, **rows.saved()}, done.totals | {"time": clock()})
-            rows.checkpointed(done.round)
-
-        def due() -> bool:
-            return done.round % eval_every == 0 or done.round == num_rounds
 
         result: _Result | None = None
         warned: set[str] = set()
         with ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort") as thread, _progress_bar(progress) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done.round, rate="", note="")
             coming = thread.submit(prepare, min(done.round + 1, until))
-            try:
-                while done.round < until:
-                    t = done.round + 1
-                    drawn = coming.result()  # raises what the thread raised
-                    if t < until:
-                        coming = thread.submit(prepare, t + 1)
-                    if t == 1:
-                        common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
-                    else:
-                        common, mine = done.common, rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
-                    new, mine, values, finite = _round(
-                        key, t, common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
-                    )
-                    mine, values, finite = jax.device_get((mine, values, finite))
-                    _stop_if_diverged(finite[None], {k: v[None] for k, v in values.items()}, t, [seed], folder)
-                    result = _Result(t, new, mine, values, drawn)
-                    done = commit(result)
-                    if due():
-                        keep_record(result)
-                        recorded = t
-                        _warn_once(warned, records[-1:], num_models, cohort)
-                    elapsed = time.perf_counter() - started - compiling.seconds
-                    rate = f"{(t - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
-                    latest = records[-1] if records else {}
-                    note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
-                    bar.update(line, completed=t, rate=rate, note=note)
-                    if folder is not None and (time.perf_counter() - saved_at >= checkpoint_seconds or t == until):
-                        save()
-                        saved_at = time.perf_counter()
-            except KeyboardInterrupt:  # wherever it came, the round that is done is put in its places, then saved
-                if result is not None and folder is not None:
-                    if done.round < result.round:
-                        done = commit(result)
-                    if due() and recorded < done.round:
-                        folder.drop_after(done.round - 1)
-                        keep_record(result)
-                    save()
-                raise
+            while done.round < until:
+                t = done.round + 1
+                drawn = coming.result()  # raises what the thread raised
+                if t < until:
+                    coming = thread.submit(prepare, t + 1)
+                if t == 1:
+                    common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
+                else:
+                    common, mine = done.common, rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
+                new, mine, values, finite = _round(
+                    key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
+                )
+                mine, values, finite = jax.device_get((mine, values, finite))
+                _stop_if_diverged(finite[None], {k: v[None] for k, v in values.items()}, t, [seed], folder)
+                result = _Result(t, new, mine, values, drawn)
+                done = commit(result)
+                if t % eval_every == 0 or t == num_rounds:
+                    records.append(judge(result))
+                    if folder is not None:
+                        folder.append(records[-1:])
+                    _warn_once(warned, records[-1:], num_models, cohort)
+                elapsed = time.perf_counter() - started - compiling.seconds
+                rate = f"{(t - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
+                latest = records[-1] if records else {}
+                note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
+                bar.update(line, completed=t, rate=rate, note=note)
+                due = time.perf_counter() - saved_at >= checkpoint_seconds
+                if folder is not None and (due or ctrl_c.heard or t == until):
+                    folder.save(t, {"common": done.common, **rows.saved()}, done.totals | {"time": clock()})
+                    rows.checkpointed(t)
+                    saved_at = time.perf_counter()
+                if ctrl_c.heard:
+                    raise KeyboardInterrupt
             if result is None:  # a run that had already ended: its last cohort again
                 drawn = coming.result()
             mine = rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
         state = split.together(done.common, jax.tree.map(jnp.asarray, mine))
-        final = {"id": evaluated}
+        final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
         if tests is not None:
             found, held_out = assess(done.common)
             final |= {name: np.asarray(v)[None] for name, v in (held_out | {"cluster": found}).items()}

@@ -151,7 +151,7 @@ class RunFolder:
 
         round_ = self.manager.latest_step()
         if round_ is None:
-            self.drop_after(0)
+            self._truncate(0)
             return None
         wanted = {f"{i:04d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(jax.tree.leaves(like))}
         about = self.manager.restore(round_, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
@@ -162,12 +162,11 @@ class RunFolder:
             )
         full = {name: leaf for name, leaf in wanted.items() if leaf.size}
         saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(full)))
-        self.drop_after(round_)
+        self._truncate(round_)
         leaves = [saved.state.get(name, wanted[name]) for name in sorted(wanted)]
         return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
 
-    def drop_after(self, round_: int) -> None:
-        """Keeps of `metrics.jsonl` the lines up to `round_`."""
+    def _truncate(self, round_: int) -> None:
         kept = [r for r in self.records() if r["round"] <= round_]
         scratch = self.metrics_path.with_name("metrics.jsonl.tmp")
         scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))

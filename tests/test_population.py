@@ -154,7 +154,18 @@ def test_nothing_is_compiled_again():
     assert compiled.count == 0
 
 
-def test_evaluation_and_instalments_change_nothing(tmp_path):
+@pytest.mark.parametrize("cohort", [3, 4])
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only])
+def test_cohorts_are_divided_among_devices(method, cohort):
+    several = jfcl.mapping.sharded(jfcl.mapping.client_mesh(2))
+    alone = population(method(TASK, TRAINING), cohort=cohort)
+    divided = population(method(TASK, TRAINING, client_axis=several), cohort=cohort, client_axis=several)
+    same(alone.state, divided.state, rtol=1e-5, atol=1e-6)
+    for a, b in zip(alone.records, divided.records, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_evaluation_changes_nothing():
     often, rarely = population(), population(eval_every=4)
     same(often.state, rarely.state)
     assert [r["round"] for r in rarely.records] == [4, 6]
@@ -464,4 +475,4 @@ def test_without_tests_nothing_is_evaluated():
         warnings.simplefilter("ignore")
         history = population(test_store=None)
     assert "loss" not in history.records[0] and "train_loss" in history.records[0]
-    assert set(history.clients) == {"id"}
+    assert set(history.clients) == {"id", "examples"}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jfcl import data, mapping
+from jfcl import data
 from jfcl.algorithms import METHODS
 from jfcl.core import check, check_count, check_labels
 from jfcl.data import ClientStore
@@ -24,6 +24,7 @@ from jfcl.experiments.run import (
     make_algorithm,
     make_task,
     make_training,
+    mapping_of,
     summarize_run,
     validate,
     write_results,
@@ -53,6 +54,7 @@ def run_population(
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
     check(config.partition != "writer", "partition", config.partition, "another with --population")
     check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt again and again")
+    check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if config.population is not None:
         check_count("population", config.population)
@@ -161,7 +163,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
     m = store.max_size
     passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
     training = make_training(config, passes or default_steps(config))
-    client_axis = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
+    client_axis = mapping_of(config)
 
     def make(**changes):
         changed = dataclasses.replace(config, cohort=None, **changes)
