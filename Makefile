@@ -21,6 +21,7 @@ bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/federated_clustering.py
+	$(BIN)/python benchmarks/population.py
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:

@@ -29,6 +29,7 @@ from jfcl.local import local_training
 from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.parameter_tree import assign_newcomer
+from jfcl.population import PopulationHistory, simulate_population
 from jfcl.simulation import DivergedError, History, rollout, simulate
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "DenseStart",
     "DivergedError",
     "History",
+    "PopulationHistory",
     "Task",
     "__version__",
     "assign_newcomer",
@@ -72,6 +74,7 @@ __all__ = [
     "rollout",
     "sharded",
     "simulate",
+    "simulate_population",
     "stack_clients",
     "testing",
     "theory",

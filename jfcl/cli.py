@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg
   jfcl run ifca --dataset mnist --data-dir DATA --clients 1200 --examples-per-client 200 --rounds 30 --out runs/mnist
+  jfcl run fedavg --population 1000000 --cohort 1000 --sampling stratified --dropout 0.1 --rounds 50 --out runs/million
   jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
   jfcl run ifca --config runs/x/config.json --out runs/x --resume      go on with a run that was stopped
 """
@@ -189,6 +190,7 @@ def read_config(path: str) -> dict[str, Any]:
     fields = _fields()
     if file.suffix == ".json":
         raw.pop("split_hash", None)
+        raw.pop("cohorts", None)  # how those of a population were drawn
         raw["rounds"] = raw.pop("num_rounds", None)
         raw = {name: value for name, value in raw.items() if value is not None}
     options = {}

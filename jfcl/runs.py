@@ -3,6 +3,7 @@
     config.json     what was asked for          metrics.jsonl   a line per seed and evaluated round
     summary.json    the result                  clients.csv     final results of every client
     checkpoints/    the last two states         plots/*.png
+    store/          a population's data         client_rows/    what a method keeps of its clients, where that is large
 
 Only the process that runs a simulation writes here; everything is written to a new file and renamed, or appended in
 whole lines.

@@ -184,6 +184,15 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),
         (["run", "knn_per", "--mixing", "1.5"], "mixing must be in [0, 1], got 1.5"),
         (["run", "knn_per", "--num-neighbours", "36"], "num_neighbours must be at most 28, the smallest client's"),
+        (["run", "ifca", "--population", "0"], "population must be an integer, at least 1, got 0"),
+        (["run", "ifca", "--population", "50", "--cohort", "51"], "cohort must be at most the 50 clients, got 51"),
+        (["run", "ifca", "--population", "50", "--sampling", "sise"], "unknown sampling 'sise': did you mean 'size'?"),
+        (["run", "ifca", "--population", "50", "--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
+        (["run", "ifca", "--population", "50", "--stragglers", "3"], "the 200 clients asked are among the 50"),
+        (["run", "ifca", "--population", "50", "--seeds", "2"], "seeds must be 1 with --population"),
+        (["run", "ifca", "--dropout", "0.5"], "dropout must be left out without --population"),
+        (["run", "one_shot", "--population", "50"], "join must be given"),
+        (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
     ],
 )
 def test_bad_input_is_refused_in_words(command, said, capsys):
@@ -303,3 +312,32 @@ def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_pat
     assert config["keep"] is None and config["local_steps"] is None  # the method's own
     steps = 1 if "clustering" in method else 10
     assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99
+
+
+def test_a_population(tmp_path, capsys):
+    out, store = tmp_path / "run", tmp_path / "store"
+    options = ["--population", "1200", "--cohort", "20", "--dropout", "0.2", "--stragglers", "0.1", "--restarts", "2"]
+    options += ["--rounds", "3", "--local-steps", "1", "--model", "linear", "--clusters", "2", "--quiet"]
+    command = ["run", "ifca", *options, "--store", str(store)]
+    assert cli.main([*command, "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["num_clients"], summary["cohort"], summary["evaluated"]) == (1200, 20, 1000)
+    assert summary["asked"] == 3 * 22 and 0 < summary["seen"] <= 60 and summary["mean"]["accuracy"] > 0
+    table = (out / "clients.csv").read_text().splitlines()
+    assert len(table) == 1001 and len({row.split(",")[1] for row in table[1:]}) == 1000
+    assert {p.name for p in out.iterdir()} >= {"metrics.jsonl", "config.json", "params.npz", "plots", "checkpoints"}
+    assert cli.main([*command, "--out", str(tmp_path / "again")]) == 0  # from the store that is there now
+    again = json.loads((tmp_path / "again" / "summary.json").read_text())
+    assert again["per_seed"] == summary["per_seed"] and again["split_hash"] == summary["split_hash"]
+    resumed = ["run", "ifca", "--config", str(out / "config.json"), "--rounds", "5", "--out", str(out), "--resume"]
+    assert cli.main([*resumed, "--quiet"]) == 0
+    assert [r["round"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3, 4, 5]
+    capsys.readouterr()
+    assert cli.main([*command, "--heterogeneity", "none"]) == 2
+    assert "heterogeneity: it has 'rotation', asked for 'none'" in capsys.readouterr().err
+    taken = ["run", "oracle", "--store", str(store), "--rounds", "1", "--local-steps", "1", "--clusters", "2"]
+    assert cli.main([*taken, "--sampling", "stratified", "--model", "linear", "--quiet"]) == 0
+    x = store / "train" / "x.npy"
+    x.write_bytes(x.read_bytes()[:-7])
+    assert cli.main(command) == 2
+    assert "x.npy was cut short" in capsys.readouterr().err.replace("\n", " ")

@@ -55,3 +55,15 @@ def test_the_page_on_federated_clustering(capsys):
     assert float(capsys.readouterr().out) > 0.75
     for target in re.findall(r"\]\(([^)]+)\)", text):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "populations.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    accuracy, seen, dropped = map(float, capsys.readouterr().out.split())
+    assert accuracy > 0.6 and 1000 < seen < 2000 and 150 < dropped < 330
+    for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text, flags=re.MULTILINE):
+        cli.build_parser().parse_args(shlex.split(line)[1:])
+    assert text.count("\n") <= 60

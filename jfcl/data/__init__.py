@@ -1,6 +1,7 @@
-"""Data on the host: sources, partitions, known heterogeneity, and federations built from them. NumPy only."""
+"""Data on the host: sources, partitions, known heterogeneity; federations and populations made of them. NumPy only."""
 
 from jfcl.data.build import Federation, build
+from jfcl.data.generate import generate_store, open_stores, synthetic_store
 from jfcl.data.heterogeneity import HETEROGENEITY
 from jfcl.data.partition import (
     PARTITIONS,
@@ -13,6 +14,7 @@ from jfcl.data.partition import (
     power_law_sizes,
 )
 from jfcl.data.sources import DATASETS, Dataset, load
+from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
 from jfcl.data.text import tokenize
 
@@ -20,6 +22,7 @@ __all__ = [
     "DATASETS",
     "HETEROGENEITY",
     "PARTITIONS",
+    "ClientStore",
     "Dataset",
     "Federation",
     "blobs",
@@ -29,11 +32,14 @@ __all__ = [
     "by_writer",
     "dirichlet",
     "fc_regression",
+    "generate_store",
     "ifca_regression",
     "iid",
     "load",
+    "open_stores",
     "power_law",
     "power_law_sizes",
+    "synthetic_store",
     "tokenize",
     "xor_toy",
 ]

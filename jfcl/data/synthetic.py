@@ -23,6 +23,7 @@ def ifca_regression(
     reading: str = "norm",
     test_examples: int = 10,
     seed: int = 0,
+    first_client: int = 0,
 ) -> Federation:
     """Linear regression with one true parameter vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0,
     I)`.
@@ -32,6 +33,7 @@ def ifca_regression(
         R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
       noise: standard deviation sigma of the noise.
       test_examples: held-out examples per client, drawn the same way.
+      first_client: clients `first_client, first_client + 1, ...` of a larger population: it can be drawn in blocks.
 
     Returns:
       A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The
@@ -63,6 +65,7 @@ def ifca_regression(
         test_examples,
         noise,
         seed,
+        first_client,
     )
 
 
@@ -76,6 +79,7 @@ def fc_regression(
     noise: float = 0.0,
     test_examples: int = 10,
     seed: int = 0,
+    first_client: int = 0,
 ) -> Federation:
     """Linear regression whose inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
 
@@ -84,6 +88,7 @@ def fc_regression(
     Args:
       radius: `theta*_k` has coordinates 0 or `radius` (R = 100 in the paper), each with probability 0.5.
       noise: standard deviation of noise on `y`; none in the paper.
+      first_client: as in `ifca_regression`.
 
     Returns:
       A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than
@@ -112,6 +117,7 @@ def fc_regression(
         test_examples,
         noise,
         seed,
+        first_client,
     )
 
 
@@ -123,6 +129,7 @@ def xor_toy(
     spread: float = 0.3,
     test_examples: int = 50,
     seed: int = 0,
+    first_client: int = 0,
 ) -> Federation:
     """Two clusters in the plane that no single linear model can serve, though each alone is easily separated.
 
@@ -133,6 +140,7 @@ def xor_toy(
         clusters have the left and the right point cloud, with opposite labels, so that no model at all fits
         both.
       spread: at least 0.
+      first_client: other clients of the same kind for every number; a multiple of 2.
 
     Returns:
       A `Federation` of two clusters, `x` `[N, M, 2]` float32, `y` `[N, M]` int32 in {0, 1}.
@@ -152,11 +160,13 @@ def xor_toy(
     check_count("num_clients", num_clients)
     check_enough_clients(num_clients, 2)
     _check_scale("spread", spread)
+    check_count("first_client", first_client, least=0)
+    check(first_client % 2 == 0, "first_client", first_client, "a multiple of 2, the number of clusters")
     cluster = (np.arange(num_clients) % 2).astype(np.int32)
 
     def draw(stream, examples):
         check_count("examples per client", examples)
-        rng = np.random.default_rng([seed, stream])
+        rng = np.random.default_rng([seed, stream, first_client] if first_client else [seed, stream])
         side = rng.choice([-1.0, 1.0], (num_clients, examples))  # left or right
         height = np.where(cluster == 0, 1.0, -1.0)[:, None] * (1.0 if kind == "xor" else 0.0)
         center = np.stack([side, np.broadcast_to(height, side.shape)], axis=-1)
@@ -231,21 +241,22 @@ def blobs(
     )
 
 
-def _regression(name, theta, mean, num_clients, examples, test_examples, noise, seed) -> Federation:
+def _regression(name, theta, mean, num_clients, examples, test_examples, noise, seed, first_client) -> Federation:
     """`x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise`, drawn in float64 client by client."""
     num_clusters, dim = theta.shape
     check_count("num_clients", num_clients)
     check_count("seed", seed, least=0)
+    check_count("first_client", first_client, least=0)
     check_enough_clients(num_clients, num_clusters)
     _check_scale("noise", noise)
-    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
+    cluster = ((first_client + np.arange(num_clients)) % num_clusters).astype(np.int32)
 
     def draw(argument, stream, count):
         check_count(argument, count)
         x = np.empty((num_clients, count, dim), np.float32)
         y = np.empty((num_clients, count), np.float32)
         for i, k in enumerate(cluster):
-            rng = np.random.default_rng([seed, stream, i])
+            rng = np.random.default_rng([seed, stream, first_client + i])
             x[i] = mean[k] + rng.standard_normal((count, dim))
             # The target belongs to the rounded inputs, so that without noise the fit is exact to float32.
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)

@@ -37,6 +37,7 @@ from jfcl.core import (
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.local import KEEP, LocalTraining, local_training
 from jfcl.metrics import rounds_to_recovery
+from jfcl.population import SAMPLING
 from jfcl.runs import RunFolder, finite_or_none, write_json
 from jfcl.simulation import History, environment, simulate
 
@@ -109,6 +110,18 @@ class Config:
     newcomer_examples: int | None = _option(
         None, "also make new clients of so many test examples each, served the model of lowest loss", "data"
     )
+    population: int | None = _option(
+        None,
+        "number of clients, in place of --clients, of which a --cohort [100] is on the device at a time, --examples-"
+        "per-client [20] each",
+        "data",
+    )
+    store: str | None = _option(
+        None,
+        "folder of the population's data, made if it is not there; default: store in --out. Without --population, one"
+        " that is there is taken as it is",
+        "data",
+    )
     vocab_size: int = _option(10_000, "words told apart, of a data set of texts", "data")
     length: int = _option(32, "words that every text is cut to", "data")
     data_seed: int = _option(0, "seed of the split into clients; the same for all --seeds", "data")
@@ -140,6 +153,9 @@ class Config:
         None, "what a client counts in a mean: size or equal; default: as in the method's paper"
     )
     cohort: int | None = _option(None, "clients per round; default: all")
+    sampling: str = _option("uniform", "how cohorts of a --population are drawn: uniform, size or stratified")
+    dropout: float = _option(0.0, "probability that a client of a --population does not answer")
+    stragglers: float = _option(0.0, "share of a --population's cohort that is asked besides, the slowest being cut")
     server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
     server_lr: float = _option(1.0, "the server's learning rate")
     num_models: int | None = _option(None, "number of models, if not --clusters (ifca)")
@@ -229,6 +245,11 @@ class Setup(NamedTuple):
     malicious: np.ndarray | None = None
 
 
+def of_population(config: Config) -> bool:
+    """Whether clients wait on the host and a cohort is on the device; see `jfcl.experiments.population`."""
+    return config.population is not None or config.store is not None
+
+
 def validate(config: Config) -> None:
     """Every mistake that can be seen without data, as a `ValueError`."""
     check_choice("method", config.method, METHODS)
@@ -264,6 +285,12 @@ def validate(config: Config) -> None:
     check(0 <= config.momentum < 1, "momentum", config.momentum, "in [0, 1)")
     check(0 < config.test_fraction < 1, "test_fraction", config.test_fraction, "between 0 and 1")
     check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
+    check_choice("sampling", config.sampling, SAMPLING)
+    check(0 <= config.dropout < 1, "dropout", config.dropout, "in [0, 1)")
+    check(config.stragglers >= 0, "stragglers", config.stragglers, "0 or more")
+    if not of_population(config):
+        for name, least in (("sampling", "uniform"), ("dropout", 0), ("stragglers", 0)):
+            check(getattr(config, name) == least, name, getattr(config, name), "left out without --population")
     both = config.local_steps is not None and config.local_epochs is not None
     check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
     if config.cohort is not None:
@@ -529,6 +556,10 @@ def run(
     """
     if out is not None and not resume and hosts.is_first() and (Path(out) / "config.json").exists():
         RunFolder.create(out, {})  # refuses, before data are loaded
+    if of_population(config):
+        from jfcl.experiments.population import run_population
+
+        return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
     parts = setup(config, data_dir=data_dir)
     federation = parts.federation
     every = config.eval_every or max(1, config.rounds // 50)
@@ -565,7 +596,8 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     per_seed = []
     for record in last:
         mine = [r for r in history.records if r["seed"] == record["seed"]]
-        recovered = rounds_to_recovery([r["round"] for r in mine], [r["cluster_accuracy"] for r in mine])
+        right = [r.get("cluster_accuracy") for r in mine]  # None where nobody knows the true clusters
+        recovered = None if None in right else rounds_to_recovery([r["round"] for r in mine], right)
         row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
         row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
@@ -612,6 +644,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         if hasattr(history.state, "excluded"):
             extra["excluded_in_round"] = np.asarray(history.state.excluded)
         table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
+        ids = client_ids(federation.train).tolist()
         for s, seed in enumerate(parts.seeds):
             for i in range(len(federation.cluster)):
                 found = [
@@ -620,7 +653,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
                     int(history.clients["cluster"][s, i]),
                     *[int(values[s, i]) for values in extra.values()],
                 ]
-                table.writerow([seed, i, *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
+                table.writerow([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
     np.savez(out / "params.npz", **{"/".join(_name(k) for k in path): leaf for path, leaf in first})
     name = summary["method"]

@@ -1,0 +1,176 @@
+"""`jfcl run METHOD --population N`: clients in a store on the host, a cohort of which is on the device at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jfcl import data
+from jfcl.algorithms import METHODS
+from jfcl.core import check, check_count, check_labels
+from jfcl.data import ClientStore
+from jfcl.experiments.run import (
+    Config,
+    Setup,
+    default_steps,
+    load_dataset,
+    make_algorithm,
+    make_task,
+    make_training,
+    mapping_of,
+    summarize_run,
+    validate,
+    write_results,
+)
+from jfcl.models import LANGUAGE_MODELS
+from jfcl.population import PopulationHistory, simulate_population
+
+COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
+
+
+def run_population(
+    config: Config,
+    out: str | Path | None,
+    resume: bool,
+    data_dir: str | None,
+    progress: bool,
+    checkpoint_seconds: float,
+) -> tuple[dict[str, Any], PopulationHistory, Setup]:
+    """As `run`; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
+
+    Raises:
+      ValueError: what `run` and `simulate_population` refuse; several seeds, attacks, newcomers; a store that is there
+        and was made otherwise than asked for.
+    """
+    check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
+    check(config.attack is None, "attack", config.attack, "left out with --population")
+    check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
+    check(config.partition != "writer", "partition", config.partition, "another with --population")
+    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt again and again")
+    check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    if config.population is not None:
+        check_count("population", config.population)
+    with contextlib.ExitStack() as stack:
+        folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
+        store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
+        asked = config
+        config = dataclasses.replace(config, clients=len(store), cohort=config.cohort or min(COHORT, len(store)))
+        validate(config)
+        rng = np.random.default_rng([config.data_seed, len(store)])
+        evaluated = np.sort(rng.choice(len(store), min(EVALUATED, len(store)), replace=False))
+        parts, join = _setup(config, store, tests, evaluated, vocab_size)
+        described = dataclasses.asdict(asked) | {"split_hash": store.hash, "num_rounds": config.rounds}
+        del described["rounds"]
+        history = simulate_population(
+            parts.algorithm,
+            store,
+            key=jax.random.key(parts.seeds[0]),
+            num_rounds=config.rounds,
+            cohort=config.cohort,
+            sampling=config.sampling,
+            dropout=config.dropout,
+            stragglers=config.stragglers,
+            join=join,
+            test_store=tests,
+            evaluate=evaluated,
+            serve="state" if "cluster" in METHODS[config.method].options else "loss",
+            eval_every=config.eval_every or max(1, config.rounds // 50),
+            seed=parts.seeds[0],
+            client_axis=parts.client_axis,
+            out=out,
+            resume=resume,
+            config=described,
+            checkpoint_seconds=checkpoint_seconds,
+            progress=progress,
+            description=config.method,
+        )
+    last = history.records[-1]
+    summary = summarize_run(config, history, parts) | {"num_clients": len(store), "cohort": config.cohort}
+    summary |= {name: int(last[name]) for name in ("asked", "dropped", "cut", "seen")} | {"evaluated": len(evaluated)}
+    if out is not None:
+        with_seeds = history._replace(state=jax.tree.map(lambda x: x[None], history.state))
+        write_results(Path(out), summary, with_seeds, parts)
+    return summary, history, parts
+
+
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
+
+
+def make_stores(
+    config: Config, folder: Path, data_dir: str | None, progress: bool
+) -> tuple[ClientStore, ClientStore, int | None]:
+    """`(train, test, size of the vocabulary or None)`: opened if they are there and what is asked for, else made."""
+    made = {
+        "dataset": config.dataset,
+        "num_clients": config.population,
+        "examples_per_client": config.examples_per_client or EXAMPLES,
+        "num_clusters": config.clusters,
+        "heterogeneity": config.heterogeneity,
+        "partition": config.partition,
+        "test_fraction": config.test_fraction,
+        "seed": config.data_seed,
+    }
+    extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
+    made |= {name: value for name, value in extra.items() if value is not None}
+    if folder.exists():
+        store, tests = data.open_stores(folder)
+        found = store.about.get("made", {"num_clients": len(store)})
+        other = {name: found.get(name) for name, value in made.items() if name in found and found[name] != value}
+        if config.population is not None and other:
+            said = "; ".join(f"{name}: it has {value!r}, asked for {made[name]!r}" for name, value in other.items())
+            raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
+        texts = config.model in LANGUAGE_MODELS
+        return store, tests, load_dataset(config, data_dir)[1] if texts else None
+    check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
+    cohort = config.cohort or min(COHORT, config.population)
+    validate(dataclasses.replace(config, clients=config.population, cohort=cohort))
+    dataset, vocab_size = load_dataset(config, data_dir)
+    if progress:
+        Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
+    options = {name: value for name, value in made.items() if name != "dataset"}
+    return *data.generate_store(folder, dataset, **options), vocab_size
+
+
+def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):
+    """`(Setup of the evaluated clients, the start of clients that never took part or None)`."""
+    check(store.cluster is not None or config.method != "oracle", "method", "oracle", "one for unknown clusters")
+    cluster = np.zeros(len(store), np.int32) if store.cluster is None else store.cluster
+    sample = data.Federation(
+        train=store.gather(evaluated),
+        test=tests.gather(evaluated),
+        cluster=cluster[evaluated],
+        num_clusters=store.about.get("num_clusters", 1),
+        num_classes=store.about.get("num_classes"),
+        input_shape=store.fields["x"].shape,
+        split_hash=store.hash,
+        description=store.about.get("description", f"{len(store)} clients"),
+    )
+    check(
+        sample.num_classes is not None or vocab_size is not None, "store", store.path, "one that tells its num_classes"
+    )
+    if vocab_size is None:
+        check_labels(sample.train, sample.num_classes)
+    task = make_task(config, sample, vocab_size)
+    m = store.max_size
+    passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
+    training = make_training(config, passes or default_steps(config))
+    client_axis = mapping_of(config)
+
+    def make(**changes):
+        changed = dataclasses.replace(config, cohort=None, **changes)
+        return make_algorithm(changed, task, training, sample._replace(cluster=np.asarray(cluster)), client_axis)
+
+    join = None  # new clients are not worth the restarts, or the warm rounds, of the first cohort
+    if config.restarts != 1 or config.warm_rounds:
+        join = make(restarts=1, warm_rounds=None).init
+    seeds = [0 if config.seed is None else config.seed]
+    return Setup(sample, task, make(), seeds, client_axis, training), join

@@ -1,0 +1,600 @@
+"""Populations of which the device holds one cohort: each round another one is drawn, trained and put back.
+
+A round of a population is `algorithm.step` on a cohort. What the method keeps of each client (`jfcl.client_rows`) waits
+on the host for the client's next turn; a thread gathers the next cohort from the `ClientStore` while one trains.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl import mapping, metrics
+from jfcl.aggregate import is_finite
+from jfcl.client_rows import IN_MEMORY, ClientRows
+from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_state
+from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
+from jfcl.runs import RunFolder
+from jfcl.simulation import (
+    MOST_CLUSTERS_KEPT,
+    SUMMED,
+    History,
+    _CompileClock,
+    _Interruptible,
+    _progress_bar,
+    _stop_if_diverged,
+    _warn_once,
+    found_clusters,
+)
+
+SAMPLING = ("uniform", "size", "stratified")
+SERVE = ("loss", "state")
+_COHORT, _EVALUATED = range(2)  # streams of random numbers
+
+Start = Callable[[jax.Array, Clients], Any]
+
+
+class PopulationHistory(NamedTuple):
+    """What `simulate_population` leaves behind; as `History`, but for:
+
+    Attributes:
+      state: after the last round; rows of clients are those of its cohort.
+      clients: of the evaluated clients, `[1, E]` each: `examples` (in training), `cluster`, and `loss`, `accuracy`, ...
+        of their test examples; and their `id`, `[E]`.
+      rows: what is kept of every client of the population, a `jfcl.client_rows.ClientRows`.
+    """
+
+    records: list[dict[str, Any]]
+    state: Any
+    clients: dict[str, np.ndarray]
+    rounds: int
+    seconds: float
+    compile_seconds: float
+    client_steps: float
+    rows: ClientRows
+
+    series = History.series
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Cohorts.
+
+
+def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", strata: Any = None):
+    """`(rng) -> [count]` ids in ascending order, drawn without replacement.
+
+    Args:
+      sampling: "uniform"; "size": one after the other, each with a probability proportional to its number of examples
+        among those left; "stratified": uniformly within strata, from each its share of the clients.
+      strata: `[N]` integers; default: the store's true clusters.
+
+    Returns:
+      A function that costs `O(count)` for "uniform" and "stratified", `O(count log N)` for "size" (`O(N)` where the
+      cohort is a large part of the population, or a few clients have most of the examples).
+
+    Raises:
+      ValueError: unknown `sampling`, `strata` of another length or where they are not used, `count` clients that there
+        are not.
+    """
+    n = len(store)
+    check_choice("sampling", sampling, SAMPLING)
+    check_cohort(store, count)
+    if sampling == "stratified":
+        strata = store.cluster if strata is None else strata
+        check(strata is not None, "strata", None, "given: the store knows no clusters")
+        strata = np.asarray(strata)
+        fits = strata.shape == (n,) and strata.dtype.kind in "iu"
+        check(fits, "strata", f"{strata.dtype} {strata.shape}", f"integers of shape ({n},), one for every client")
+        members = np.argsort(strata, kind="stable")
+        edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
+        shares = np.diff(edges) * count / n
+        quota = np.floor(shares + 1e-9).astype(np.int64)
+        quota[np.argsort(quota - shares, kind="stable")[: count - quota.sum()]] += 1  # the largest remainders
+
+        def stratified(rng):
+            drawn = [
+                members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
+                for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)
+                if q
+            ]
+            return np.sort(np.concatenate(drawn))
+
+        return stratified
+    check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
+    if sampling == "uniform":
+        return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))
+
+    nonempty = int((store.sizes() > 0).sum())
+    check(count <= nonempty, "cohort", count, f"at most {nonempty}, the clients with examples, when drawn by size")
+    total = int(store.offsets[-1])
+
+    def by_size(rng):
+        # An example drawn at random is a client drawn by its size; one drawn before does not count.
+        drawn = np.empty(0, np.int64)
+        for _ in range(8 if count * 4 < nonempty else 0):
+            owners = np.searchsorted(store.offsets, rng.integers(0, total, 2 * count), side="right") - 1
+            drawn = np.concatenate([drawn, owners])
+            drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
+            if len(drawn) >= count:
+                return np.sort(drawn[:count])
+        # The others by the same law in one pass: the first to ring of exponential clocks whose rates are the sizes.
+        size = store.sizes().astype(np.float64)
+        size[drawn] = 0
+        rings = np.full(n, np.inf)
+        rings[size > 0] = rng.standard_exponential(int((size > 0).sum())) / size[size > 0]
+        rest = np.argpartition(rings, count - len(drawn) - 1)[: count - len(drawn)]
+        return np.sort(np.concatenate([drawn, rest]))
+
+    return by_size
+
+
+class Cohort(NamedTuple):
+    """One round's clients.
+
+    Attributes:
+      ids: `[C]`, ascending.
+      size: `[C]` int32, 0 for those that did not answer.
+      clients: on the device.
+      asked, dropped, cut: how many were asked, did not answer, or came too late.
+    """
+
+    ids: np.ndarray
+    size: np.ndarray
+    clients: Clients
+    asked: int
+    dropped: int
+    cut: int
+
+
+def who_answers(
+    rng: np.random.Generator, asked: int, cohort: int, dropout: float
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """`(rows [cohort], answered [cohort] bool, dropped)`: which of the `asked` clients make up the round.
+
+    Everybody fails to answer with probability `dropout`; the first `cohort` of those who answer, in random order, are
+    in. Where fewer do, the round has places for clients that did not.
+
+    Example:
+      >>> rows, answered, dropped = who_answers(np.random.default_rng(0), 6, 4, 0.0)
+      >>> len(rows), answered.tolist(), dropped
+      (4, [True, True, True, True], 0)
+    """
+    answers = rng.random(asked) >= dropout
+    order = rng.permutation(asked)
+    order = order[np.argsort(~answers[order], kind="stable")]
+    rows = np.sort(order[:cohort])
+    return rows, answers[rows], int((~answers).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Which part of a state belongs to clients.
+
+
+class Split(NamedTuple):
+    """A state as two lists: what all clients share, and rows of clients. Hashable, so that programs can depend on it.
+
+    Attributes:
+      structure: the state's.
+      of_clients: by leaf, whether it has a row for each client of the cohort.
+      personal: whether each client has a model of its own; then `cluster` only counts the cohort, and is nobody's.
+    """
+
+    structure: Any
+    of_clients: tuple[bool, ...]
+    personal: bool
+
+    def apart(self, state: Any) -> tuple[list, list]:
+        """`(common, rows)`."""
+        leaves = list(zip(jax.tree.leaves(state), self.of_clients, strict=True))
+        return [x for x, mine in leaves if not mine], [x for x, mine in leaves if mine]
+
+    def together(self, common: Sequence, rows: Sequence) -> Any:
+        """The state."""
+        common, rows = iter(common), iter(rows)
+        return jax.tree.unflatten(self.structure, [next(rows if mine else common) for mine in self.of_clients])
+
+
+def split_state(init: Start, store: ClientStore, cohort: int) -> tuple[Split, Any]:
+    """How a state divides, and its shapes; found by asking `init` for a cohort of one client more.
+
+    Raises:
+      ValueError: a client axis that is not the first, of methods that compare all clients with each other.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (cohort, cohort + 1))
+    flags, names = [], []
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(more), strict=True):
+        follows = one.shape != other.shape
+        if follows and not (one.shape[0] == cohort and other.shape == (cohort + 1, *one.shape[1:])):
+            raise ValueError(
+                "algorithm must be a method that can go on with other clients every round; this one compares all of"
+                f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {cohort} clients."
+                " Use simulate for it, with all clients on the device"
+            )
+        flags.append(follows)
+        names.append(getattr(path[0], "name", None))
+    personal = any(flag for flag, name in zip(flags, names, strict=True) if name == "params")
+    flags = [flag and not (personal and name == "cluster") for flag, name in zip(flags, names, strict=True)]
+    return Split(jax.tree.structure(state), tuple(flags), personal), state
+
+
+def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:
+    """By leaf of the state, whether `init` computes it from the clients it is given, rather than from its key."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    clients = example_shapes(store, cohort)
+    traced = jax.make_jaxpr(init)(key, clients)
+    return _reached(traced.jaxpr, [False, *[True for _ in jax.tree.leaves(clients)]])
+
+
+def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
+    """By output of a jaxpr, whether any of the inputs that are `sources` flows into it. Loops count as a whole."""
+    reached = {id(v) for v, is_source in zip(jaxpr.invars, sources, strict=True) if is_source}
+    for equation in jaxpr.eqns:
+        inputs = [id(v) in reached for v in equation.invars]
+        inner = getattr(equation.params.get("jaxpr"), "jaxpr", None)
+        if inner is not None and len(inner.invars) == len(inputs) and equation.primitive.name in ("jit", "pjit"):
+            outputs = _reached(inner, inputs)
+        else:
+            outputs = [any(inputs)] * len(equation.outvars)
+        reached |= {id(v) for v, hit in zip(equation.outvars, outputs, strict=True) if hit}
+    return [id(v) in reached for v in jaxpr.outvars]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The compiled parts. Algorithm, split and task are static: the same objects again compile nothing.
+
+
+def _strong(tree: Any) -> Any:
+    """The same numbers with types that stay: a Python scalar in a state would make the next round another program."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
+
+
+@partial(jax.jit, static_argnames=("init", "split"))
+def _start(key, clients, *, init, split):
+    """The first state, apart."""
+    state = init(jax.random.fold_in(key, 0), clients)
+    check_state(state, clients)
+    return _strong(split.apart(state))
+
+
+@partial(jax.jit, static_argnames=("join", "split"))
+def _fresh(key, clients, *, join, split):
+    """The rows that clients start with. XLA leaves out whatever else `join` would compute."""
+    return _strong(split.apart(join(jax.random.fold_in(key, 0), clients))[1])
+
+
+@partial(jax.jit, static_argnames=("step", "split"))
+def _round(key, t, common, rows, clients, *, step, split):
+    state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
+    n = clients.size.shape[0]
+    values = {  # of clients, the mean over those that took part
+        name: jnp.nanmean(v.astype(jnp.float32)) if v.ndim > 0 and v.shape[0] == n else v for name, v in values.items()
+    }
+    return *_strong(split.apart(state)), values, is_finite(state.params)
+
+
+@partial(jax.jit, static_argnames=("task", "client_axis"))
+def _assess(params, cluster, clients, *, task, client_axis):
+    return metrics.evaluate(task, params, clients, cluster, client_axis=client_axis)
+
+
+class _Result(NamedTuple):
+    """What a round has given: the state apart, rows and metrics on the host, and whose they are."""
+
+    round: int
+    common: list
+    rows: list
+    values: dict[str, np.ndarray]
+    cohort: Cohort
+
+
+class _Done(NamedTuple):
+    """What rounds have led to."""
+
+    round: int
+    common: list
+    totals: dict[str, Any]
+
+
+def simulate_population(
+    algorithm: Algorithm,
+    store: ClientStore,
+    *,
+    key: jax.Array,
+    num_rounds: int,
+    cohort: int,
+    sampling: str = "uniform",
+    strata: Any = None,
+    dropout: float = 0.0,
+    stragglers: float = 0.0,
+    join: Start | None = None,
+    test_store: ClientStore | None = None,
+    evaluate: int | Sequence[int] = 1000,
+    serve: str = "loss",
+    eval_every: int = 1,
+    seed: int = 0,
+    client_axis: mapping.Mapping | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    config: dict[str, Any] | None = None,
+    checkpoint_seconds: float = 30.0,
+    rows_in_memory: float = IN_MEMORY,
+    progress: bool = False,
+    description: str = "rounds",
+    stop_after: int | None = None,
+) -> PopulationHistory:
+    """Runs `algorithm` on a population of any size, a cohort of which is on the device at a time.
+
+    With the whole population as the cohort this is `simulate`. Clients that never took part start as `algorithm.init`
+    has it for the cohort they are in.
+
+    Args:
+      algorithm: any whose rounds can be with other clients every time. Not those that compare all clients with each
+        other (`cfl`, `byzantine_cfl`), nor those that cluster them before the first round (`one_shot`, `flhc`,
+        `fesem`). `federated_clustering` and its like cluster the clients of a cohort. Its own `cohort` option is for
+        clients that are on the device; leave it out.
+      store: the clients.
+      key: of the whole run. The cohort of round `t` depends on it and `t` alone.
+      num_rounds: `T`.
+      cohort: `C`, how many clients take part in a round.
+      sampling, strata: as in `make_sampler`.
+      dropout: the probability, in [0, 1), that a client that was asked does not answer. It is then as if it had no
+        examples, and keeps what it had.
+      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are asked, and the first `C` to answer, in
+        random order, make up the round. The others are cut: they count as asked, but their work and bytes do not.
+      join: `(key, clients) -> state`, whose rows new clients start with; default: `algorithm.init`. Needed where that
+        learns from the clients: for IFCA with restarts, pass the init of IFCA without; then the first cohort decides.
+      test_store: held-out examples of the same clients; without it nothing is evaluated.
+      evaluate: how many clients, drawn once, are evaluated; or their ids.
+      serve: the model that an evaluated client is served if there are several: that of lowest "loss" on its training
+        examples, which is what IFCA would tell it now; or that of its "state", which may be from long ago. Clients
+        with a model of their own are served that.
+      client_axis: mapping used to evaluate; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
+        among its devices.
+      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after: as in `simulate`.
+      seed: the key's name in the records.
+      rows_in_memory: what is kept of all clients is memory-mapped, in `out` if there is one, beyond so many bytes.
+
+    Returns:
+      `PopulationHistory`. Its records are those of `simulate` with, besides, totals so far: `asked`, `dropped`, `cut`,
+      and `seen`, the clients that have taken part. Memory on the device: two cohorts and the models; on the host: two
+      cohorts, a few bytes a client, and the rows.
+
+    Raises:
+      ValueError: bad input, before anything is compiled. What `simulate` raises; and what goes wrong in the thread.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> people = ({"x": np.zeros(4, np.float32), "y": np.ones(4, np.float32)} for _ in range(100))
+      >>> import tempfile
+      >>> store = jfcl.data.ClientStore.create(tempfile.mkdtemp() + "/people", people)
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.25), num_steps=1))
+      >>> history = jfcl.simulate_population(
+      ...     algorithm, store, key=jax.random.key(0), num_rounds=2, cohort=10, test_store=store
+      ... )
+      >>> [round(r["loss"], 4) for r in history.records]
+      [0.25, 0.0625]
+    """
+    n = len(store)
+    check_count("num_rounds", num_rounds)
+    check_count("eval_every", eval_every)
+    if stop_after is not None:
+        check_count("stop_after", stop_after)
+    check_cohort(store, cohort)
+    check_choice("serve", serve, SERVE)
+    check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
+    check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
+    asked = round(cohort * (1 + stragglers))
+    check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients asked are among the {n} there are")
+    sampler = make_sampler(store, asked, sampling, strata)
+    check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
+    check(key.ndim == 0, "key", key.shape, "a single key")
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    if test_store is not None:
+        check_fits(store, test_store, "test_store")
+    words = np.asarray(jax.random.key_data(key)).tolist()
+    evaluated = _evaluated(evaluate, n, words)
+    split, shapes = _check_algorithm(algorithm, store, cohort, join)
+    # Only where init learns from clients is there a difference: rows alone are then the other's.
+    join = algorithm.init if join is None else join
+    client_axis = mapping.auto() if client_axis is None else client_axis
+
+    folder = None
+    if out is not None:
+        about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
+        about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
+        about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
+        folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
+    row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in split.apart(shapes)[1]]
+    kept_in = None if folder is None else folder.path / "client_rows"
+    rows = ClientRows(n, row, folder=kept_in, resume=resume, in_memory=rows_in_memory)
+
+    # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
+    even = mapping.num_rows(client_axis, cohort) == cohort
+    send = partial(mapping.place, client_axis) if even else jax.device_put
+
+    def prepare(t: int) -> Cohort:
+        """Draws, gathers and sends off the cohort of round `t`; in the thread."""
+        rng = np.random.default_rng([*words, _COHORT, t])
+        ids = sampler(rng)
+        chosen, answered, dropped = who_answers(rng, asked, cohort, dropout)
+        clients = store.gather(ids[chosen])
+        size = np.where(answered, clients.size, 0).astype(np.int32)
+        cut = max(asked - dropped - cohort, 0)
+        return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)
+
+    with _CompileClock() as compiling, _Interruptible() as ctrl_c:
+        started = time.perf_counter()
+        done, records = _Done(0, [], {}), []
+        common_shapes = split.apart(shapes)[0]
+        restored = folder.restore({"common": common_shapes, **rows.saved()}) if resume else None
+        if restored is not None:
+            round_, saved, totals = restored
+            check(round_ <= num_rounds, "num_rounds", num_rounds, f"at least the {round_} rounds already done")
+            rows.restore(round_, saved)
+            done = _Done(round_, [jnp.asarray(x) for x in saved["common"]], totals)
+            records = folder.records()
+        before = done.totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
+        resumed_at = done.round
+        saved_at = time.perf_counter()
+        until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+        num_models = 1 if split.personal else jax.tree.leaves(shapes.params)[0].shape[0]
+        by_rows = split.personal or (serve == "state" and num_models > 1)
+        tests = learners = None
+        if test_store is not None and algorithm.task is not None:
+            tests = jax.device_put(test_store.gather(evaluated))
+            learners = jax.device_put(store.gather(evaluated)) if by_rows or num_models > 1 else None
+
+        def start_rows(ids: np.ndarray, clients: Clients) -> list | None:
+            """What those of `ids` that never took part start with."""
+            return None if rows.all_seen(ids) else jax.device_get(_fresh(key, clients, join=join, split=split))
+
+        def assess(common: list) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+            """The clusters of the evaluated clients, and how good the models are that they are served."""
+            ask = partial(_assess, task=algorithm.task, client_axis=client_axis)
+            mine = rows.take(evaluated, start_rows(evaluated, learners)) if by_rows else [0] * sum(split.of_clients)
+            state = split.together(common, mine)
+            found = jnp.zeros(len(evaluated), jnp.int32)
+            if split.personal:
+                served = jnp.arange(len(evaluated), dtype=jnp.int32)
+                found = getattr(state, "group", served)
+            elif num_models > 1:
+                served = found = state.cluster if by_rows else ask(state.params, None, learners)["cluster"]
+            else:
+                served = found
+            return jax.device_get((found, ask(jax.tree.map(jnp.asarray, state.params), served, tests)))
+
+        def judge(result: _Result) -> dict[str, Any]:
+            """The record of a round."""
+            row: dict[str, Any] = {"seed": seed, "round": done.round}
+            found = np.asarray(found_clusters(split.together(done.common, result.rows)))
+            if tests is not None:
+                found, held_out = assess(done.common)
+                row |= metrics.summarize(held_out, np.asarray(tests.size))
+            row |= {"train_loss": float(result.values["loss"]), "clusters_in_use": len(np.unique(found))}
+            if tests is not None and store.cluster is not None:
+                row |= metrics.cluster_recovery(found, store.cluster[evaluated])
+            row |= {name: v.tolist() for name, v in result.values.items() if name != "loss" and name not in SUMMED}
+            row |= done.totals | {"seen": int(rows.seen.sum())}
+            if tests is not None and len(evaluated) <= MOST_CLUSTERS_KEPT:
+                row["cluster"] = found.tolist()
+            return row
+
+        def commit(result: _Result) -> _Done:
+            """Puts a round's results in their places."""
+            there = np.flatnonzero(result.cohort.size > 0)
+            rows.write(result.cohort.ids[there], [values[there] for values in result.rows])
+            added = {name: float(v) for name, v in result.values.items() if name in SUMMED}
+            added |= {name: float(getattr(result.cohort, name)) for name in ("asked", "dropped", "cut")}
+            totals = {name: done.totals.get(name, 0.0) + value for name, value in added.items()}
+            return _Done(result.round, result.common, totals)
+
+        def clock() -> list[float]:
+            elapsed = time.perf_counter() - started - compiling.seconds
+            return [before[0] + elapsed, before[1] + compiling.seconds]
+
+        result: _Result | None = None
+        warned: set[str] = set()
+        with ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort") as thread, _progress_bar(progress) as bar:
+            line = bar.add_task(description, total=num_rounds, completed=done.round, rate="", note="")
+            coming = thread.submit(prepare, min(done.round + 1, until))
+            while done.round < until:
+                t = done.round + 1
+                drawn = coming.result()  # raises what the thread raised
+                if t < until:
+                    coming = thread.submit(prepare, t + 1)
+                if t == 1:
+                    common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
+                else:
+                    common, mine = done.common, rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
+                new, mine, values, finite = _round(
+                    key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
+                )
+                mine, values, finite = jax.device_get((mine, values, finite))
+                _stop_if_diverged(finite[None], {k: v[None] for k, v in values.items()}, t, [seed], folder)
+                result = _Result(t, new, mine, values, drawn)
+                done = commit(result)
+                if t % eval_every == 0 or t == num_rounds:
+                    records.append(judge(result))
+                    if folder is not None:
+                        folder.append(records[-1:])
+                    _warn_once(warned, records[-1:], num_models, cohort)
+                elapsed = time.perf_counter() - started - compiling.seconds
+                rate = f"{(t - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
+                latest = records[-1] if records else {}
+                note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
+                bar.update(line, completed=t, rate=rate, note=note)
+                due = time.perf_counter() - saved_at >= checkpoint_seconds
+                if folder is not None and (due or ctrl_c.heard or t == until):
+                    folder.save(t, {"common": done.common, **rows.saved()}, done.totals | {"time": clock()})
+                    rows.checkpointed(t)
+                    saved_at = time.perf_counter()
+                if ctrl_c.heard:
+                    raise KeyboardInterrupt
+            if result is None:  # a run that had already ended: its last cohort again
+                drawn = coming.result()
+            mine = rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
+        state = split.together(done.common, jax.tree.map(jnp.asarray, mine))
+        final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
+        if tests is not None:
+            found, held_out = assess(done.common)
+            final |= {name: np.asarray(v)[None] for name, v in (held_out | {"cluster": found}).items()}
+        seconds, compile_seconds = clock()
+    steps = done.totals.get("client_steps", 0.0)
+    return PopulationHistory(records, state, final, done.round, seconds, compile_seconds, steps, rows)
+
+
+def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.ndarray:
+    """The ids of the clients that are evaluated, in ascending order where they are drawn."""
+    if isinstance(evaluate, (int, np.integer)):
+        check_count("evaluate", evaluate)
+        count = min(int(evaluate), n)
+        rng = np.random.default_rng([*words, _EVALUATED])
+        return np.sort(rng.choice(n, count, replace=False, shuffle=False))
+    ids = np.asarray(evaluate)
+    fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu"
+    check(fits, "evaluate", evaluate, "a number of clients, or a vector of ids")
+    check(ids.min() >= 0 and ids.max() < n, "evaluate", (ids.min(), ids.max()), f"ids in 0..{n - 1}")
+    return ids.astype(np.int64)
+
+
+def _check_algorithm(algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None) -> tuple[Split, Any]:
+    """How the algorithm's state divides, and its shapes; `ValueError` for one that does not do for a population."""
+    about = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in store.fields.items())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        split, state = split_state(algorithm.init, store, cohort)
+        jax.eval_shape(algorithm.step, key, state, example_shapes(store, cohort))
+    except ValueError:
+        raise
+    except Exception as error:  # whatever flax and jax think of shapes that do not fit
+        raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
+    if join is None:
+        learnt = depends_on_clients(algorithm.init, store, cohort)
+        shared = [x for x, mine in zip(learnt, split.of_clients, strict=True) if not mine]
+        if any(shared):
+            raise ValueError(
+                "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
+                " that it would give clients of later ones places among other models. For IFCA with restarts, or"
+                " HypCluster with warm rounds, pass the init of the same method without; methods that cluster all"
+                " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
+            )
+    else:
+        same = split_state(join, store, cohort)
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
+        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init whose states have the same shapes")
+    if algorithm.check is not None:  # asked about those for whom it is hardest: clients with few examples
+        sizes = store.sizes().astype(np.int64)
+        order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
+        algorithm.check(store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort])))
+    return split, state

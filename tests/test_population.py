@@ -1,0 +1,478 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import jfcl
+from jfcl.client_rows import ClientRows
+from jfcl.data import ClientStore
+from jfcl.population import make_sampler, split_state, who_answers
+from jfcl.testing import count_compilations, problem
+
+CLIENTS, CLUSTER, TASK, TRAINING = problem()
+STORE = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
+KEY = jax.random.key(3)
+EVERYTHING = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")
+ONE_STEP = EVERYTHING._replace(num_steps=1)
+METHODS = {
+    "fedavg": jfcl.fedavg(TASK, TRAINING),
+    "fedavg with momenta": jfcl.fedavg(TASK, EVERYTHING),
+    "fedavgm": jfcl.fedavg(TASK, TRAINING, server_optimizer=optax.sgd(1.0, momentum=0.9)),
+    "ifca": jfcl.ifca(TASK, TRAINING, num_clusters=2),
+    "hypcluster": jfcl.hypcluster(TASK, TRAINING, num_clusters=2),
+    "oracle": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER),
+    "local": jfcl.local_only(TASK, EVERYTHING),
+    "ditto": jfcl.ditto(TASK, EVERYTHING),
+    "federated_clustering": jfcl.federated_clustering(TASK, TRAINING, quantile=0.5),
+    "momentum_clustering": jfcl.momentum_clustering(TASK, ONE_STEP, num_clusters=2, quantile=0.5),
+}
+
+
+def population(algorithm=METHODS["ifca"], store=STORE, **options):
+    options = {"key": KEY, "num_rounds": 6, "cohort": 4, "test_store": store} | options
+    return jfcl.simulate_population(algorithm, store, **options)
+
+
+def same(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if tolerance:
+            np.testing.assert_allclose(x, y, **tolerance)
+        else:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+# ---- Everyone, every round: the same as `simulate` -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_whole_population_as_the_cohort_is_simulate(method):
+    algorithm = METHODS[method]
+    there = jfcl.simulate(algorithm, CLIENTS, key=KEY, num_rounds=4, test_clients=CLIENTS, true_cluster=CLUSTER)
+    here = population(algorithm, num_rounds=4, cohort=7, serve="state")
+    same(there.state, here.state, rtol=1e-6, atol=1e-6)
+    for a, b in zip(there.records, here.records, strict=True):
+        for name in ("loss", "train_loss", "bytes_up", "bytes_down", "client_steps", "adjusted_rand", "cluster"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert here.records[-1]["seen"] == 7 and here.records[-1]["asked"] == 4 * 7
+    assert there.client_steps == here.client_steps and set(there.clients) <= set(here.clients)
+
+
+def test_knn_per_too():
+    clients, _, task, training = problem("classification")
+    algorithm = jfcl.knn_per(task, training, num_neighbours=2, mixing=0.5)
+    there = jfcl.simulate(algorithm, clients, key=KEY, num_rounds=3, test_clients=clients)
+    here = population(algorithm, ClientStore.from_clients(clients), num_rounds=3, cohort=7)
+    same(there.state, here.state, rtol=1e-6, atol=1e-6)
+    assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
+
+
+# ---- A cohort at a time --------------------------------------------------------------------------------------------
+
+
+def drawn(history_key, cohort, rounds, sampler=None):
+    """The cohorts of a run without dropout, drawn as the documentation says: from the key and the round alone."""
+    words = np.asarray(jax.random.key_data(history_key)).tolist()
+    sampler = sampler or make_sampler(STORE, cohort)
+    return [sampler(np.random.default_rng([*words, 0, t])) for t in range(1, rounds + 1)]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_every_client_goes_on_where_it_stopped(mapped):
+    """Local training with momentum: each client's model is what training it alone in its own rounds gives."""
+    history = population(METHODS["local"], rows_in_memory=0 if mapped else 1e9, num_rounds=5)
+    cohorts = drawn(KEY, 4, 5)
+    assert history.rows.mapped == mapped
+    assert sorted(set(np.concatenate(cohorts).tolist())) == np.flatnonzero(history.rows.seen).tolist()
+    algorithm = METHODS["local"]
+    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
+    whole = init(jax.random.fold_in(KEY, 0), CLIENTS)
+    for t, ids in enumerate(cohorts, 1):  # all seven on the device; who is not in the cohort is put back as it was
+        new, _ = step(jax.random.fold_in(KEY, t), whole, CLIENTS)
+        present = np.isin(np.arange(7), ids)
+
+        def keep(a, b, present=present):
+            return jnp.where(present.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+        whole = whole._replace(
+            params=jax.tree.map(keep, new.params, whole.params), client=jax.tree.map(keep, new.client, whole.client)
+        )
+    split, _ = split_state(algorithm.init, STORE, 4)
+    wanted = split.apart(whole)[1]
+    assert len(wanted) == len(history.rows.arrays) == 4  # two of the model, two of its momentum: not `cluster`
+    for mine, array in zip(wanted, history.rows.arrays, strict=True):
+        np.testing.assert_allclose(array[history.rows.seen], np.asarray(mine)[history.rows.seen], rtol=1e-6, atol=1e-7)
+    losses = jfcl.evaluate(TASK, whole.params, CLIENTS, whole.cluster)["loss"]
+    np.testing.assert_allclose(history.clients["loss"][0], losses, rtol=1e-5)  # the never seen: where all start
+
+
+def test_fedavg_of_cohorts_is_a_loop_over_them():
+    history = population(METHODS["fedavg"], num_rounds=3)
+    b, w = None, None
+    for t, ids in enumerate(drawn(KEY, 4, 3), 1):
+        if t == 1:
+            start = jfcl.fedavg(TASK, TRAINING).init(jax.random.fold_in(KEY, 0), CLIENTS).params
+            b, w = np.asarray(start["b"][0], np.float64), np.asarray(start["w"][0], np.float64)
+        sent = []
+        for i in ids:
+            m = int(CLIENTS.size[i])
+            x = np.asarray(CLIENTS.examples["x"][i, :m], np.float64)
+            y = np.asarray(CLIENTS.examples["y"][i, :m], np.float64)
+            mine_b, mine_w = b.copy(), w.copy()
+            for _ in range(3):  # full-batch gradient descent at 0.1
+                error = x @ mine_w + mine_b - y
+                mine_b, mine_w = mine_b - 0.1 * error.mean(), mine_w - 0.1 * x.T @ error / m
+            sent.append((m, mine_b, mine_w))
+        total = sum(m for m, _, _ in sent)
+        b, w = sum(m * x for m, x, _ in sent) / total, sum(m * x for m, _, x in sent) / total
+    np.testing.assert_allclose(history.state.params["w"][0], w, rtol=1e-5)
+    np.testing.assert_allclose(history.state.params["b"][0], b, rtol=1e-5)
+
+
+def test_clusters_are_found_a_cohort_at_a_time():
+    found = [population(num_rounds=30, key=jax.random.key(s)).records[-1] for s in range(4)]
+    assert max(r["cluster_accuracy"] for r in found) == 1 and max(r["seen"] for r in found) == 7
+
+
+def test_nothing_is_compiled_again():
+    population(num_rounds=1)
+    with count_compilations() as compiled:
+        population(num_rounds=5, key=jax.random.key(8), dropout=0.5, stragglers=0.5)
+    assert compiled.count == 0
+
+
+@pytest.mark.parametrize("cohort", [3, 4])
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only])
+def test_cohorts_are_divided_among_devices(method, cohort):
+    several = jfcl.mapping.sharded(jfcl.mapping.client_mesh(2))
+    alone = population(method(TASK, TRAINING), cohort=cohort)
+    divided = population(method(TASK, TRAINING, client_axis=several), cohort=cohort, client_axis=several)
+    same(alone.state, divided.state, rtol=1e-5, atol=1e-6)
+    for a, b in zip(alone.records, divided.records, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+def test_evaluation_changes_nothing():
+    often, rarely = population(), population(eval_every=4)
+    same(often.state, rarely.state)
+    assert [r["round"] for r in rarely.records] == [4, 6]
+    assert {**often.records[3]} == {**rarely.records[0]} and often.records[5] == rarely.records[1]
+
+
+def test_dropout_and_stragglers():
+    history = population(METHODS["fedavg with momenta"], num_rounds=40, dropout=0.3, stragglers=0.5, cohort=4)
+    last = history.records[-1]
+    assert last["asked"] == 40 * 6  # 4 and a half of 4
+    assert 0.2 < last["dropped"] / last["asked"] < 0.4
+    took_part = last["asked"] - last["dropped"] - last["cut"]
+    assert last["bytes_up"] == took_part * 5 * 4 and last["client_steps"] == took_part * 2
+    assert all(r["participants"] <= 4 for r in history.records)
+    with_all_gone = population(num_rounds=3, dropout=0.99, cohort=2)  # rounds of nobody
+    assert np.isfinite(jax.tree.leaves(with_all_gone.state.params)[0]).all()
+
+
+def test_who_does_not_answer_keeps_what_it_had():
+    history = population(METHODS["local"], num_rounds=1, dropout=0.5, cohort=7)
+    participants = history.records[-1]["participants"]
+    assert 0 < participants < 7 and history.rows.seen.sum() == participants
+    start = METHODS["local"].init(jax.random.fold_in(KEY, 0), CLIENTS).params["w"]
+    moved = ~np.isclose(history.state.params["w"], start).all(axis=1)
+    np.testing.assert_array_equal(moved, history.rows.seen)
+
+
+@given(st.integers(1, 9), st.integers(0, 5), st.floats(0, 0.95), st.integers(0, 9))
+def test_those_who_answer_come_first(cohort, more, dropout, seed):
+    rows, answered, dropped = who_answers(np.random.default_rng(seed), cohort + more, cohort, dropout)
+    assert len(rows) == cohort and (np.diff(rows) > 0).all() and rows.max() < cohort + more
+    assert answered.sum() == min(cohort, cohort + more - dropped)
+
+
+# ---- Sampling ------------------------------------------------------------------------------------------------------
+
+RAGGED = ClientStore.from_clients(
+    jfcl.Clients({"x": np.zeros((40, 9, 1), np.float32)}, np.arange(40, dtype=np.int32) % 10)
+)
+
+
+def counts(sampler, draws, n=40):
+    found = np.zeros(n)
+    for t in range(draws):
+        ids = sampler(np.random.default_rng([5, t]))
+        assert len(np.unique(ids)) == len(ids) and (np.diff(ids) > 0).all()
+        found[ids] += 1
+    return found
+
+
+@pytest.mark.parametrize("cohort", [1, 7, 33])
+def test_uniform_sampling_is_uniform(cohort):
+    found = counts(make_sampler(RAGGED, cohort), 3000)
+    # Draws without replacement vary less than multinomial ones, by (n - 1) / (n - cohort).
+    assert chisquare(found).statistic * 39 / (40 - cohort) < 39 + 4 * np.sqrt(2 * 39)
+
+
+def test_uniform_sampling_of_a_large_population():
+    store = ClientStore(None, {}, {}, np.arange(1_000_001, dtype=np.int64), about={"max_size": 1})
+    strata = np.arange(1_000_000) % 4
+    for sampler in (
+        make_sampler(store, 1000),
+        make_sampler(store, 1000, "size"),
+        make_sampler(store, 1000, "stratified", strata),
+    ):
+        tracemalloc.start()
+        sampler(np.random.default_rng(0))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # nothing of the population's length
+        tracemalloc.stop()
+    found = counts(make_sampler(store, 1000), 200, 1_000_000).reshape(20, -1).sum(axis=1)
+    assert chisquare(found).pvalue > 0.001
+
+
+def test_sampling_by_size_one_at_a_time():
+    found = counts(make_sampler(RAGGED, 1, "size"), 6000)
+    expected = np.tile(np.arange(10), 4) / 180 * 6000
+    assert (found[expected == 0] == 0).all()
+    assert chisquare(found[expected > 0], expected[expected > 0]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("size", [[1, 2, 3, 4], [1, 1, 1, 30]])
+def test_sampling_by_size_without_replacement(size):
+    """Two of four: the probability of every pair, summed over the order in which it is drawn."""
+    people = jfcl.Clients({"x": np.zeros((40, 30, 1), np.float32)}, np.int32(size + [0] * 36))
+    few = make_sampler(ClientStore.from_clients(people), 2, "size")
+    pairs = {(i, j): 0 for i in range(4) for j in range(i + 1, 4)}
+    for t in range(4000):
+        pairs[tuple(few(np.random.default_rng([1, t])).tolist())] += 1
+    p = np.array(size) / sum(size)
+    wanted = [p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j]) for i, j in pairs]
+    assert chisquare(list(pairs.values()), 4000 * np.array(wanted)).pvalue > 0.001
+
+
+def test_both_ways_of_sampling_by_size_are_one_law():
+    """A few of many examples, first by rejection (many clients), then by clocks (the same clients alone)."""
+    size = np.array([1, 1, 1, 30], np.int32)
+    alone = make_sampler(ClientStore.from_clients(jfcl.Clients({"x": np.zeros((4, 30, 1))}, size)), 1, "size")
+    many = np.tile(size, 10)
+    store = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((40, 30, 1))}, many))
+    small = np.zeros(2)
+    for t in range(1500):
+        small[0] += alone(np.random.default_rng([2, t]))[0] < 3
+        small[1] += make_one(store, t) % 4 < 3
+    assert np.abs(small / 1500 - 3 / 33).max() < 4 * np.sqrt(3 / 33 * 30 / 33 / 1500)
+
+
+def make_one(store, t):
+    return make_sampler(store, 1, "size")(np.random.default_rng([3, t]))[0]
+
+
+def test_stratified_shares():
+    strata = np.repeat([0, 1, 5], [20, 15, 5])
+    sampler = make_sampler(RAGGED, 8, "stratified", strata)
+    for t in range(50):
+        assert np.bincount(strata[sampler(np.random.default_rng(t))], minlength=6).tolist() == [4, 3, 0, 0, 0, 1]
+    found = counts(sampler, 4000)
+    assert chisquare(found[:20]).pvalue > 0.001 and chisquare(found[20:35]).pvalue > 0.001
+    assert np.bincount(CLUSTER[make_sampler(STORE, 5, "stratified")(np.random.default_rng(0))]).tolist() == [2, 3]
+    assert make_sampler(RAGGED, 40, "stratified", strata)(np.random.default_rng(0)).tolist() == list(range(40))
+
+
+# ---- Stopping and going on -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ifca", "local", "ditto"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_resuming_is_exact(method, mapped, tmp_path):
+    options = {"dropout": 0.2, "stragglers": 0.3, "rows_in_memory": 0 if mapped else 1e9, "eval_every": 2}
+    straight = population(METHODS[method], out=tmp_path / "a", **options)
+    for stop in (1, 4, None):
+        stopped = population(METHODS[method], out=tmp_path / "b", resume=stop != 1, stop_after=stop, **options)
+    same(straight.state, stopped.state)
+    same(straight.rows.arrays, stopped.rows.arrays)
+    same(straight.rows.seen, stopped.rows.seen)
+    assert straight.records == stopped.records
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == (tmp_path / "b" / "metrics.jsonl").read_text()
+    again = population(METHODS[method], out=tmp_path / "b", resume=True, **options)  # nothing is left to do
+    same(straight.state, again.state)
+    np.testing.assert_array_equal(straight.clients["loss"], again.clients["loss"])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20])
+def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path):
+    row = [jax.ShapeDtypeStruct((3,), np.float32), jax.ShapeDtypeStruct((), np.int32)]
+    rows = ClientRows(10, row, folder=tmp_path, in_memory=0)
+    rng = np.random.default_rng(0)
+
+    def write(rows):
+        ids = np.sort(rng.choice(10, 4, replace=False))
+        rows.write(ids, [rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 9, 4).astype(np.int32)])
+
+    write(rows), rows.checkpointed(1), write(rows), rows.checkpointed(2)
+    before = [a.copy() for a in rows.arrays], rows.seen.copy()
+    write(rows), write(rows)
+    if cut:  # the process was killed while the journal was being written: nothing of that round is in the rows
+        whole = [a.copy() for a in rows.arrays]
+        write(rows)
+        journal = tmp_path / "undo-00000002"
+        journal.write_bytes(journal.read_bytes()[:-cut])
+        for array, values in zip(rows.arrays, whole, strict=True):
+            array[:] = values
+    back = ClientRows(10, row, folder=tmp_path, resume=True, in_memory=0)
+    back.restore(2, {"seen": before[1], "rows": []})
+    for mine, wanted in zip(back.arrays, before[0], strict=True):
+        np.testing.assert_array_equal(mine[before[1]], wanted[before[1]])
+    np.testing.assert_array_equal(back.seen, before[1])
+
+
+SCRIPT = """
+import sys, jax, jfcl, optax, numpy as np
+from jfcl.data import ClientStore
+from jfcl.testing import problem
+clients, cluster, task, _ = problem()
+training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")
+jfcl.simulate_population(
+    jfcl.ditto(task, training), ClientStore.from_clients(clients, cluster=cluster), key=jax.random.key(3), cohort=4,
+    num_rounds=int(sys.argv[2]), out=sys.argv[1], resume=sys.argv[3] == "resume", rows_in_memory=0,
+    checkpoint_seconds=0.2, test_store=ClientStore.from_clients(clients), eval_every=50,
+)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(how, tmp_path):
+    started = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, tmp_path / "run", "100000", "new"], stderr=subprocess.PIPE
+    )
+    deadline = time.time() + 120
+    journals = []
+    while time.time() < deadline and not (journals and journals[0].stat().st_size > 0):
+        time.sleep(0.05)
+        journals = [p for p in (tmp_path / "run" / "client_rows").glob("undo-*") if int(p.name[5:]) >= 100]
+        journals = [p for p in journals if p.exists()]
+    os.kill(started.pid, how)
+    started.communicate(timeout=60)
+    assert started.returncode != 0
+    kept = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit())
+    options = {"num_rounds": kept + 130, "eval_every": 50, "rows_in_memory": 0}
+    there = population(METHODS["ditto"], out=tmp_path / "run", resume=True, checkpoint_seconds=1e9, **options)
+    here = population(METHODS["ditto"], **options)
+    same(here.state, there.state)
+    same(here.rows.seen, there.rows.seen)
+    for a, b in zip(here.rows.arrays, there.rows.arrays, strict=True):
+        np.testing.assert_array_equal(a[here.rows.seen], b[here.rows.seen])
+    assert here.records == there.records
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [r["round"] for r in here.records]
+
+
+# ---- What goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):
+    gather, calls = STORE.gather, []
+
+    def failing(ids, **options):
+        calls.append(ids)
+        assert threading.current_thread() is not threading.main_thread()
+        if len(calls) > 4:
+            raise OSError("the disk has gone")
+        return gather(ids, **options)
+
+    monkeypatch.setattr(STORE, "gather", failing)
+    with pytest.raises(OSError, match="the disk has gone"):
+        population(METHODS["fedavg"], test_store=None, out=tmp_path / "run", checkpoint_seconds=0)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2  # what was done is not lost
+    monkeypatch.undo()
+    resumed = population(METHODS["fedavg"], test_store=None, out=tmp_path / "run", resume=True)
+    same(population(METHODS["fedavg"], test_store=None).state, resumed.state)
+
+
+def test_divergence_is_said():
+    wild = jfcl.fedavg(TASK, jfcl.local_training(optax.sgd(1e20), num_steps=9))
+    with pytest.raises(jfcl.DivergedError):
+        population(wild)
+
+
+OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
+SPLITTING = jfcl.cfl(TASK, TRAINING, eps_1=1.0, eps_2=2.0, max_clusters=2)
+RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"cohort": 8}, "cohort must be at most the 7 clients of the store, got 8"),
+        ({"cohort": 0}, "cohort must be an integer, at least 1"),
+        ({"num_rounds": 0}, "num_rounds"),
+        ({"sampling": "unifrom"}, "unknown sampling 'unifrom': did you mean 'uniform'"),
+        ({"sampling": "stratified", "strata": [0, 1]}, r"strata must be integers of shape \(7,\)"),
+        ({"sampling": "stratified", "store": OTHER}, "strata must be given"),
+        ({"strata": CLUSTER}, "strata must be left out"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": -0.1}, "dropout must be"),
+        ({"dropout": float("nan")}, "dropout must be"),
+        ({"stragglers": -1}, "stragglers must be 0 or more"),
+        ({"stragglers": 1.0}, "the 8 clients asked are among the 7"),
+        ({"serve": "lost"}, "did you mean 'loss'"),
+        ({"evaluate": 0}, "evaluate must be an integer"),
+        ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
+        ({"test_store": OTHER}, "test_store: x must be of shape"),
+        ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
+        ({"resume": True}, "out must be the folder"),
+        ({"key": jax.random.split(KEY)}, "key must be a single key"),
+        (
+            {"algorithm": jfcl.cfl(TASK, TRAINING, eps_1=1.0, eps_2=2.0, max_clusters=2)},
+            "compares all of them with each other",
+        ),
+        ({"algorithm": RESTARTED}, "join must be given"),
+        ({"algorithm": jfcl.one_shot(TASK, TRAINING, num_clusters=2)}, "join must be given"),
+        ({"algorithm": jfcl.fesem(TASK, TRAINING, num_clusters=2)}, "join must be given"),
+        ({"algorithm": jfcl.flhc(TASK, TRAINING, num_clusters=2)}, "join must be given"),
+        ({"algorithm": jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=2)}, "join must be given"),
+        ({"join": METHODS["local"].init}, "join must be an init whose states have the same shapes"),
+        ({"algorithm": jfcl.ifca(TASK, TRAINING, num_clusters=5)}, "num_clusters must be at most the 4 clients"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_compiles(options, said, tmp_path):
+    population(num_rounds=1)
+    with count_compilations() as compiled, pytest.raises(ValueError, match=said):
+        population(**({"out": tmp_path / "run"} | options if "resume" not in options else options))
+    assert compiled.count == 0 and not (tmp_path / "run").exists()
+
+
+def test_restarts_with_join_and_knn_per_with_too_few_examples():
+    history = population(RESTARTED, join=METHODS["ifca"].init, num_rounds=3)
+    assert history.records[-1]["bytes_up"] > population(num_rounds=3).records[-1]["bytes_up"]  # restarts are paid for
+    clients, _, task, training = problem("classification")
+    with pytest.raises(ValueError, match="num_neighbours must be at most 3"):
+        population(jfcl.knn_per(task, training, num_neighbours=4, mixing=0.5), ClientStore.from_clients(clients))
+
+
+def test_another_population_is_not_resumed(tmp_path):
+    population(out=tmp_path / "run", num_rounds=1)
+    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    for change in ({"cohort": 5}, {"dropout": 0.5}, {"key": jax.random.key(9)}, {"store": OTHER, "algorithm": None}):
+        change = {k: v for k, v in change.items() if v is not None}
+        with pytest.raises(ValueError):
+            population(out=tmp_path / "run", resume=True, **change)
+    with pytest.raises(ValueError, match="already holds a run"):
+        population(out=tmp_path / "run")
+    assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_without_tests_nothing_is_evaluated():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = population(test_store=None)
+    assert "loss" not in history.records[0] and "train_loss" in history.records[0]
+    assert set(history.clients) == {"id", "examples"}

@@ -1,0 +1,257 @@
+import json
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jfcl
+from jfcl.data import ClientStore, generate_store, open_stores, synthetic_store
+
+
+def loop_gather(people, ids, length):
+    """What `gather` should give, client by client and example by example."""
+    x = np.zeros((len(ids), length, 2, 1), np.float32)
+    y = np.zeros((len(ids), length), np.int32)
+    for row, i in enumerate(ids):
+        for j in range(len(people[i]["y"])):
+            x[row, j], y[row, j] = people[i]["x"][j], people[i]["y"][j]
+    return x, y, [len(people[i]["y"]) for i in ids]
+
+
+def some_people(sizes, seed):
+    """Clients whose inputs are 255ths, so that bytes hold them."""
+    rng = np.random.default_rng(seed)
+    for m in sizes:
+        x = rng.integers(0, 256, (m, 2, 1)) / np.float32(255)
+        yield {"x": x.astype(np.float32), "y": rng.integers(0, 300, m).astype(np.int32)}
+
+
+def check_gather(store, people, ids, pad_to):
+    length = max(len(p["y"]) for p in people) if pad_to is None else pad_to
+    x, y, size = loop_gather(people, ids, length)
+    found = store.gather(np.array(ids), pad_to=pad_to)
+    np.testing.assert_array_equal(found.examples["x"], x)
+    np.testing.assert_array_equal(found.examples["y"], y)
+    assert found.examples["x"].dtype == np.float32 and found.examples["y"].dtype == np.int32
+    assert found.size.tolist() == size and found.id.tolist() == list(ids)
+    assert found.size.dtype == found.id.dtype == np.int32
+    assert found.examples["x"].ctypes.data % 64 == 0
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any),
+    st.integers(0, 99),
+    st.sampled_from([0, 1, 3]),
+    st.data(),
+)
+def test_gather_is_a_loop(sizes, seed, extra, data):
+    people = list(some_people(sizes, seed))
+    ids = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=9))
+    pad_to = None if not extra else max(sizes) + extra
+    whole = {name: np.concatenate([p[name] for p in people]) for name in ("x", "y")}
+    order = np.random.default_rng(seed).permutation(len(whole["y"]))
+    rows = np.split(np.argsort(order), np.cumsum(sizes)[:-1])
+    base = {name: values[order] for name, values in whole.items()}
+    compact = {"x": ("uint8", 255.0), "y": ("uint16",)}
+    with tempfile.TemporaryDirectory() as folder:
+        stores = [
+            ClientStore.create(f"{folder}/plain", people),
+            ClientStore.create(f"{folder}/compact", iter(people), stored=compact),
+            ClientStore.create_indexed(f"{folder}/index", [base], iter(rows), stored=compact),
+        ]
+        padded = jfcl.stack_clients(people)
+        stores.append(ClientStore.from_clients(padded))
+        for store in stores:
+            assert len(store) == len(sizes) and store.sizes().tolist() == sizes
+            check_gather(store, people, ids, pad_to)
+        for one, other in zip(stores[1].clients(), people, strict=True):
+            np.testing.assert_array_equal(one["x"], other["x"])
+        if len(whole["y"]) > 0:
+            assert stores[1].arrays["x"].dtype == np.uint8 and stores[1].arrays["y"].dtype == np.uint16
+
+
+def test_scale_and_offset_round_to_the_nearest(tmp_path):
+    x = np.float32([[-1.0, -0.995, 0.0, 1.54]])
+    store = ClientStore.create(tmp_path / "s", [{"x": x.T}], stored={"x": ("uint8", 100.0, -1.0)})
+    assert store.arrays["x"].ravel().tolist() == [0, 0, 100, 254]
+    np.testing.assert_allclose(store.gather([0]).examples["x"][0].T, [[-1, -1, 0, 1.54]], atol=1e-7)
+
+
+@pytest.fixture()
+def folder(tmp_path):
+    ClientStore.create(tmp_path / "s", some_people([3, 1, 2], 0), cluster=[0, 1, 0], description="three")
+    return tmp_path / "s"
+
+
+def test_it_opens_again(folder):
+    store = ClientStore.open(folder, verify=True)
+    assert store.cluster.tolist() == [0, 1, 0] and store.about["description"] == "three"
+    again = ClientStore.create(folder.with_name("t"), some_people([3, 1, 2], 0), cluster=[0, 1, 0])
+    other = ClientStore.create(folder.with_name("u"), some_people([3, 1, 2], 1), cluster=[0, 1, 0])
+    assert store.hash == again.hash != other.hash
+    assert np.load(folder / "x.npy").shape == (6, 2, 1)  # any program can read the files
+
+
+@pytest.mark.parametrize("name", ["x", "y", "offsets", "cluster"])
+def test_files_cut_short_are_noticed(folder, name):
+    file = folder / f"{name}.npy"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=rf"{name}.npy was cut .* expected {len(whole)} bytes, found {len(whole) - 1}"):
+        ClientStore.open(folder)
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"{name}.npy is missing: expected {len(whole)} bytes, found 0"):
+        ClientStore.open(folder)
+
+
+def test_changed_files_are_noticed_when_asked(folder):
+    file = folder / "x.npy"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    ClientStore.open(folder)
+    with pytest.raises(ValueError, match=r"x.npy was changed: expected SHA-256"):
+        ClientStore.open(folder, verify=True)
+
+
+def test_what_is_no_store_is_refused(folder):
+    with pytest.raises(ValueError, match="holds no store"):
+        ClientStore.open(folder.parent)
+    about = json.loads((folder / "store.json").read_text())
+    (folder / "store.json").write_text(json.dumps(about | {"format": 99}))
+    with pytest.raises(ValueError, match=r"format of .* must be 1, what jfcl writes, got 99"):
+        ClientStore.open(folder)
+    (folder / "store.json").write_text('{"form')
+    with pytest.raises(ValueError, match=r"store.json is not readable"):
+        ClientStore.open(folder)
+
+
+X = np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    "clients, options, said",
+    [
+        ([], {}, "clients must be at least one"),
+        ([{"x": X[:0]}], {}, "one with an example"),
+        ([{"x": X, "y": X[:1]}], {}, "client 0 must be arrays of one length"),
+        ([{"x": X}, {"x": X[:, :2]}], {}, r"client 1: x must be of shape \(3,\)"),
+        ([{"x": X}, {"y": X}], {}, "client 1 must be of the names"),
+        ([{"x": X}, {"x": X * np.nan}], {}, "client 1: x must be finite"),
+        ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be integers of shape \(1,\)"),
+        ([{"x": X + 2}], {"stored": {"x": ("uint8", 255.0)}}, "client 0: x must be what"),
+        ([{"x": X}], {"stored": {"z": ("uint8",)}}, "stored must be among"),
+        ([{"rows": X}], {}, "not the store's own"),
+        ([{"x": np.array(["a"])}], {}, "must be numbers"),
+    ],
+)
+def test_bad_clients_leave_nothing(tmp_path, clients, options, said):
+    with pytest.raises(ValueError, match=said):
+        ClientStore.create(tmp_path / "s", iter(clients), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_and_gathering_hold_no_more_than_they_must(tmp_path):
+    tracemalloc.start()
+    clients = ({"x": np.full((100, 250), i, np.float32)} for i in range(400))  # 100 kB each
+    store = ClientStore.create(tmp_path / "s", clients)
+    store.gather([3, 300])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert store.arrays["x"].nbytes == 40_000_000 and peak < 4_000_000
+
+
+def test_bad_rows_and_ids(tmp_path, folder):
+    with pytest.raises(ValueError, match=r"rows of client 1 must be a vector of integers in 0..1"):
+        ClientStore.create_indexed(tmp_path / "i", [{"x": X}], [np.array([0]), np.array([2])])
+    with pytest.raises(ValueError, match="path must be a folder that is not there yet"):
+        ClientStore.create(folder, [{"x": X}])
+    store = ClientStore.open(folder)
+    for ids, said in ([[3], r"ids must be in 0..2"], [[-1], "ids"], [[], "ids"], [[0.5], "ids"], [[[0]], "ids"]):
+        with pytest.raises(ValueError, match=said):
+            store.gather(ids)
+    with pytest.raises(ValueError, match="pad_to must be at least 3"):
+        store.gather([0], pad_to=2)
+    with pytest.raises(ValueError, match=r"clients.id must be left out"):
+        ClientStore.from_clients(jfcl.Clients({"x": X[None]}, np.int32([2]), np.int32([4])))
+
+
+@pytest.mark.parametrize("heterogeneity", ["rotation", "private_label", "class"])
+def test_one_deal_is_what_build_makes(tmp_path, heterogeneity):
+    options = {"num_clients": 20, "num_clusters": 4, "heterogeneity": heterogeneity, "examples_per_client": 30}
+    fed = jfcl.data.build("digits", reuse="cluster", seed=3, **options)
+    for layout in ("index", "rows"):
+        train, test = generate_store(tmp_path / layout, "digits", layout=layout, seed=3, **options)
+        assert train.arrays["x"].dtype == train.arrays["y"].dtype == np.uint8
+        for store, wanted in ((train, fed.train), (test, fed.test)):
+            found = store.gather(np.arange(20))
+            np.testing.assert_array_equal(found.size, wanted.size)
+            np.testing.assert_array_equal(found.examples["x"], wanted.examples["x"])
+            np.testing.assert_array_equal(found.examples["y"], wanted.examples["y"])
+            np.testing.assert_array_equal(store.cluster, fed.cluster)
+
+
+def test_dealt_again_and_again(tmp_path):
+    train, test = generate_store(
+        tmp_path / "p", "digits", num_clients=500, examples_per_client=100, num_clusters=2, heterogeneity="label_swap"
+    )
+    assert len(train) == len(test) == 500 and train.sizes().tolist() == [100] * 500
+    rows = np.asarray(train.rows).reshape(500, 100)
+    half = len(train.arrays["y"]) // 2
+    for i in range(500):
+        assert len(set(rows[i].tolist())) == 100  # a client's examples are all different
+        assert set((rows[i] // half).tolist()) == {i % 2}  # and its cluster's
+    uses = np.bincount(rows[0::2].ravel(), minlength=half)
+    assert uses.max() <= -(-250 // (half // 100)) and uses.min() >= 10  # 18 deals, each leaving out at most 99
+    deals = [tuple(sorted(rows[i])) for i in range(500)]
+    assert len(set(deals)) == 500
+    assert test.sizes().min() >= 1
+    again = generate_store(
+        tmp_path / "q", "digits", num_clients=500, examples_per_client=100, num_clusters=2, heterogeneity="label_swap"
+    )
+    assert [s.hash for s in again] == [s.hash for s in (train, test)] == [s.hash for s in open_stores(tmp_path / "p")]
+
+
+def test_ragged_partitions_and_turns_that_bytes_cannot_hold(tmp_path):
+    train, _ = generate_store(
+        tmp_path / "p", "digits", num_clients=90, examples_per_client=40, num_clusters=3, heterogeneity="rotation",
+        partition="power_law",
+    )  # fmt: skip
+    assert train.arrays["x"].dtype == np.float32 and len(set(train.sizes().tolist())) > 5
+    assert train.gather([0, 1]).examples["x"].shape[1] == train.max_size == train.sizes().max()
+
+
+@pytest.mark.parametrize("name, options", [("ifca_regression", {"dim": 3}), ("fc_regression", {}), ("xor_toy", {})])
+def test_synthetic_populations_in_blocks(tmp_path, name, options):
+    train, test = synthetic_store(tmp_path / "p", name, num_clients=10, block=4, **options)
+    count = {"clients_per_cluster": 3} if name == "fc_regression" else {"num_clients": 10}
+    fed = getattr(jfcl.data, name)(**count, **options)
+    assert train.cluster.tolist() == fed.cluster[:10].tolist()
+    if name != "xor_toy":  # whose clients are not drawn one by one
+        for store, wanted in ((train, fed.train), (test, fed.test)):
+            for field, values in store.gather(np.arange(10)).examples.items():
+                np.testing.assert_array_equal(values, wanted.examples[field][:10])
+    x = train.gather(np.arange(10)).examples["x"]
+    assert len(np.unique(x[:, 0, 0])) == 10
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"num_clients": 0}, "num_clients must be an integer, at least 1, got 0"),
+        ({"examples_per_client": 2000}, "examples_per_client must be at most 1438, the training examples of cluster 0"),
+        ({"num_clusters": 200}, "num_clusters must be at most the number of clients, 100"),
+        ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
+        ({"partition": "writer"}, "unknown partition 'writer'"),
+        ({"layout": "index_"}, "did you mean 'index'"),
+    ],
+)
+def test_bad_populations_leave_nothing(tmp_path, options, said):
+    options = {"num_clients": 100, "examples_per_client": 10} | options
+    with pytest.raises(ValueError, match=said):
+        generate_store(Path(tmp_path / "p"), "digits", **options)
+    assert list(tmp_path.iterdir()) == []
