@@ -24,6 +24,7 @@ ORDER = [
     "runs",
     "simulation",
     "plots",
+    "bench",
     "testing",
     "experiments",
     "cli",
