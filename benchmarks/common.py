@@ -43,7 +43,7 @@ def report(name: str | None, title: str, columns: list[str], rows: list[dict[str
     for i, column in enumerate(columns):
         table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
     for row in rows:
-        table.add_row(*[_cell(row.get(column)) for column in columns])
+        table.add_row(*[cell(row.get(column)) for column in columns])
     Console(width=120).print(table)
     if name is None:
         return
@@ -54,7 +54,8 @@ def report(name: str | None, title: str, columns: list[str], rows: list[dict[str
     print(f"written: {path}")
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """How a table shows a value: three significant digits, whole numbers from 100 on, a dash for nothing."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return "–" if value is None else str(value)

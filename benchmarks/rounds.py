@@ -76,7 +76,8 @@ def main() -> None:
     settings = {name: case._asdict() | {"rounds": rounds} for name, (case, rounds) in CASES.items()}
     command = "python benchmarks/rounds.py" + (f" --only '{args.only}'" if args.only else "")
     title = "One round; times torch: how often a round fits into the PyTorch loop's"
-    report("rounds", title, columns, [{"settings": settings.get(row["case"])} | row for row in rows], command)
+    name = "-".join(["rounds", *args.only.split()])  # a part never over the whole
+    report(name, title, columns, [{"settings": settings.get(row["case"])} | row for row in rows], command)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,17 @@ def test_libraries_that_disagree_are_found_out(peers_job):
     peers_job[0].check_agreement(rows, 0.04)
     with pytest.raises(ValueError, match="a: accuracies differ by more than"):
         peers_job[0].check_agreement(rows, 0.02)
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results(peers_job):
+    tables = importlib.import_module("tables")
+    text = (BENCHMARKS / "README.md").read_text()
+    assert tables.filled(text) == text, "run python benchmarks/tables.py"
+    for name in tables.TABLES:
+        if (BENCHMARKS / "results" / f"{name}.json").exists():
+            assert f"<!-- {name} -->\n\n| " in text, name
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (BENCHMARKS / target).exists(), target
 
 
 @pytest.mark.slow
