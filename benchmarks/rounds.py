@@ -18,7 +18,7 @@ from typing import Any
 from common import report, run_peer
 
 from jfcl import bench
-from jfcl.bench import Case, floor_gflop, make_round, measure, sgemm_gflops
+from jfcl.bench import Case, floor_gflop, make_algorithm, make_arguments, measure, sgemm_gflops
 
 CASES = {  # and how many rounds of each are measured
     # IFCA's Table 1, m = 1200, n = 200: a round is 12,000 full-batch steps and 4 losses over 240,000 images.
@@ -64,8 +64,9 @@ def main() -> None:
             else:
                 del measured["seconds"][0]  # in which some compile
                 add({"torch": "PyTorch loop", "fedjax": "FedJAX 0.0.17"}[peer], measured)
+        arguments = make_arguments(case)
         for label, mapping in MAPPINGS.items():
-            step, arguments = make_round(case, bench.MAPPINGS[mapping]())
+            step = make_algorithm(case, bench.MAPPINGS[mapping]()).step
             add(label, measure(step, *arguments, repeats=rounds, limit_mb=LIMIT_MB))
         loop = next((row["seconds"] for row in found if row["what"] == "PyTorch loop"), None)
         for row in found:

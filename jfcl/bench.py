@@ -95,14 +95,11 @@ def make_clients(case: Case) -> Clients:
     return jax.device_put(Clients({"x": x, "y": y}, jnp.full(n, m, jnp.int32)))
 
 
-def make_round(
-    case: Case, client_axis: mapping.Mapping, clients: Clients | None = None
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`(step, arguments)` of one round, on random examples or `clients`."""
-    clients = make_clients(case) if clients is None else clients
-    algorithm = make_algorithm(case, client_axis)
-    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
-    return algorithm.step, (jax.random.key(1), state, clients)
+def make_arguments(case: Case) -> tuple[jax.Array, Any, Clients]:
+    """`(key, state, clients)` of a first round on random examples, which are the same for any mapping."""
+    clients = make_clients(case)
+    state = jax.jit(make_algorithm(case, mapping.auto()).init)(jax.random.key(0), clients)
+    return jax.random.key(1), state, clients
 
 
 def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
@@ -253,22 +250,21 @@ def sweep(
     peak, limit_mb = sgemm_gflops(), memory_limit_mb()
     rows: list[dict[str, Any]] = []
     a_client: dict[tuple[str, ...], float] = {}  # seconds, with fewer clients
-    combinations = list(itertools.product(methods, models, mappings))
     sizes = sorted(set(clients))
-    for n in sizes:
-        work = Case("fedavg", models[0], n, examples, batch_size, local_steps, clusters)
-        data = make_clients(work)
-        for what in combinations:
-            method, model, name = what
-            case = work._replace(method=method, model=model)
+    total = len(methods) * len(models) * len(mappings) * len(sizes)
+    for n, method, model in itertools.product(sizes, methods, models):
+        case = Case(method, model, n, examples, batch_size, local_steps, clusters)
+        arguments = None  # made for the first mapping, the same for all
+        for name in mappings:
             row: dict[str, Any] = {"method": method, "model": model, "mapping": name, "clients": n}
             rows.append(row)
-            tick(f"{method}, {model}, {name}, {n} clients", len(combinations) * len(sizes))
-            expected = n * a_client.get(what, 0.0)
+            tick(f"{method}, {model}, {name}, {n} clients", total)
+            expected = n * a_client.get((method, model, name), 0.0)
             if expected > seconds:
                 row["left_out"] = f"takes {expected:.1f} s"
                 continue
-            step, arguments = make_round(case, MAPPINGS[name](), data)
+            arguments = make_arguments(case) if arguments is None else arguments
+            step = make_algorithm(case, MAPPINGS[name]()).step
             found = measure(step, *arguments, repeats=repeats, limit_mb=limit_mb, limit_seconds=seconds)
             runs = found.pop("seconds")
             row |= found
@@ -276,7 +272,7 @@ def sweep(
                 row["left_out"] = f"needs {found['temporary_mb'] / 1000:.2g} GB"
                 continue
             middle = statistics.median(runs)
-            a_client[what] = middle / n
+            a_client[method, model, name] = middle / n
             gflops = floor_gflop(case) / middle
             speeds = {"rounds/s": 1 / middle, "client_steps/s": n * local_steps / middle}
             row |= {"seconds": middle, **speeds, "gflops": gflops, "peak": gflops / peak, "runs": runs}

@@ -228,8 +228,8 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
         list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method", "mapping")
     )
     colors, styles = colormaps["tab10"], ("-", "--", ":", "-.")
-    figure = Figure(figsize=(1 + 4.2 * max(1, len(models)), 3.8), layout="constrained")
-    panels = figure.subplots(1, max(1, len(models)), squeeze=False)[0]
+    figure = Figure(figsize=(2 + 4 * max(1, len(models)), 3.8), layout="constrained")
+    panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
     for axes, model in zip(panels, models, strict=False):
         for i, method in enumerate(methods):
             for j, name in enumerate(mappings):
@@ -240,6 +240,5 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel="clients", title=model)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("client-steps a second")
-    if models:
-        panels[-1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure

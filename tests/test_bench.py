@@ -88,10 +88,8 @@ def test_rounds_that_would_take_too_long_or_too_much_memory_are_left_out(monkeyp
 
 def test_all_mappings_do_the_same_round():
     case = bench.Case("fedavg", "linear", clients=7, examples=6, batch=3, steps=2, lr=0.1)
-    states = []
-    for make in bench.MAPPINGS.values():
-        step, arguments = bench.make_round(case, make())
-        states.append(jax.jit(step)(*arguments)[0])
+    arguments = bench.make_arguments(case)
+    states = [jax.jit(bench.make_algorithm(case, make()).step)(*arguments)[0] for make in bench.MAPPINGS.values()]
     for state in states[1:]:
         np.testing.assert_allclose(
             state.params["Dense_0"]["kernel"], states[0].params["Dense_0"]["kernel"], rtol=1e-5, atol=1e-6
