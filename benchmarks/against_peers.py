@@ -123,7 +123,8 @@ def run_job(name: str, case: dict[str, Any], turns: int) -> list[dict[str, Any]]
             for library, (env, its_case) in contenders.items():
                 result = run_peer(env, f"{env}_loop.py", its_case)
                 if result is None:
-                    print(f"{library} is not set up (make peers): left out" * (turn == 0), file=sys.stderr)
+                    if turn == 0:
+                        print(f"{library} is not set up (make peers): left out", file=sys.stderr)
                     continue
                 found.setdefault(library, []).append(result)
                 seconds = statistics.median(result["seconds"][1:])

@@ -169,8 +169,8 @@ def build_parser() -> argparse.ArgumentParser:
         "bench",
         help="how fast rounds are here: method x model x mapping x number of clients",
         description="Measure one round of every method x model x mapping x number of clients on random images of"
-        " 28 x 28: client-steps a second, the fraction of a large matrix product's speed, memory, compilation. About"
-        " two minutes on 2 cores; rounds that would take longer than --seconds are left out.",
+        " 28 x 28: client-steps a second, the fraction of a large matrix product's speed, memory, compilation. Rounds"
+        " that would take longer than --seconds are left out.",
         allow_abbrev=False,
     )
     bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all]")
@@ -410,7 +410,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
         disable=args.quiet,
         transient=True,
     ) as bar:
-        task = bar.add_task("speed of matrix products", total=None, completed=-1)
+        task = bar.add_task("speed of matrix products", total=None)
         tick = lambda what, total: bar.update(task, description=what, total=total, advance=1)  # noqa: E731
         found = bench.sweep(**options, tick=tick)
     title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
