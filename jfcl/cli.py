@@ -426,7 +426,9 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
             cells += ["–", row["left_out"]]
         else:
             memory = "–" if row["temporary_mb"] is None else f"{row['temporary_mb']:,.1f}"
-            cells += [_cell(row["rounds/s"]), f"{row['client_steps/s']:,.0f}", f"{row['peak']:.0%}", memory]
+            rounds = row["rounds/s"]
+            cells += [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
+            cells += [f"{row['peak']:.0%}", memory]
             cells += [f"{row['compile_seconds']:.1f}"]
         table.add_row(*cells)
     console.print(table)
