@@ -19,15 +19,17 @@ lint: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
+	$(BIN)/python benchmarks/against_peers.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/federated_clustering.py
 	$(BIN)/python benchmarks/population.py
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:
-	$(PYTHON) -m venv .venv-torch && .venv-torch/bin/pip install --quiet -r benchmarks/peers/requirements-torch.txt
-	$(PYTHON) -m venv .venv-fedjax && .venv-fedjax/bin/pip install --quiet -r benchmarks/peers/requirements-fedjax.txt
-	$(PYTHON) -m venv .venv-byzfl && .venv-byzfl/bin/pip install --quiet -r benchmarks/peers/requirements-byzfl.txt
+	for name in torch fedjax byzfl pfl flower; do \
+	  $(PYTHON) -m venv .venv-$$name && \
+	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
+	done
 
 notebooks: .venv/dev
 	$(BIN)/python -m pytest -m slow tests/test_notebooks.py

@@ -1,14 +1,13 @@
-"""What the benchmarks share: timing with compilation apart, peers in environments of their own, tables, JSON."""
+"""What the benchmarks share besides `jfcl.bench`: peers in environments of their own, tables, JSON."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -18,30 +17,12 @@ ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 
 
-def measure(fn, *args, repeats: int, limit_mb: float = float("inf")) -> dict[str, Any]:
-    """Compiles `fn(*args)` and runs it `repeats` times: compile seconds, seconds of each run, MB of temporaries.
-
-    Where it would need more than `limit_mb` of temporaries it is not run: `seconds` is empty.
-    """
-    started = time.perf_counter()
-    compiled = jax.jit(fn).lower(*args).compile()
-    compile_seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
-    temporaries = None if memory is None else memory.temp_size_in_bytes / 1e6
-    seconds: list[float] = []
-    if temporaries is not None and temporaries > limit_mb:
-        return {"seconds": seconds, "compile_seconds": compile_seconds, "temporary_mb": temporaries}
-    jax.block_until_ready(compiled(*args))  # the first run also touches its memory for the first time
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        seconds.append(time.perf_counter() - started)
-    return {"seconds": seconds, "compile_seconds": compile_seconds, "temporary_mb": temporaries}
-
-
 def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | None:
-    """What a peer's script measured for `case`, in the environment `.venv-<name>`; `None` where that is not set up."""
-    python = ROOT.parent / f".venv-{name}" / "bin" / "python"
+    """What a script of `peers/` measured for `case`, in the environment `.venv-<name>`, that of jfcl in our own.
+
+    `None` where the environment is not set up.
+    """
+    python = Path(sys.executable) if name == "jfcl" else ROOT.parent / f".venv-{name}" / "bin" / "python"
     if not python.exists():
         return None
     done = subprocess.run(
@@ -49,7 +30,7 @@ def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | N
     )
     if done.returncode:
         raise RuntimeError(f"{script} failed on {case}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])  # Flower and pfl print much before
 
 
 def report(name: str | None, title: str, columns: list[str], rows: list[dict[str, Any]], command: str) -> None:
@@ -62,7 +43,7 @@ def report(name: str | None, title: str, columns: list[str], rows: list[dict[str
     for i, column in enumerate(columns):
         table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
     for row in rows:
-        table.add_row(*[_cell(row.get(column)) for column in columns])
+        table.add_row(*[cell(row.get(column)) for column in columns])
     Console(width=120).print(table)
     if name is None:
         return
@@ -73,7 +54,8 @@ def report(name: str | None, title: str, columns: list[str], rows: list[dict[str
     print(f"written: {path}")
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """How a table shows a value: three significant digits, whole numbers from 100 on, a dash for nothing."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return "–" if value is None else str(value)

@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from common import measure, report, run_peer
+from common import report, run_peer
 
 import jfcl
+from jfcl.bench import measure
 
 BATCH, QUANTILE, THRESHOLD_ROUNDS = 32, 0.2, 3
 

@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `compare`, `list`, `reproduce`, `demo` (also `python -m jfcl`)."""
+"""The command line: `jfcl run`, `compare`, `list`, `reproduce`, `bench`, `demo` (also `python -m jfcl`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import json
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 EXAMPLES = """examples:
@@ -170,6 +172,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
     again.add_argument("--quiet", action="store_true", help="no progress bars")
+
+    bench = commands.add_parser(
+        "bench",
+        help="how fast rounds are here: method x model x mapping x number of clients",
+        description="Measure one round of every method x model x mapping x number of clients on random images of"
+        " 28 x 28: client-steps a second, the fraction of a large matrix product's speed, memory, compilation. Rounds"
+        " that would take longer than --seconds are left out.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all]")
+    bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
+    bench.add_argument("--mappings", nargs="+", metavar="NAME", help="how clients are mapped ['chunked(1)' ... vmap]")
+    bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")
+    bench.add_argument("--examples", type=int, metavar="N", help="per client [40]")
+    bench.add_argument("--batch-size", type=int, metavar="N", help="examples per local step [20]")
+    bench.add_argument("--local-steps", type=int, metavar="N", help="per round [2]")
+    bench.add_argument("--clusters", type=int, metavar="N", help="models of ifca [4]")
+    bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of every round, of which the median [3]")
+    bench.add_argument("--seconds", type=float, metavar="X", help="that the runs of one round may take [1]")
+    bench.add_argument("--quick", action="store_true", help="fedavg, mlp, 10 clients only, where not said otherwise")
+    bench.add_argument("--out", default="runs/bench", metavar="DIR", help="folder for results [runs/bench]")
+    bench.add_argument("--quiet", action="store_true", help="no progress bar")
 
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
@@ -388,15 +412,72 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _unused(folder: str) -> Path:
+    """`folder`, or the first of `folder-2`, `folder-3`, ... that does not exist: never over earlier results."""
+    base = Path(folder)
+    out, number = base, 1
+    while out.exists():
+        number += 1
+        out = base.with_name(f"{base.name}-{number}")
+    return out
+
+
+def command_bench(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl bench`."""
+    from jfcl import bench, plots
+    from jfcl.runs import write_json
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: given[name] for name in inspect.signature(bench.sweep).parameters if name in given}
+    if args.quick:
+        options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=args.quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("speed of matrix products", total=None)
+        tick = lambda what, total: bar.update(task, description=what, total=total, advance=1)  # noqa: E731
+        found = bench.sweep(**options, tick=tick)
+    title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
+    look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}
+    table = Table(title=title.format(**found["settings"]), title_justify="left", title_style="", **look)
+    for name in ("method", "model", "mapping"):
+        table.add_column(name, no_wrap=True)
+    for head in ("clients", "rounds\n/s", "client-\nsteps/s", "of\npeak", "temp.\nMB", "compile\ns"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in found["rows"]:
+        cells = [row["method"], row["model"], row["mapping"], f"{row['clients']:,}"]
+        if "left_out" in row:
+            cells += ["–", row["left_out"]]
+        else:
+            memory = "–" if row["temporary_mb"] is None else f"{row['temporary_mb']:,.1f}"
+            rounds = row["rounds/s"]
+            cells += [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
+            cells += [f"{row['peak']:.0%}", memory]
+            cells += [f"{row['compile_seconds']:.1f}"]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"peak: {found['sgemm_gflops']:.0f} GFLOP/s, float32 matrix products of 2,048 x 2,048 on {found['device']}."
+        " Operations are counted from the models' layers."
+    )
+    out = _unused(args.out)
+    out.mkdir(parents=True)
+    write_json(out / "bench.json", found)
+    plots.save(plots.throughput(found["rows"]), out / "throughput.png")
+    console.print(f"kept in {out}: bench.json, throughput.png")
+
+
 def command_demo(args: argparse.Namespace, console: Console) -> None:
     """`jfcl demo`: the README's main job."""
     from jfcl.experiments import Config, run
 
-    base = Path(args.out)
-    out, number = base, 1
-    while out.exists():  # never over an earlier demo
-        number += 1
-        out = base.with_name(f"{base.name}-{number}")
+    out = _unused(args.out)
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
         "0, 90, 180 or 270 degrees, and nobody is told by how much. Who recognises\n"
@@ -414,6 +495,7 @@ COMMANDS = {
     "compare": command_compare,
     "list": command_list,
     "reproduce": command_reproduce,
+    "bench": command_bench,
     "demo": command_demo,
 }
 
@@ -451,7 +533,8 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        _compilation_cache()
+        if args.command != "bench":  # which measures compilation
+            _compilation_cache()
         COMMANDS[args.command](args, console)
     except KeyboardInterrupt:
         kept = getattr(args, "out", None)

@@ -211,3 +211,34 @@ def split_probability(probability: SplitProbability, num_clusters: Sequence[int]
     panels[0].legend(loc="upper right")
     figure.colorbar(shown, ax=panels)
     return figure
+
+
+def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Client-steps a second by the number of clients (`jfcl.bench.sweep`'s rows): a panel per model, all on log scales.
+
+    The colour is the method, the dashes are the mapping.
+
+    Example:
+      >>> row = {"method": "ifca", "model": "mlp", "mapping": "vmap", "clients": 10, "client_steps/s": 50.0}
+      >>> throughput([row]).axes[0].get_title()
+      'mlp'
+    """
+    rows = [row for row in rows if "client_steps/s" in row]
+    models, methods, mappings = (
+        list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method", "mapping")
+    )
+    colors, styles = colormaps["tab10"], ("-", "--", ":", "-.")
+    figure = Figure(figsize=(2 + 4 * max(1, len(models)), 3.8), layout="constrained")
+    panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
+    for axes, model in zip(panels, models, strict=False):
+        for i, method in enumerate(methods):
+            for j, name in enumerate(mappings):
+                line = [r for r in rows if (r["model"], r["method"], r["mapping"]) == (model, method, name)]
+                steps = [r["client_steps/s"] for r in line]
+                style = {"color": colors(i % 10), "ls": styles[j % len(styles)], "marker": "."}
+                axes.plot([r["clients"] for r in line], steps, label=f"{method}, {name}", **style)
+        axes.set(xscale="log", yscale="log", xlabel="clients", title=model)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("client-steps a second")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure

@@ -29,6 +29,7 @@ ORDER = [
     "probe",
     "population",
     "plots",
+    "bench",
     "testing",
     "experiments",
     "cli",

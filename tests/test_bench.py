@@ -1,0 +1,210 @@
+"""`jfcl bench` and what it is made of: counts against hand and XLA, rows against each other, bad input; no times."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfcl import bench, cli, plots
+from jfcl.models import MODELS
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+TINY = {"methods": ["fedavg"], "models": ["linear"], "mappings": ["vmap"], "examples": 4, "batch_size": 2}
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp", "cnn5"])
+def test_multiplications_are_those_that_xla_counts(model):
+    module, batch = MODELS[model][0](10), 8
+    task = bench.make_task(model)
+    params, x = task.init(jax.random.key(0)), jnp.zeros((batch, *bench.INPUT_SHAPE))
+    counted = jax.jit(task.predict).lower(params, x).cost_analysis()["flops"]
+    floor = 2 * batch * sum(bench.multiply_adds(module, bench.INPUT_SHAPE))
+    assert floor == pytest.approx(counted, rel=0.05)  # XLA also counts biases, activations and pooling
+
+
+def test_the_floor_of_a_round_by_hand():
+    case = bench.Case("ifca", "mlp", clients=3, examples=50, batch=10, steps=4, clusters=5)
+    first, second = 784 * 200, 200 * 10
+    step = 10 * (2 * first + 3 * second)  # forward, weights; and inputs of the second layer alone
+    choice = 5 * 50 * (first + second)
+    assert bench.floor_gflop(case) == pytest.approx(2 * 3 * (4 * step + choice) / 1e9)
+    assert bench.floor_gflop(case._replace(method="fedavg")) == pytest.approx(2 * 3 * 4 * step / 1e9)
+    whole = bench.floor_gflop(case._replace(method="fedavg", batch=None))
+    assert whole == pytest.approx(5 * bench.floor_gflop(case._replace(method="fedavg")))
+
+
+def test_measure_stops_at_its_limits():
+    def work(x):
+        return jnp.sin(x) @ jnp.cos(x)
+
+    x = jnp.ones((64, 64))
+    assert len(bench.measure(work, x, repeats=4)["seconds"]) == 4
+    assert len(bench.measure(work, x, repeats=4, limit_seconds=0)["seconds"]) == 1
+    found = bench.measure(work, x, repeats=4, limit_mb=0)
+    assert found["seconds"] == [] and found["temporary_mb"] > 0
+
+
+def test_a_sweep_has_a_row_for_every_combination():
+    wanted = {"methods": ["ifca", "local"], "models": ["linear"], "mappings": ["chunked(4)", "vmap"]}
+    heard = []
+    found = bench.sweep(
+        **wanted,
+        clients=[5, 2],
+        examples=4,
+        batch_size=2,
+        clusters=2,
+        repeats=2,
+        seconds=100.0,
+        tick=lambda what, total: heard.append(total),
+    )
+    rows = found["rows"]
+    names = [(r["clients"], r["method"], r["model"], r["mapping"]) for r in rows]
+    assert len(set(names)) == 8 and {n for n, *_ in names} == {2, 5} and heard == [8] * 8
+    for row in rows:
+        assert len(row["runs"]) == 2 and row["seconds"] == pytest.approx(np.median(row["runs"]))
+        assert row["client_steps/s"] == pytest.approx(row["clients"] * 2 * row["rounds/s"])
+        case = bench.Case(row["method"], row["model"], row["clients"], 4, 2, 2, 2)
+        assert row["gflops"] * row["seconds"] == pytest.approx(bench.floor_gflop(case))
+        assert row["peak"] == pytest.approx(row["gflops"] / found["sgemm_gflops"])
+    assert {"device", "versions", "settings"} <= set(found)
+    assert json.loads(json.dumps(found["rows"])) == rows
+
+
+def test_rounds_that_would_take_too_long_or_too_much_memory_are_left_out(monkeypatch):
+    small, large = bench.sweep(**TINY, clients=[2, 4], seconds=1e-9)["rows"]
+    assert "client_steps/s" in small and large["left_out"].startswith("takes") and "seconds" not in large
+    monkeypatch.setattr(bench, "memory_limit_mb", lambda: 0.0)
+    (row,) = bench.sweep(**TINY, clients=[2])["rows"]
+    assert row["left_out"].startswith("needs") and "seconds" not in row
+    assert len(plots.throughput([row]).axes) == 1  # nothing to draw is no error
+
+
+def test_all_mappings_do_the_same_round():
+    case = bench.Case("fedavg", "linear", clients=7, examples=6, batch=3, steps=2, lr=0.1)
+    arguments = bench.make_arguments(case)
+    states = [jax.jit(bench.make_algorithm(case, make()).step)(*arguments)[0] for make in bench.MAPPINGS.values()]
+    for state in states[1:]:
+        np.testing.assert_allclose(
+            state.params["Dense_0"]["kernel"], states[0].params["Dense_0"]["kernel"], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"methods": ["fedavgg"]}, "unknown method 'fedavgg': did you mean 'fedavg'"),
+        ({"models": ["lstm"]}, "unknown model 'lstm'"),
+        ({"models": ["vgg"]}, "images are too small for this model"),
+        ({"mappings": ["chunked"]}, "unknown mapping 'chunked'"),
+        ({"mappings": []}, "mappings must be at least one name"),
+        ({"clients": []}, "clients must be at least one number"),
+        ({"clients": [10, 0]}, "clients must be an integer, at least 1, got 0"),
+        ({"local_steps": 0}, "local_steps must be an integer, at least 1, got 0"),
+        ({"seconds": 0}, "seconds must be positive, got 0"),
+        ({"methods": ["ifca"], "clients": [3], "clusters": 4}, "clusters must be at most the 3 clients there are"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(monkeypatch, options, said):
+    monkeypatch.setattr(bench, "measure", None)
+    with pytest.raises(ValueError, match=said):
+        bench.sweep(**options)
+
+
+def test_throughput_draws_a_line_for_every_method_and_mapping():
+    rows = [
+        {"method": m, "model": d, "mapping": a, "clients": n, "client_steps/s": float(n)}
+        for m in ("fedavg", "ifca")
+        for d in ("mlp", "cnn_mnist")
+        for a in ("vmap", "chunked(1)")
+        for n in (1, 10)
+    ]
+    axes = plots.throughput(rows).axes
+    assert [a.get_title() for a in axes] == ["mlp", "cnn_mnist"] and {len(a.lines) for a in axes} == {4}
+    assert all(a.get_xscale() == a.get_yscale() == "log" for a in axes)
+
+
+def test_the_command_keeps_results_and_never_overwrites_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_compilation_cache", None)  # compilation is measured, so nothing may come from a cache
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["bench", "--quick", "--models", "linear", "--clients", "3", "--quiet", "--out", str(tmp_path / "b")]
+    assert cli.main(command) == 0
+    first = (tmp_path / "b" / "bench.json").read_bytes()
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {"bench.json", "throughput.png"}
+    found = json.loads(first)
+    assert {row["model"] for row in found["rows"]} == {"linear"} and found["settings"]["clients"] == [3]
+    out = capsys.readouterr().out
+    assert "fedavg" in out and "chunked(4)" in out and "GFLOP/s" in out and "…" not in out
+    assert cli.main(command) == 0
+    assert (tmp_path / "b" / "bench.json").read_bytes() == first and (tmp_path / "b-2" / "bench.json").exists()
+
+
+def test_the_command_refuses_bad_input(tmp_path, capsys):
+    assert cli.main(["bench", "--methods", "fedprox", "--out", str(tmp_path / "b")]) == 2
+    assert "unknown method 'fedprox'" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert cli.main(["bench", "--clients", "ten"]) == 2
+
+
+# The job that the peers are given (benchmarks/against_peers.py).
+
+
+@pytest.fixture
+def peers_job(monkeypatch):
+    """The modules `against_peers` and `job`, as the scripts import them."""
+    for folder in (BENCHMARKS, BENCHMARKS / "peers"):
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
+    return importlib.import_module("against_peers"), importlib.import_module("job")
+
+
+@pytest.mark.parametrize("model, clusters", [("mlp", 1), ("mlp", 2), ("cnn_mnist", 1)])
+def test_the_judge_of_all_libraries_agrees_with_jfcl(peers_job, tmp_path, model, clusters):
+    against_peers, job = peers_job
+    case = {"method": "ifca", "model": model, "clients": 4, "examples": 12, "clusters": clusters}
+    case["data"] = str(tmp_path / "data.npz")
+    assert against_peers.write_data(case, tmp_path / "data.npz") == "digits"
+    data = job.load(case)
+    assert data.x.shape == (4, 12, 28, 28, 1) and data.kind.tolist() == [i % clusters for i in range(4)]
+    task, names = bench.make_task(model), sorted(bench.make_task(model).init(jax.random.key(0)))
+    params = [{n: {"kernel": k, "bias": b} for n, (k, b) in zip(names, layers, strict=True)} for layers in data.models]
+    reached = []
+    for x, y, kind in zip(data.x, data.y, data.kind, strict=True):
+        losses = [task.loss(p, {"x": x, "y": y}).mean() for p in params]
+        np.testing.assert_allclose([job.mean_loss(layers, x, y) for layers in data.models], losses, rtol=1e-4)
+        best = params[int(np.argmin(losses))]
+        test = {"x": data.test_x[kind][:300], "y": data.test_y[kind][:300]}
+        reached.append(task.correct(best, test).mean())
+    data = data._replace(test_x=data.test_x[:, :300], test_y=data.test_y[:, :300])
+    assert job.accuracy(data, data.models) == pytest.approx(np.mean(reached), abs=0.004)  # one image in 300 may tie
+
+
+def test_libraries_that_disagree_are_found_out(peers_job):
+    rows = [{"job": "a", "library": name, "accuracy": value} for name, value in (("x", 0.9), ("y", 0.93))]
+    peers_job[0].check_agreement(rows, 0.04)
+    with pytest.raises(ValueError, match="a: accuracies differ by more than"):
+        peers_job[0].check_agreement(rows, 0.02)
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results(peers_job):
+    tables = importlib.import_module("tables")
+    text = (BENCHMARKS / "README.md").read_text()
+    assert tables.filled(text) == text, "run python benchmarks/tables.py"
+    for name in tables.TABLES:
+        if (BENCHMARKS / "results" / f"{name}.json").exists():
+            assert f"<!-- {name} -->\n\n| " in text, name
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (BENCHMARKS / target).exists(), target
+
+
+@pytest.mark.slow
+def test_the_same_job_in_every_library_that_is_set_up():
+    command = [sys.executable, BENCHMARKS / "against_peers.py", "--quick", "--only", "fedavg mlp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "jfcl, vmap" in done.stdout
