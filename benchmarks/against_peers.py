@@ -41,6 +41,7 @@ OURS = {  # a row of ours: its mapping, and the devices that the CPU is made to 
     "jfcl, one at a time": dict(mapping="chunked(1)", devices=1),
     "jfcl, chunks of 4": dict(mapping="chunked(4)", devices=1),
     "jfcl, vmap": dict(mapping="vmap", devices=1),
+    "jfcl, two devices": dict(mapping="sharded(chunked(1))", devices=2),
 }
 PEERS = {  # environment (.venv-NAME) and script (peers/NAME_loop.py) of each, and the methods it has
     "PyTorch loop": ("torch", ("fedavg", "ifca")),

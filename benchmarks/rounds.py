@@ -11,10 +11,12 @@ weight gradients, and input gradients of all layers but the first; K forward pas
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from typing import Any
 
+import jax
 from common import report, run_peer
 
 from jfcl import bench
@@ -30,6 +32,7 @@ CASES = {  # and how many rounds of each are measured
     "fedavg cnn b100": (Case("fedavg", "cnn_mnist", clients=100, examples=200, batch=100, steps=2), 3),
 }
 MAPPINGS = {"one at a time": "chunked(1)", "chunks of 4": "chunked(4)", "chunks of 10": "chunked(10)", "vmap": "vmap"}
+MAPPINGS["a device per core"] = "sharded(chunked(1))"
 LIMIT_MB = 16_000  # of temporaries; mappings that need more are not run
 
 
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--no-peers", action="store_true", help="jfcl alone")
     args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", os.cpu_count())  # the mappings of one device use the first
     rows: list[dict[str, Any]] = [{"case": "sgemm", "what": "2048 x 2048", "gflops": sgemm_gflops()}]
     for name, (case, rounds) in CASES.items():
         if args.only not in name:
@@ -66,8 +70,9 @@ def main() -> None:
                 add({"torch": "PyTorch loop", "fedjax": "FedJAX 0.0.17"}[peer], measured)
         arguments = make_arguments(case)
         for label, mapping in MAPPINGS.items():
-            step = make_algorithm(case, bench.MAPPINGS[mapping]()).step
-            add(label, measure(step, *arguments, repeats=rounds, limit_mb=LIMIT_MB))
+            client_axis = bench.MAPPINGS[mapping]()
+            step = make_algorithm(case, client_axis).step
+            add(label, measure(step, *bench.placed(client_axis, arguments), repeats=rounds, limit_mb=LIMIT_MB))
         loop = next((row["seconds"] for row in found if row["what"] == "PyTorch loop"), None)
         for row in found:
             if loop is not None and "seconds" in row:

@@ -35,6 +35,8 @@ MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
     "chunked(4)": lambda: mapping.chunked(4),
     "chunked(10)": lambda: mapping.chunked(10),
     "vmap": lambda: jax.vmap,
+    "sharded(chunked(1))": lambda: mapping.sharded(mapping.client_mesh(), mapping.chunked(1)),
+    "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
 }
 METHODS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": lambda task, training, clusters, **options: fedavg(task, training, **options),
@@ -100,6 +102,12 @@ def make_arguments(case: Case) -> tuple[jax.Array, Any, Clients]:
     clients = make_clients(case)
     state = jax.jit(make_algorithm(case, mapping.auto()).init)(jax.random.key(0), clients)
     return jax.random.key(1), state, clients
+
+
+def placed(client_axis: mapping.Mapping, arguments: tuple[jax.Array, Any, Clients]) -> tuple[jax.Array, Any, Clients]:
+    """The arguments with the clients where the mapping wants them; their number must be a multiple of the devices."""
+    key, state, clients = arguments
+    return key, state, mapping.place(client_axis, clients)
 
 
 def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
@@ -263,9 +271,13 @@ def sweep(
             if expected > seconds:
                 row["left_out"] = f"takes {expected:.1f} s"
                 continue
+            client_axis = MAPPINGS[name]()
+            if mapping.num_rows(client_axis, n) != n:
+                row["left_out"] = "clients are no multiple of the devices"
+                continue
             arguments = make_arguments(case) if arguments is None else arguments
-            step = make_algorithm(case, MAPPINGS[name]()).step
-            found = measure(step, *arguments, repeats=repeats, limit_mb=limit_mb, limit_seconds=seconds)
+            step, its_own = make_algorithm(case, client_axis).step, placed(client_axis, arguments)
+            found = measure(step, *its_own, repeats=repeats, limit_mb=limit_mb, limit_seconds=seconds)
             runs = found.pop("seconds")
             row |= found
             if not runs:

@@ -191,6 +191,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--clusters", type=int, metavar="N", help="models of ifca [4]")
     bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of every round, of which the median [3]")
     bench.add_argument("--seconds", type=float, metavar="X", help="that the runs of one round may take [1]")
+    bench.add_argument(
+        "--devices", type=int, metavar="N", help="divide the CPU into so many; adds 'sharded(chunked(1))'"
+    )
     bench.add_argument("--quick", action="store_true", help="fedavg, mlp, 10 clients only, where not said otherwise")
     bench.add_argument("--out", default="runs/bench", metavar="DIR", help="folder for results [runs/bench]")
     bench.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -287,17 +290,23 @@ def _say_seeds(summary: dict[str, Any]) -> str:
     return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
 
 
-def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
-    """Divides the CPU and joins the other processes, where that is asked for: before jax looks for its devices."""
+def _divide_cpu(devices: int | None) -> None:
+    """Makes the CPU show so many devices, where that is asked for: before jax looks for them."""
     import jax
 
-    from jfcl import hosts
     from jfcl.core import check_count
 
     if devices is not None:
         check_count("devices", devices)
         with contextlib.suppress(RuntimeError):  # where jax is in use already, its devices are what they are
             jax.config.update("jax_num_cpu_devices", devices)
+
+
+def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
+    """Divides the CPU and joins the other processes, where that is asked for."""
+    from jfcl import hosts
+
+    _divide_cpu(devices)
     if args.coordinator is not None:
         hosts.connect(args.coordinator, args.num_processes, args.process_id)
     elif args.num_processes is not None or args.process_id is not None:
@@ -427,7 +436,10 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     from jfcl import bench, plots
     from jfcl.runs import write_json
 
+    _divide_cpu(args.devices)
     given = {name: value for name, value in vars(args).items() if value is not None}
+    if args.devices is not None:
+        given.setdefault("mappings", ["chunked(1)", "chunked(4)", "vmap", "sharded(chunked(1))"])
     options = {name: given[name] for name in inspect.signature(bench.sweep).parameters if name in given}
     if args.quick:
         options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options

@@ -24,12 +24,10 @@ def main(case: dict, data: job.Data):
         for kernels, biases in (zip(*copies, strict=True) for copies in zip(*data.models, strict=True))
     ]
     work = bench.Case(**{name: case[name] for name in bench.Case._fields})
-    algorithm = bench.make_algorithm(
-        work, bench.MAPPINGS[case["mapping"]](), init_params=dict(zip(names, stacked, strict=True))
-    )
-    clients = jax.device_put(
-        jfcl.Clients({"x": data.x, "y": data.y}, jnp.full(case["clients"], case["examples"], jnp.int32))
-    )
+    client_axis = bench.MAPPINGS[case["mapping"]]()
+    algorithm = bench.make_algorithm(work, client_axis, init_params=dict(zip(names, stacked, strict=True)))
+    clients = jfcl.Clients({"x": data.x, "y": data.y}, jnp.full(case["clients"], case["examples"], jnp.int32))
+    clients = jfcl.mapping.place(client_axis, clients)
     state = jax.jit(algorithm.init)(jax.random.key(0), clients)
     step = jax.jit(algorithm.step)
     seconds = []
