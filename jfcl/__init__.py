@@ -4,7 +4,7 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import attacks, data, kernels, models, parameter_tree, plots, testing, theory
+from jfcl import attacks, data, hosts, kernels, mapping, models, parameter_tree, plots, testing, theory
 from jfcl._version import __version__
 from jfcl.algorithms import (
     byzantine_cfl,
@@ -57,12 +57,14 @@ __all__ = [
     "federated_clustering",
     "fesem",
     "flhc",
+    "hosts",
     "hypcluster",
     "ifca",
     "kernels",
     "knn_per",
     "local_only",
     "local_training",
+    "mapping",
     "models",
     "momentum_clustering",
     "myopic_clustering",
