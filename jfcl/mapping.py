@@ -250,7 +250,7 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
             check(count <= len(here), "pmapped: num_devices", count, f"at most the {len(here)} devices of this process")
 
             def mapped(zero, *args):
-                def on_device(*divided):  # in_axes of pmap goes wrong with empty trees: only what is divided is given
+                def on_device(zero, *divided):  # not by None in in_axes of pmap, which goes wrong with empty trees
                     divided = iter(divided)
                     total, kept = own(
                         zero, *[a if x is None else next(divided) for a, x in zip(args, axes, strict=True)]
@@ -261,8 +261,9 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
                     return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
                 each = jax.pmap(on_device, "clients", out_axes=(None, 0), devices=here[:count])
+                zeros = jax.tree.map(lambda z: jnp.broadcast_to(z, (count, *z.shape)), zero)
                 given = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
-                total, kept = each(*given)
+                total, kept = each(zeros, *given)
                 return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
 
         nothing = jax.tree.map(jnp.asarray, zero)

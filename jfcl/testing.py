@@ -13,7 +13,7 @@ import optax
 
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
 from jfcl.local import LocalTraining, local_training
-from jfcl.mapping import chunked, client_mesh, place, sharded
+from jfcl.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
 
@@ -187,7 +187,8 @@ def check_algorithm(
 
     if "client_axis" in inspect.signature(make_algorithm).parameters:
         several = [sharded(client_mesh(2))] if len(jax.devices()) > 1 else []
-        for axis in (jax.vmap, chunked(1), chunked(3), *several):
+        others = [axis for axis in (jax.vmap, chunked(1), chunked(3)) if axis != auto()]  # the methods' default
+        for axis in [*others, *several]:
             other = make_algorithm(task, training, client_axis=axis)
             mapped = jax.jit(lambda key, a=other: rollout(a, clients, key=key, num_rounds=4)[0])(key)
             _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)

@@ -1,10 +1,17 @@
 """Every test runs under strict dtypes and ranks, on two CPU devices, with warnings as errors (see pyproject.toml)."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("JFCL_CACHE_DIR", "")  # nothing is kept between runs of the tests
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for the other worker and for processes of tests
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jfcl-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import hypothesis
 import jax

@@ -119,7 +119,7 @@ def test_refuses(options, said, capsys):
 def test_resumed_on_another_number_of_devices(tmp_path):
     """9 clients on two devices have a padding client, on one device none: what is kept does not depend on it."""
     common = ["--clients", "9", "--clusters", "3", "--local-steps", "2", "--quiet", "--eval-every", "1", "--seeds", "2"]
-    for method in (["local"], ["ifca"], ["cfl", "--eps-1", "0.4", "--eps-2", "0.5"]):
+    for method in (["local"], ["ifca"]):
         out = tmp_path / method[0]
         first, second = (["--devices", "2"], ["--devices", "1"])
         assert cli.main(["run", *method, *common, *first, "--rounds", "2", "--out", str(out)]) == 0
