@@ -11,8 +11,10 @@ weight gradients, and input gradients of all layers but the first; K forward pas
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
 from typing import Any
 
@@ -32,16 +34,35 @@ CASES = {  # and how many rounds of each are measured
     "fedavg cnn b100": (Case("fedavg", "cnn_mnist", clients=100, examples=200, batch=100, steps=2), 3),
 }
 MAPPINGS = {"one at a time": "chunked(1)", "chunks of 4": "chunked(4)", "chunks of 10": "chunked(10)", "vmap": "vmap"}
-MAPPINGS["a device per core"] = "sharded(chunked(1))"
+MAPPINGS["a device per core"] = "sharded(chunked(1))"  # the CPU as so many devices: in a process of its own, as all are
 LIMIT_MB = 16_000  # of temporaries; mappings that need more are not run
+
+
+def measure_here(case: Case, mapping: str, rounds: int) -> dict[str, Any]:
+    """One round of ours under a mapping, in this process, on as many devices as the mapping is for."""
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() if mapping.startswith("sharded") else 1)
+    client_axis = bench.MAPPINGS[mapping]()
+    arguments = bench.placed(client_axis, make_arguments(case))
+    return measure(make_algorithm(case, client_axis).step, *arguments, repeats=rounds, limit_mb=LIMIT_MB)
+
+
+def measure_apart(case: Case, mapping: str, rounds: int) -> dict[str, Any]:
+    """The same in a new process, since a process cannot change its devices."""
+    asked = json.dumps([case._asdict(), mapping, rounds])
+    done = subprocess.run([sys.executable, __file__, "--here", asked], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--no-peers", action="store_true", help="jfcl alone")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", os.cpu_count())  # the mappings of one device use the first
+    if args.here is not None:
+        case, mapping, rounds = json.loads(args.here)
+        print(json.dumps(measure_here(Case(**case), mapping, rounds)))
+        return
     rows: list[dict[str, Any]] = [{"case": "sgemm", "what": "2048 x 2048", "gflops": sgemm_gflops()}]
     for name, (case, rounds) in CASES.items():
         if args.only not in name:
@@ -68,11 +89,8 @@ def main() -> None:
             else:
                 del measured["seconds"][0]  # in which some compile
                 add({"torch": "PyTorch loop", "fedjax": "FedJAX 0.0.17"}[peer], measured)
-        arguments = make_arguments(case)
         for label, mapping in MAPPINGS.items():
-            client_axis = bench.MAPPINGS[mapping]()
-            step = make_algorithm(case, client_axis).step
-            add(label, measure(step, *bench.placed(client_axis, arguments), repeats=rounds, limit_mb=LIMIT_MB))
+            add(label, measure_apart(case, mapping, rounds))
         loop = next((row["seconds"] for row in found if row["what"] == "PyTorch loop"), None)
         for row in found:
             if loop is not None and "seconds" in row:
