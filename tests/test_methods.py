@@ -1,7 +1,10 @@
 """Every registered method keeps the library's promises."""
 
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -182,3 +185,32 @@ def test_the_check_finds_broken_methods(change, words):
 def test_recovery_is_checked():
     with pytest.raises(AssertionError, match="no seed found the clusters"):
         check_algorithm(jfcl.fedavg, recovers=True)
+
+
+@pytest.mark.slow
+def test_eight_devices_give_what_one_gives():
+    """Every method; 7 clients, so that one device has only a padding client. In a process that has eight devices."""
+    code = f"""
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_methods import METHODS, served_under
+import jfcl, numpy as np
+for name in METHODS:
+    one, eight = served_under(name, jax.vmap), served_under(name, jfcl.sharded(jfcl.client_mesh(8)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name), one, eight)
+    print(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(METHODS)
+
+
+def served_under(name, axis):
+    """The models that the 7 clients of the problem are served after four rounds."""
+    clients, _, task, training = problem(KIND.get(name, "regression"))
+    algorithm = factory(name)(task, training, client_axis=axis)
+    run = jax.jit(lambda key, clients: jfcl.rollout(algorithm, clients, key=key, num_rounds=4)[0])
+    state = run(jax.random.key(0), place(axis, clients))
+    return jax.tree.map(lambda p: np.asarray(p)[np.asarray(state.cluster)[:7]], state.params)
