@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -189,13 +188,6 @@ def sgemm_gflops(size: int = 2048) -> float:
     return 2 * size**3 / min(measure(jnp.matmul, a, a, repeats=5)["seconds"]) / 1e9
 
 
-def memory_limit_mb() -> float:
-    """MB of temporaries that a round may take: half of the host's memory, or of the accelerator's."""
-    stats = jax.devices()[0].memory_stats() or {}
-    whole = stats.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return whole / 2e6
-
-
 def sweep(
     *,
     methods: Sequence[str] = ("fedavg", "ifca", "local"),
@@ -218,7 +210,7 @@ def sweep(
       examples: `M`; batch_size: of a local step; local_steps: a round; clusters: `K`, of IFCA.
       repeats: timed runs of every round; the median counts.
       seconds: what the runs of one round may take. A round that the one with fewer clients says will take longer is
-        left out, and so is one whose temporaries need more than half of the memory; `left_out` says so.
+        left out, and so is one whose temporaries need more than half of the free memory; `left_out` says so.
       tick: called before every round with its name and the number of all rounds.
 
     Returns:
@@ -255,7 +247,7 @@ def sweep(
     for model in models:
         make_task(model)
 
-    peak, limit_mb = sgemm_gflops(), memory_limit_mb()
+    peak, limit_mb = sgemm_gflops(), mapping.free_memory() / 2e6
     rows: list[dict[str, Any]] = []
     a_client: dict[tuple[str, ...], float] = {}  # seconds, with fewer clients
     sizes = sorted(set(clients))

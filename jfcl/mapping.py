@@ -387,7 +387,8 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) 
 def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, state: PyTree) -> None:
     """Says so if a run does not fit into memory, before anything is computed.
 
-    The data and the state (shapes will do) are added up. What the clients need while they train is asked of the
+    The data (unless the one device is the CPU, which takes them over where they are) and twice the state, old and new,
+    are added up; shapes will do. What the clients need while they train is asked of the
     compiled program, but only where so many train at once that it might not fit: that costs a compilation.
 
     Raises:
@@ -401,7 +402,9 @@ def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, s
     def size(tree, skip=0):
         return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
-    data, models = size(clients.examples) / parts, size(state)
+    there = jax.default_backend() == "cpu" and inner is client_axis
+    data = 0.0 if there else size(clients.examples) / parts
+    models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     check(
         data + 2 * models < free,
         "memory",

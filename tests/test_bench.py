@@ -80,7 +80,7 @@ def test_a_sweep_has_a_row_for_every_combination():
 def test_rounds_that_would_take_too_long_or_too_much_memory_are_left_out(monkeypatch):
     small, large = bench.sweep(**TINY, clients=[2, 4], seconds=1e-9)["rows"]
     assert "client_steps/s" in small and large["left_out"].startswith("takes") and "seconds" not in large
-    monkeypatch.setattr(bench, "memory_limit_mb", lambda: 0.0)
+    monkeypatch.setattr(bench.mapping, "free_memory", lambda: 0.0)
     (row,) = bench.sweep(**TINY, clients=[2])["rows"]
     assert row["left_out"].startswith("needs") and "seconds" not in row
     assert len(plots.throughput([row]).axes) == 1  # nothing to draw is no error

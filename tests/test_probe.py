@@ -77,13 +77,13 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch):
         return jfcl.fedavg(task, training).init(key, clients)
 
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)._replace(init=init)
-    monkeypatch.setattr(mapping, "free_memory", lambda: 500.0)
+    monkeypatch.setattr(mapping, "free_memory", lambda: 50.0)
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free; use fewer clients"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
     assert all(ran), "only shapes may be looked at"
     monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
     monkeypatch.setattr(mapping, "needed_memory", lambda *_: 6000)
-    with pytest.raises(ValueError, match=r"chunks of 3 clients \(--chunk 3, jfcl.chunked\(3\)\) would fit"):
+    with pytest.raises(ValueError, match=r"chunks of 4 clients \(--chunk 4, jfcl.chunked\(4\)\) would fit"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
     monkeypatch.setattr(mapping, "needed_memory", lambda *_: 100)
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
