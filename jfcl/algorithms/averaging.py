@@ -37,6 +37,7 @@ from jfcl.core import (
     client_keys,
     max_examples,
     num_clients,
+    path_name,
     take_clients,
 )
 
@@ -182,9 +183,7 @@ def averaging(
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     def is_shared(path) -> bool:
-        return shared is not None and bool(
-            shared("/".join(str(getattr(p, "key", getattr(p, "name", p))) for p in path))
-        )
+        return shared is not None and bool(shared(path_name(path)))
 
     def init(key: jax.Array, clients: Clients) -> AveragingState:
         n = num_clients(clients)

@@ -304,7 +304,8 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
 def stack(source, parts, cluster, heterogeneity, num_clusters, num_classes, seed, own=slice(None)) -> Clients:
     """`Clients` of rows `own` from all clients' indices; each one's examples are transformed straight into its row."""
     length = max(len(part) for part in parts)
-    ids = np.arange(len(parts), dtype=np.int32)[own]
+    count = len(parts)
+    ids = np.arange(count, dtype=np.int32)[own]
     parts, cluster = parts[own], cluster[own]
     size = np.array([len(part) for part in parts], np.int32)
     x = aligned_zeros((len(parts), length, *source["x"].shape[1:]), source["x"].dtype)
@@ -314,7 +315,7 @@ def stack(source, parts, cluster, heterogeneity, num_clusters, num_classes, seed
         x[i, : size[i]], y[i, : size[i]] = function(
             source["x"][part], source["y"][part], int(cluster[i]), num_clusters, num_classes, seed
         )
-    return Clients({"x": x, "y": y}, size, None if own == slice(None) else ids)
+    return Clients({"x": x, "y": y}, size, None if len(ids) == count else ids)
 
 
 def split_hash(settings: list, cluster, parts) -> str:

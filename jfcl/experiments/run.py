@@ -33,6 +33,7 @@ from jfcl.core import (
     check_labels,
     client_ids,
     max_examples,
+    path_name,
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.local import KEEP, LocalTraining, local_training
@@ -396,7 +397,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         options["average"] = config.average
     if config.share is not None:
         prefixes = tuple(p.strip() for p in config.share.split(","))
-        paths = ["/".join(str(getattr(k, "key", k)) for k in path) for path, _ in _leaves(task)]
+        paths = models.parameter_paths(task)
         for prefix in prefixes:
             known = any(path.startswith(prefix) for path in paths)
             check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
@@ -417,14 +418,6 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if "cluster" in method.options:
         options["cluster"] = federation.cluster
     return method.make(task, training, **options)
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
-
-
-def _leaves(task: Task):
-    return jax.tree_util.tree_leaves_with_path(jax.eval_shape(task.init, jax.random.key(0)))
 
 
 def attack_data(config: Config, federation):
@@ -655,7 +648,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
                 ]
                 table.writerow([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
-    np.savez(out / "params.npz", **{"/".join(_name(k) for k in path): leaf for path, leaf in first})
+    np.savez(out / "params.npz", **{path_name(path): leaf for path, leaf in first})
     name = summary["method"]
     plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
     plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")

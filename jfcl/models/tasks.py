@@ -203,6 +203,5 @@ def parameter_paths(task: Task) -> list[str]:
       >>> parameter_paths(classification(jfcl.models.Linear(10), (4,), 10))
       ['Dense_0/bias', 'Dense_0/kernel']
     """
-
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
