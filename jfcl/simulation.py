@@ -115,13 +115,14 @@ def _laid_out(state, clients, client_axis):
     """`state` with what belongs to clients where these are: so always, and a resumed run compiles the same program."""
     if not isinstance(client_axis, mapping.sharded):
         return state
+    n = num_clients(clients)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, _lies(x.shape, n, client_axis)), state)
 
-    def lay(x):
-        per_client = x.ndim > 1 and x.shape[1] == num_clients(clients)
-        spec = PartitionSpec(None, client_axis.mesh.axis_names) if per_client else PartitionSpec()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(client_axis.mesh, spec))
 
-    return jax.tree.map(lay, state)
+def _lies(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> NamedSharding:
+    """Where an array of the state, `[R, ...]`, lies: `[R, N, ...]` beside the clients, all else on every device."""
+    spec = PartitionSpec(None, client_axis.mesh.axis_names) if shape[1:2] == (n,) else PartitionSpec()
+    return NamedSharding(client_axis.mesh, spec)
 
 
 @partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"))
@@ -219,20 +220,14 @@ def _cut(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
 
 
-def _with_rows_behind(small: Any, whole: Any) -> Any:
-    """`whole`, with what `small` has in its place: the inverse of `_cut`; where `whole` lies."""
+def _with_rows_behind(small: Any, whole: Any, n: int, client_axis: mapping.sharded) -> Any:
+    """`small` on the devices, with zeros for padding clients behind as in `whole`: the inverse of `_cut`."""
 
-    def fill(x, given):
-        given = np.asarray(given)
-        if given.shape != x.shape:
-            host = np.array(hosts.fetch(x))
-            host[tuple(slice(0, s) for s in given.shape)] = given
-            given = host
-        if jax.process_count() == 1:
-            return jax.device_put(given, x.sharding)
-        return jax.make_array_from_callback(given.shape, x.sharding, lambda index: given[index])
+    def put(given, like):
+        host = np.pad(given, [(0, b - a) for a, b in zip(given.shape, like.shape, strict=True)])
+        return jax.make_array_from_callback(host.shape, _lies(host.shape, n, client_axis), lambda index: host[index])
 
-    return jax.tree.map(fill, whole, small)
+    return jax.tree.map(put, small, whole)
 
 
 def _progress_bar(shown: bool) -> Progress:
@@ -377,11 +372,13 @@ def simulate(
         test_clients = test_clients and mapping.place(client_axis, test_clients, n)
         done, totals, records = 0, {}, []
         restored = _restore(folder, like) if resume else None
-        if restored is None or spread:
+        if restored is None:
             state = _init(keys, clients, hyperparams, **static)
-        if restored is not None:
-            done, small, totals, records = restored
-            state = _with_rows_behind(small, state) if spread else jax.device_put(small)
+        else:
+            done, state, totals, records = restored
+            whole = jax.eval_shape(partial(_init, **static), keys, clients, hyperparams)
+            rows = num_clients(clients)
+            state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
         resumed_at = done
         before = totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
