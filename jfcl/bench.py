@@ -117,7 +117,7 @@ def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
       >>> multiply_adds(jfcl.models.MLP(10), (28, 28, 1))
       [156800, 2000]
       >>> multiply_adds(jfcl.models.CNNMnist(10), (28, 28, 1))
-      [540800, 3097600, 204800, 2560]
+      [540800, 2560000, 204800, 2560]
     """
     found: list[int] = []
 

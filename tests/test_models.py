@@ -16,12 +16,15 @@ GEOMETRIES = [
     ((1, 1), ((2, 1), (0, 3))),
     ((2, 2), ((1, 1), (1, 1))),
     ((2, 3), ((0, 1), (2, 0))),
+    ((1, 1), ((1, -2), (-1, 0))),
 ]
 
 
 def loop_conv(x, w, strides, padding):
     """Cross-correlation in float64, one example and output channel after another (SciPy's)."""
-    x = np.pad(x.astype(np.float64), ((0, 0), *padding, (0, 0)))
+    x = np.pad(x.astype(np.float64), ((0, 0), *(np.maximum(pair, 0) for pair in padding), (0, 0)))
+    (top, bottom), (left, right) = np.maximum(-np.array(padding), 0)  # negative padding cuts
+    x = x[:, top : x.shape[1] - bottom, left : x.shape[2] - right]
     return np.stack(
         [
             np.stack(
@@ -51,10 +54,13 @@ def test_conv_against_scipy(strides, padding):
     )
 
 
-@pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
-def test_gradients_are_adjoint_to_the_loop(strides, padding):
+@pytest.mark.parametrize(
+    ("strides", "padding", "batch"),
+    [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35)],
+)
+def test_gradients_are_adjoint_to_the_loop(strides, padding, batch):
     """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
-    x, w = tensors()
+    x, w = tensors(b=batch)
     f = _canonical((9, 8), (3, 2), strides, padding)
     out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
     rng = np.random.default_rng(1)
@@ -209,6 +215,42 @@ def test_vgg_is_the_papers_layers_one_by_one():
         out = nn.relu(out) if i < 2 else out
     np.testing.assert_allclose(jax.jit(task.predict)(params, x), out, rtol=1e-4, atol=1e-4)
     assert np.std(out) > 0.1  # 11 layers of ReLU, and yet the images tell
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers"),
+    [
+        (
+            "cnn_mnist",
+            (28, 28, 1),
+            [(5, 1, True), (5, 1, True)],
+        ),  # the second makes 11 x 11, of which 10 x 10 are pooled
+        ("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)]),
+        ("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)]),
+        ("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)]),
+    ],
+)
+def test_networks_layer_by_layer(name, shape, layers):
+    """Convolution, ReLU and pooling one after the other, in flax's and XLA's own: the same logits and gradients."""
+    task = classification(MODELS[name][0](10), shape, 10)
+    params = jax.jit(task.init)(jax.random.key(1))
+    rng = np.random.default_rng(0)
+    x, weight = rng.uniform(size=(3, *shape)).astype(np.float32), rng.normal(size=(3, 10)).astype(np.float32)
+
+    def by_hand(params, out):
+        for i, (size, padding, pooled) in enumerate(layers):
+            layer = params[f"Conv_{i}"]
+            out = nn.relu(nn.Conv(layer["bias"].size, (size, size), padding=padding).apply({"params": layer}, out))
+            out = nn.max_pool(out, (2, 2), strides=(2, 2)) if pooled else out
+        out = nn.relu(nn.Dense(params["Dense_0"]["bias"].size).apply({"params": params["Dense_0"]}, out.reshape(3, -1)))
+        return nn.Dense(10).apply({"params": params["Dense_1"]}, out)
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(lambda p, f=f: (f(p, x) * weight).sum()))(params) for f in (task.predict, by_hand)
+    )
+    np.testing.assert_allclose(task.predict(params, x), by_hand(params, x), rtol=1e-4, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_cross_entropy_and_accuracy_against_scipy():

@@ -23,6 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 NHWC = ("NHWC", "HWIO", "NHWC")
+GROUP = 16  # examples whose gradients with respect to weights are taken at once
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -30,9 +31,14 @@ def _plain(x, w, strides, padding, **dilation):
     return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=NHWC, **dilation)
 
 
+def _padded(x, padding):
+    """Zeros around `[B, H, W, C]`; where `padding` is negative, rows or columns are cut off."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pair, 0) for pair in padding), (0, 0, 0)))
+
+
 def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
     """The windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    x = _padded(x, padding)
     (kh, kw), (sh, sw) = kernel, strides
     height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
     shifted = [
@@ -59,12 +65,21 @@ def _input_gradient(g, w, shape, strides, padding):
 
 
 def _weight_gradient(x, g, kernel, strides, padding):
-    """d loss / d w, as a convolution in which input channels are the batch, and the batch the channels."""
+    """d loss / d w, as a convolution in which input channels are the batch, and the batch the channels.
+
+    Its kernel is `g` of all examples: 1.5 MB for 100 of them in the papers' CNN. Taken 16 at a time it stays in a
+    core's cache, which is four times as fast; and an odd number of channels is slow by itself.
+    """
     (kh, kw), (sh, sw) = kernel, strides
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    x = jnp.pad(_padded(x, padding), ((0, len(x) % 2), (0, 0), (0, 0), (0, 0)))
+    g = jnp.pad(g, ((0, len(g) % 2), (0, 0), (0, 0), (0, 0)))
     x = x[:, : (g.shape[1] - 1) * sh + kh, : (g.shape[2] - 1) * sw + kw]  # what lies beyond no window reached
-    turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
-    return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).transpose(1, 2, 0, 3)
+
+    def of_group(x, g):
+        turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
+        return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides)
+
+    return sum(of_group(x[i : i + GROUP], g[i : i + GROUP]) for i in range(0, len(x), GROUP)).transpose(1, 2, 0, 3)
 
 
 def _weight_gradient_patches(x, g, kernel, strides, padding):
