@@ -4,7 +4,7 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import attacks, data, hosts, kernels, mapping, models, parameter_tree, plots, testing, theory
+from jfcl import attacks, augment, data, hosts, kernels, mapping, models, parameter_tree, plots, testing, theory
 from jfcl._version import __version__
 from jfcl.algorithms import (
     byzantine_cfl,
@@ -44,6 +44,7 @@ __all__ = [
     "__version__",
     "assign_newcomer",
     "attacks",
+    "augment",
     "auto",
     "byzantine_cfl",
     "cfl",

@@ -365,6 +365,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
     """`jfcl list`."""
     from jfcl import attacks, data, kernels, models
     from jfcl.algorithms import METHODS
+    from jfcl.augment import AUGMENTATIONS
     from jfcl.core import check_choice
     from jfcl.experiments import RECIPES
 
@@ -378,6 +379,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
         "models": {name: entry[1] for name, entry in models.MODELS.items()},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
+        "augmentations": first_lines(AUGMENTATIONS),
         "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
         "aggregators": first_lines(kernels.AGGREGATORS),
         "recipes": {name: recipe.title for name, recipe in RECIPES.items()},

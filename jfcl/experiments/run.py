@@ -22,6 +22,7 @@ import optax
 from jfcl import attacks, data, hosts, kernels, mapping, models, parameter_tree, plots, probe
 from jfcl.algorithms import METHODS
 from jfcl.algorithms.splitting import CFLState
+from jfcl.augment import AUGMENTATIONS
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -144,6 +145,9 @@ class Config:
     )
     weight_decay: float = _option(0.0, "weight decay added to the gradient", "training")
     prox: float = _option(0.0, "FedProx's mu", "training")
+    augment: str | None = _option(
+        None, "random changes to the images that clients train on; 'jfcl list augmentations'", "training"
+    )
     keep: str | None = _option(
         None,
         "what clients carry over to the next round: nothing (default), schedule or everything, momentum too (default of"
@@ -261,6 +265,10 @@ def validate(config: Config) -> None:
     check_choice("precision", config.precision, PRECISIONS)
     if config.keep is not None:
         check_choice("keep", config.keep, KEEP)
+    if config.augment is not None:
+        check_choice("augment", config.augment, AUGMENTATIONS)
+        images = config.model not in models.LANGUAGE_MODELS
+        check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
     counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
     maybe = (
         "examples_per_client",
@@ -335,6 +343,7 @@ def make_training(config: Config, steps_per_round: int) -> LocalTraining:
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
+        augment=None if config.augment is None else AUGMENTATIONS[config.augment],
         keep=keep,
     )
 

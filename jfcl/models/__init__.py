@@ -13,6 +13,7 @@ MODELS = {
     "mlp2048": (partial(MLP, hidden=(2048,)), "one hidden layer of 2,048"),
     "cnn_mnist": (CNNMnist, "2 conv 5x5x32, fc 256 (Byzantine-CFL's MNIST and Fashion-MNIST model)"),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
+    "cnn_cifar24": (partial(CNNCifar, crop=24), "the same on the middle 24x24, standardised, as IFCA's code does"),
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
     "cnn5": (CNN5, "3 conv 3x3x32, 64, 64, fc 64 (for CFL's 5-layer CIFAR-10 model, of unknown widths)"),
     "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),

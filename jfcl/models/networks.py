@@ -5,10 +5,12 @@ Language models take token ids `[B, L]` and give logits for every position, `[B,
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jfcl.models.conv import conv as fast_conv
@@ -88,18 +90,42 @@ class CNNMnist(nn.Module):
         return nn.Dense(self.num_outputs)(x)
 
 
+def _middle(x: jax.Array, size: int) -> jax.Array:
+    """The middle `size x size` of images `[B, H, W, C]`."""
+    if min(x.shape[1:3]) < size:
+        raise ValueError(
+            f"images of {x.shape[1]} x {x.shape[2]} are too small for this model: it looks at {size} x {size}"
+        )
+    top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
+    return x[:, top : top + size, left : left + size]
+
+
+def _standardised(x: jax.Array) -> jax.Array:
+    """Every image `[H, W, C]` with mean 0 and standard deviation 1, as TensorFlow's `per_image_standardization`."""
+    mean, std = (f(x, axis=(1, 2, 3), keepdims=True) for f in (jnp.mean, jnp.std))
+    return (x - mean) / jnp.maximum(std, math.prod(x.shape[1:]) ** -0.5)
+
+
 class CNNCifar(nn.Module):
     """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
     The paper gives no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling,
     then dense layers of 384 and the classes, as in the TensorFlow tutorial that the preprocessing of the authors' code
     (24 x 24 crops) comes from, less its second hidden dense layer.
+
+    Attributes:
+      num_outputs: logits.
+      crop: with a number, such as the code's 24, the model looks at the middle `crop x crop` of every image, less its
+        mean and divided by its standard deviation (at least `1/sqrt(pixels)`). For `jfcl.augment.tutorial`.
     """
 
     num_outputs: int
+    crop: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.crop is not None:
+            x = _standardised(_middle(x, self.crop))
         for _ in range(2):
             x = _conv_pool(x, 64, 5, "SAME")
         x = nn.relu(nn.Dense(384)(x.reshape(len(x), -1)))

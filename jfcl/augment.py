@@ -1,0 +1,98 @@
+"""Random changes to a batch of images while clients train: for `jfcl.local_training(augment=...)`.
+
+Each is `(key, batch) -> batch`, draws anew for every image, and changes `batch["x"]` `[B, H, W, C]` alone. Training on
+changed examples leaves the span of a client's examples, so that it is done plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import Batch
+
+Augment = Callable[[jax.Array, Batch], Batch]
+
+
+def _images(fn: Callable[[jax.Array, jax.Array], jax.Array]) -> Augment:
+    """`fn(key, image [H, W, C])` of every image of a batch."""
+
+    def augment(key: jax.Array, batch: Batch) -> Batch:
+        x = batch["x"]
+        if x.ndim != 4:
+            raise ValueError(f"augment needs images [B, H, W, C], got x of shape {x.shape}")
+        return {**batch, "x": jax.vmap(fn)(jax.random.split(key, len(x)), x)}
+
+    return augment
+
+
+def _flipped(key, image):
+    return jnp.where(jax.random.bernoulli(key), image[:, ::-1], image)
+
+
+def _window(key, image, height, width):
+    """A window `[height, width, C]` of `image`, anywhere in it."""
+    down, right = (
+        jax.random.randint(k, (), 0, n - m + 1)
+        for k, n, m in zip(jax.random.split(key), image.shape, (height, width), strict=False)
+    )
+    return jax.lax.dynamic_slice(image, (down, right, 0), (height, width, image.shape[2]))
+
+
+def flip(key: jax.Array, batch: Batch) -> Batch:
+    """Mirrors every image left to right with probability 1/2.
+
+    Example:
+      >>> batch = {"x": jnp.arange(6.0).reshape(1, 2, 3, 1)}
+      >>> found = [flip(jax.random.key(i), batch)["x"][0, 0, :, 0].tolist() for i in range(20)]
+      >>> sorted(set(map(tuple, found)))
+      [(0.0, 1.0, 2.0), (2.0, 1.0, 0.0)]
+    """
+    return _images(_flipped)(key, batch)
+
+
+def crop_flip(key: jax.Array, batch: Batch) -> Batch:
+    """Moves every image by up to 4 pixels each way, zeros coming in, and mirrors it with probability 1/2.
+
+    "Flips and crops" as most train on CIFAR-10 today: a random crop of the image with 4 pixels of zeros around it.
+
+    Example:
+      >>> crop_flip(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3))})["x"].shape
+      (5, 32, 32, 3)
+    """
+
+    def one(key, image):
+        move, turn = jax.random.split(key)
+        around = jnp.pad(image, ((4, 4), (4, 4), (0, 0)))
+        return _flipped(turn, _window(move, around, *image.shape[:2]))
+
+    return _images(one)(key, batch)
+
+
+def tutorial(key: jax.Array, batch: Batch) -> Batch:
+    """What IFCA's code does to CIFAR-10: a random 24 x 24 window, mirrored or not, of random brightness and contrast.
+
+    Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean, as in the
+    TensorFlow tutorial that the code follows (pixels here are in [0, 1]). For `CNNCifar(crop=24)`, which standardises
+    what it gets, and looks at the middle 24 x 24 of whole images. `ValueError` for images smaller than that.
+
+    Example:
+      >>> tutorial(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3)), "y": jnp.zeros(5)})["x"].shape
+      (5, 24, 24, 3)
+    """
+    if batch["x"].ndim == 4 and min(batch["x"].shape[1:3]) < 24:
+        raise ValueError(f"augment tutorial needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
+
+    def one(key, image):
+        move, turn, light, spread = jax.random.split(key, 4)
+        image = _flipped(turn, _window(move, image, 24, 24))
+        image = image + jax.random.uniform(light, minval=-63 / 255, maxval=63 / 255)
+        mean = image.mean(axis=(0, 1), keepdims=True)
+        return mean + (image - mean) * jax.random.uniform(spread, minval=0.2, maxval=1.8)
+
+    return _images(one)(key, batch)
+
+
+AUGMENTATIONS = {"flip": flip, "crop_flip": crop_flip, "tutorial": tutorial}

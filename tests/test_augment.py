@@ -1,0 +1,123 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl.augment import AUGMENTATIONS, crop_flip, flip, tutorial
+from jfcl.experiments.run import Config, run
+
+IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)
+BATCH = {"x": jnp.asarray(IMAGES), "y": jnp.arange(40)}
+
+
+def test_flip_mirrors_about_half_of_the_images():
+    out = np.asarray(flip(jax.random.key(1), BATCH)["x"])
+    turned = np.array([np.array_equal(o, x[:, ::-1]) for o, x in zip(out, IMAGES, strict=True)])
+    kept = np.array([np.array_equal(o, x) for o, x in zip(out, IMAGES, strict=True)])
+    assert (turned ^ kept).all() and 10 <= turned.sum() <= 30
+
+
+def test_crop_flip_is_a_window_of_the_padded_image():
+    out = np.asarray(crop_flip(jax.random.key(1), BATCH)["x"])
+    moves = set()
+    for o, x in zip(out, IMAGES, strict=True):
+        around = np.pad(x, ((4, 4), (4, 4), (0, 0)))
+        fits = [
+            (i, j, turned)
+            for i in range(9)
+            for j in range(9)
+            for turned in (False, True)
+            if np.array_equal(o[:, ::-1] if turned else o, around[i : i + 28, j : j + 30])
+        ]
+        assert len(fits) == 1
+        moves.add(fits[0])
+    assert len(moves) > 25 and {i for i, _, _ in moves} >= {0, 8}  # both ends are reached
+
+
+def test_tutorial_is_a_window_of_other_brightness_and_contrast():
+    """Every result is `a * window + b`, per channel, for one window, mirrored or not, with one `a` in [0.2, 1.8]."""
+    out = np.asarray(tutorial(jax.random.key(2), BATCH)["x"], np.float64)
+    assert out.shape == (40, 24, 24, 2)
+    factors = []
+    for o, x in zip(out, IMAGES.astype(np.float64), strict=True):
+        found = []
+        for i in range(5):
+            for j in range(7):
+                for window in (x[i : i + 24, j : j + 24], x[i : i + 24, j : j + 24][:, ::-1]):
+                    slopes, shifts = [], []
+                    for c in range(2):
+                        a, b = np.polyfit(window[..., c].ravel(), o[..., c].ravel(), 1)
+                        slopes.append(a)
+                        shifts.append(o[..., c].mean() - window[..., c].mean())
+                        if np.abs(a * window[..., c] + b - o[..., c]).max() > 1e-4:
+                            break
+                    else:
+                        assert np.ptp(slopes) < 1e-3 and np.ptp(shifts) < 1e-4  # all channels alike
+                        assert abs(shifts[0]) <= 63 / 255 + 1e-6  # contrast leaves the mean as brightness made it
+                        found.append(slopes[0])
+        assert len(found) == 1
+        factors += found
+    assert 0.2 <= min(factors) < 0.5 and 1.5 < max(factors) <= 1.8
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_labels_stay_and_draws_differ(name):
+    one, again, other = (AUGMENTATIONS[name](jax.random.key(k), BATCH) for k in (0, 0, 1))
+    assert (one["y"] == BATCH["y"]).all()
+    assert (one["x"] == again["x"]).all() and not (one["x"] == other["x"]).all()
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_refuses_what_is_no_image(name):
+    with pytest.raises(ValueError, match=r"augment needs images \[B, H, W, C\], got x of shape \(3, 4\)"):
+        AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((3, 4))})
+
+
+def test_tutorial_refuses_small_images():
+    with pytest.raises(ValueError, match=r"images of 24 x 24 or more, got x of shape \(1, 8, 8, 1\)"):
+        tutorial(jax.random.key(0), {"x": jnp.zeros((1, 8, 8, 1))})
+
+
+def test_cnn_cifar24_looks_at_the_middle_standardised():
+    make = jfcl.models.MODELS["cnn_cifar24"][0]
+    task = jfcl.models.classification(make(10), (32, 32, 3), 10)
+    plain = jfcl.models.classification(jfcl.models.CNNCifar(10), (24, 24, 3), 10)
+    params = task.init(jax.random.key(0))
+    x = np.random.default_rng(0).uniform(size=(3, 32, 32, 3))
+    x[2] = 0.5  # without contrast: nothing is divided by zero
+    middle = x[:, 4:28, 4:28]
+    std = np.maximum(middle.std(axis=(1, 2, 3)), 1 / np.sqrt(24 * 24 * 3))[:, None, None, None]
+    standard = (middle - middle.mean(axis=(1, 2, 3), keepdims=True)) / std
+    want = plain.predict(params, jnp.asarray(standard, jnp.float32))
+    np.testing.assert_allclose(task.predict(params, jnp.asarray(x, jnp.float32)), want, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(task.predict(params, jnp.asarray(middle, jnp.float32)), want, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it looks at 24 x 24"):
+        jfcl.models.classification(make(10), (8, 8, 1), 10)
+
+
+def test_training_on_flips_alone_equals_training_on_flipped_clients():
+    """An augmentation that always mirrors is training on mirrored data: it is applied, to every batch, once."""
+    always = lambda key, batch: {**batch, "x": batch["x"][:, :, ::-1]}  # noqa: E731
+    fed = jfcl.data.build("digits", num_clients=3, num_clusters=1, heterogeneity="none")
+    task = jfcl.models.classification(jfcl.models.Linear(10), fed.input_shape, 10)
+    mirrored = fed.train._replace(
+        examples={**fed.train.examples, "x": np.asarray(fed.train.examples["x"])[:, :, :, ::-1]}
+    )
+    states = []
+    for clients, augment in ((fed.train, always), (mirrored, None)):
+        training = jfcl.local_training(optax.sgd(0.1), num_steps=3, batch_size=8, augment=augment)
+        states.append(jfcl.rollout(jfcl.fedavg(task, training), clients, key=jax.random.key(0), num_rounds=2)[0])
+    for a, b in zip(jax.tree.leaves(states[0].params), jax.tree.leaves(states[1].params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_augmentation():
+    small = Config("ifca", clients=6, clusters=2, rounds=2, local_epochs=1, batch_size=20, augment="crop_flip")
+    summary, _, setup = run(small)
+    assert setup.training.augment is crop_flip and np.isfinite(summary["per_seed"][0]["accuracy"])
+    with pytest.raises(ValueError, match="unknown augment 'crop': did you mean 'crop_flip'"):
+        run(Config("ifca", augment="crop"))
+    with pytest.raises(ValueError, match="augment must be left out: model 'lstm' reads texts"):
+        run(Config("ifca", model="lstm", augment="flip"))
