@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jfcl import cli, hosts, mapping
+from jfcl.algorithms import METHODS
 
 METHOD = ["run", "ifca", "--clients", "9", "--clusters", "2", "--local-steps", "2", "--eval-every", "1", "--quiet"]
 
@@ -66,6 +67,47 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
         assert a["cluster"] == b["cluster"] and a["bytes_up"] == b["bytes_up"]
     capsys.readouterr()
+
+
+EVERY_METHOD = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from jfcl import hosts
+if len(sys.argv) > 2:
+    hosts.connect(sys.argv[2], 2, int(sys.argv[3]))
+from jfcl.algorithms import METHODS
+from jfcl.experiments import Config, run
+more = {"cfl": {"eps_1": 1e9, "eps_2": 1e-9, "gamma_max": 0.0}, "federated_clustering": {"quantile": 0.5}}
+for method in METHODS:
+    own = more.get(method, {})
+    config = Config(method, clients=9, clusters=2, rounds=3, batch_size=30, eval_every=1, **own)
+    run(config, out=f"{sys.argv[1]}/{method}")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds_by_every_method(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JFCL_CACHE_DIR": ""}
+    where = f"localhost:{free_port()}"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", EVERY_METHOD, *arguments], cwd=tmp_path, env=env)
+        for arguments in (["two", where, "0"], ["two", where, "1"], ["one"])
+    ]
+    try:
+        assert [p.wait(timeout=1500) for p in processes] == [0, 0, 0]
+    finally:
+        for p in processes:
+            p.kill()
+    for method in METHODS:
+        two, one = records(tmp_path / "two" / method), records(tmp_path / "one" / method)
+        assert [r["round"] for r in two] == [1, 2, 3]
+        for a, b in zip(two, one, strict=True):
+            assert a.keys() == b.keys()
+            assert a.get("cluster") == b.get("cluster"), method
+            for name in ("loss", "client_accuracy", "accuracy", "bytes_up", "bytes_down", "client_steps"):
+                given = [[np.nan if v is None else v for v in np.ravel(r.get(name, 0.0))] for r in (a, b)]
+                np.testing.assert_allclose(*np.array(given, float), rtol=2e-3, atol=1e-3, err_msg=f"{method}: {name}")
 
 
 def test_a_coordinator_that_does_not_answer(monkeypatch):

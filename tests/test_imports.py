@@ -19,6 +19,7 @@ ORDER = [
     "theory",
     "algorithms",
     "attacks",
+    "augment",
     "data",
     "models",
     "metrics",

@@ -646,7 +646,8 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         if hasattr(history.state, "excluded"):
             extra["excluded_in_round"] = np.asarray(history.state.excluded)
         table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
-        ids = client_ids(federation.train).tolist()
+        # With several processes this one holds some clients only; a federation's are then numbered as they come.
+        ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
         for s, seed in enumerate(parts.seeds):
             for i in range(len(federation.cluster)):
                 found = [

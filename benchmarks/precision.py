@@ -1,0 +1,99 @@
+"""What TF32 and bfloat16 inside matrix products do to results: the same runs with each, on a machine that has neither.
+
+    python benchmarks/precision.py               needs MNIST (JFCL_DATA_DIR)
+
+Accelerators round the operands of a product, to 10 or 7 bits behind the binary point, and add up in float32. So is it
+done here, in every product and convolution of training and its gradients. Products that ask for full precision, those
+of the clustering kernels, are left as they are, as an accelerator leaves them. Accuracies in %, mean and spread over
+seeds; `same_cluster` is the share of clients with the cluster that they have in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from common import report
+from jax import lax
+
+from jfcl.experiments.run import Config, run
+
+MNIST = {"dataset": "mnist", "examples_per_client": 200, "seeds": 3, "eval_every": 5}
+CNN = {"model": "cnn_mnist", "local_epochs": 1, "batch_size": 20, "lr": 0.05}
+SPLITS = {"relative": True, "eps_1": 0.4, "eps_2": 0.5, "min_rounds": 5}
+CASES = {
+    "IFCA, MLP, 100 clients, rotation": Config("ifca", clients=100, rounds=30, restarts=3, restart_rounds=3, **MNIST),
+    "CFL, MLP, 20 clients, label swap": Config(
+        "cfl", clients=20, heterogeneity="label_swap", rounds=30, **SPLITS, **MNIST
+    ),
+    "FedAvg, CNN, 20 clients": Config(
+        "fedavg", clients=20, clusters=1, heterogeneity="none", rounds=20, **CNN, **MNIST
+    ),
+    "Federated-Clustering, MLP, 20 clients, private label": Config(
+        "federated_clustering",
+        clients=20,
+        heterogeneity="private_label",
+        quantile=0.2,
+        batch_size=50,
+        rounds=100,
+        **MNIST,
+    ),
+}
+BITS = {"float32": None, "tf32": (8, 10), "bfloat16": (8, 7)}  # of exponent and mantissa
+
+
+@contextlib.contextmanager
+def rounded_operands(bits: tuple[int, int] | None) -> Iterator[None]:
+    """Products and convolutions traced inside round their operands, unless they ask for the highest precision."""
+    products = (lax.dot_general_p, lax.conv_general_dilated_p)
+    if bits is None:
+        yield
+        return
+
+    def rounding(bind):
+        def call(lhs, rhs, **params):
+            asked = params.get("precision")
+            if asked not in (lax.Precision.HIGHEST, (lax.Precision.HIGHEST,) * 2):
+                lhs, rhs = (lax.reduce_precision(x, *bits) if x.dtype == np.float32 else x for x in (lhs, rhs))
+            return bind(lhs, rhs, **params)
+
+        return call
+
+    for primitive in products:
+        primitive.bind = rounding(primitive.bind)  # shadows the class's
+    try:
+        yield
+    finally:
+        for primitive in products:
+            del primitive.bind
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for case, config in CASES.items():
+        reference = None
+        for name, bits in BITS.items():
+            jax.clear_caches()  # what was traced without rounding is not to be used again
+            started = time.perf_counter()
+            with rounded_operands(bits):
+                summary, history, _ = run(config)
+            accuracy = np.array([100 * row["accuracy"] for row in summary["per_seed"]])
+            row = {"case": case, "products": name, "accuracy": accuracy.mean(), "spread": accuracy.std()}
+            cluster = history.clients.get("cluster")
+            if cluster is not None:
+                reference = cluster if reference is None else reference
+                row["same_cluster"] = float((np.asarray(cluster) == np.asarray(reference)).mean())
+            rows.append(row)
+            took = time.perf_counter() - started
+            print(f"{case}, {name}: {accuracy.mean():.2f} % in {took:.0f} s", file=sys.stderr, flush=True)
+    columns = ["case", "products", "accuracy", "spread", "same_cluster"]
+    report("precision", "Operands of products rounded", columns, rows, "python benchmarks/precision.py")
+
+
+if __name__ == "__main__":
+    main()
