@@ -22,7 +22,9 @@ bench: .venv/dev
 	$(BIN)/python benchmarks/against_peers.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/federated_clustering.py
+	$(BIN)/python benchmarks/cfl_round.py
 	$(BIN)/python benchmarks/population.py
+	$(BIN)/python benchmarks/precision.py
 
 # Environments of the libraries that the benchmarks compare with; without them, their rows are left out.
 peers:

@@ -14,20 +14,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, report, run_peer
+from jax import lax
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 from sklearn.cluster import KMeans
 
-from jfcl import kernels
+from jfcl import kernels, mapping
 from jfcl.kernels.bipartition_of_updates import BLOCK_SIZE, tiles_computed
+from jfcl.models import conv
+from jfcl.models.conv import patches
 
 Row = dict[str, Any]
 
@@ -346,6 +350,39 @@ def aggregators(quick: bool) -> list[Row]:
     return rows
 
 
+def convolution(quick: bool) -> list[Row]:
+    """The second layer of the papers' MNIST CNN, forward and both gradients, in a loop of steps with own weights."""
+    steps, clients, side, channels, kernel = 3, 4, 13, 32, 5
+    padding = ((1, 0), (1, 0))  # 10 x 10 come out, all that is pooled
+    numbers = ("NHWC", "HWIO", "NHWC")
+    ways = {
+        "lax.conv_general_dilated": lambda x, w: lax.conv_general_dilated(
+            x, w, (1, 1), padding, dimension_numbers=numbers
+        ),
+        "patches times weights": lambda x, w: patches(x, w.shape[:2], (1, 1), padding) @ w.reshape(-1, w.shape[-1]),
+        "jfcl.models.conv": lambda x, w: conv(x, w, (1, 1), padding, dimension_numbers=numbers),
+    }
+
+    def training(conv, client_axis):
+        def client(x, w):
+            def step(_, carry):
+                gradients = jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), argnums=(0, 1))(*carry)
+                return jax.tree.map(lambda p, g: p - 1e-9 * g, carry, gradients)
+
+            return lax.fori_loop(0, steps, step, (x, w))
+
+        return jax.jit(client_axis(client))
+
+    rows = []
+    for batch in (20,) if quick else (20, 100):
+        x, w = normal(clients, batch, side, side, channels), normal(clients, kernel, kernel, channels, channels)
+        flop = 3 * 2 * clients * steps * batch * 10 * 10 * kernel**2 * channels**2
+        for name, axis in {"one at a time": mapping.chunked(1), "vmapped": jax.vmap}.items():
+            runs = {what: partial(training(conv, axis), jnp.asarray(x), jnp.asarray(w)) for what, conv in ways.items()}
+            rows += rows_of("convolution", f"batch {batch}, {name}", in_turn(runs, repeats=3), flop=flop)
+    return rows
+
+
 SECTIONS = {
     "bipartition": bipartition,
     "cosine": cosine,
@@ -354,6 +391,7 @@ SECTIONS = {
     "kmeans": k_means,
     "aggregators": aggregators,
     "of_updates": of_updates,
+    "convolution": convolution,
 }
 
 

@@ -1,5 +1,6 @@
 """Two real processes on this machine: the same command in each, the results of one."""
 
+import csv
 import json
 import os
 import signal
@@ -67,6 +68,21 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
         assert a["cluster"] == b["cluster"] and a["bytes_up"] == b["bytes_up"]
     capsys.readouterr()
+
+
+def test_two_processes_leave_the_results_of_all_clients(tmp_path):
+    processes = start(tmp_path, ["--rounds", "2"])
+    try:
+        assert [p.wait(timeout=240) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
+    finally:
+        for p in processes:
+            p.kill()
+    with (tmp_path / "out" / "clients.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    last = records(tmp_path / "out")[-1]
+    assert [int(row["client"]) for row in rows] == list(range(9))
+    assert [int(row["cluster"]) for row in rows] == last["cluster"]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["num_clients"] == 9
 
 
 EVERY_METHOD = """
