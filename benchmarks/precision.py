@@ -11,6 +11,7 @@ seeds; `same_cluster` is the share of clients with the cluster that they have in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -76,12 +77,15 @@ def rounded_operands(bits: tuple[int, int] | None) -> Iterator[None]:
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for case, config in CASES.items():
-        reference = None
+        reference, losses = None, []
         for name, bits in BITS.items():
             jax.clear_caches()  # what was traced without rounding is not to be used again
             started = time.perf_counter()
             with rounded_operands(bits):
-                summary, history, _ = run(config)
+                summary, history, _ = run(dataclasses.replace(config, precision=name))
+            losses.append(np.array(history.clients["loss"]))
+            if bits is not None and np.array_equal(losses[0], losses[-1]):
+                raise RuntimeError(f"{case}: rounding to {name} changed nothing, so it was not done")
             accuracy = np.array([100 * row["accuracy"] for row in summary["per_seed"]])
             row = {"case": case, "products": name, "accuracy": accuracy.mean(), "spread": accuracy.std()}
             cluster = history.clients.get("cluster")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import jfcl
 from jfcl.algorithms.ifca import lowest_loss
-from jfcl.core import Clients, Task
+from jfcl.core import Clients, Task, client_keys
+from jfcl.local import draw_batch
 from jfcl.mapping import chunked
 
 D = 3
@@ -90,6 +91,41 @@ def test_ifca_is_algorithm_2(option, steps, weights, seed, num_clusters):
     state = compiled_ifca(num_clusters, steps, option, weights)(start, clients)
     np.testing.assert_allclose(state.params["w"], want, rtol=2e-3, atol=2e-4)
     assert state.cluster.tolist() == chosen
+
+
+def test_identities_are_estimated_on_the_batch_that_is_trained_on():
+    """With as many examples for both: pick and gradient are those of one batch, in float64 by hand."""
+    clients, key = regression(4), jax.random.key(7)
+    start = np.random.default_rng(0).normal(size=(2, D)).astype(np.float32)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=1, batch_size=2)
+    algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, identity_batch=2, init_params={"w": start})
+    state, _ = jax.jit(algorithm.step)(key, algorithm.init(jax.random.key(0), clients), clients)
+    keys = client_keys(jax.random.split(key)[1], clients)
+    chosen, models = [], []
+    for i in range(len(clients.size)):
+        own = {name: jnp.asarray(value[i]) for name, value in clients.examples.items()}
+        batch, real = draw_batch(training, keys[i], own, jnp.asarray(clients.size[i]))
+        x, y = (np.asarray(batch[name], np.float64)[np.asarray(real)] for name in "xy")
+        chosen.append(int(np.argmin([loss64(w, x, y) for w in start])))
+        models.append(local64(start[chosen[-1]].astype(np.float64), x, y, 0.1, 1))
+    assert state.cluster.tolist() == chosen != lowest_loss(LINEAR, {"w": start}, clients, client_axis=jax.vmap).tolist()
+    want = [np.mean([m for m, c in zip(models, chosen, strict=True) if c == k], axis=0) for k in (0, 1)]
+    np.testing.assert_allclose(state.params["w"], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stable_rounds", [None, 2])
+def test_an_identity_batch_of_everything_is_everything(stable_rounds):
+    clients = regression(5)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=3)
+    states = []
+    for identity_batch in (None, 5, 50):
+        algorithm = jfcl.ifca(
+            LINEAR, training, num_clusters=2, identity_batch=identity_batch, stable_rounds=stable_rounds
+        )
+        states.append(jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)[0])
+    for state in states[1:]:
+        assert (state.cluster == states[0].cluster).all()
+        np.testing.assert_allclose(state.params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", ["equal", "size"])
@@ -342,6 +378,10 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
     ("make", "words"),
     [
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=0), "num_clusters must be an integer, at least 1, got 0"),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_batch=0),
+            "identity_batch must be an integer, at least 1",
+        ),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
         (lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"), "training.num_steps must be 1"),
         (

@@ -44,9 +44,9 @@ from jfcl.core import (
 WEIGHTS = ("size", "equal")
 
 # (params [K, ...]) -> what each client of the round does, which is
-# (its examples and size, its last cluster, rounds without a change of any client's cluster)
+# (the key of its training, its examples and size, its last cluster, rounds without a change of any client's cluster)
 # -> (its cluster, whether it had to be sent all models to find it, the products of `local.train` if it knows them)
-Choice = Callable[[Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
+Choice = Callable[[jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
 Choose = Callable[[PyTree], Choice]
 
 
@@ -72,7 +72,7 @@ class AveragingState(NamedTuple):
 
 def keep_cluster(params: PyTree) -> Choice:
     """The choice of methods whose clusters are given."""
-    return lambda examples, size, cluster, quiet: (cluster, jnp.zeros((), bool), None)
+    return lambda key, examples, size, cluster, quiet: (cluster, jnp.zeros((), bool), None)
 
 
 def client_weight(weights: str, size: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ def averaging(
         choice = choose(state.params)  # here, since what all clients need of the models is computed once
 
         def client(key, examples, size, cluster, opt_state):
-            chosen, looked, products = choice(examples, size, cluster, quiet)
+            chosen, looked, products = choice(key, examples, size, cluster, quiet)
             begin = jax.tree.map(lambda p: p[chosen], state.params)
             opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state, products=products)

@@ -25,7 +25,7 @@ from jfcl.core import (
     get_parameter,
     num_clients,
 )
-from jfcl.local import LocalTraining, blank_padding, masked_mean, mean_loss
+from jfcl.local import LocalTraining, blank_padding, draw_batch, masked_mean, mean_loss
 
 AVERAGE = ("models", "gradients")
 
@@ -82,6 +82,7 @@ def ifca(
     weights: str = "equal",
     shared: Callable[[str], bool] | None = None,
     stable_rounds: int | None = None,
+    identity_batch: int | None = None,
     restarts: int = 1,
     restart_rounds: int = 1,
     server_optimizer: optax.GradientTransformation | None = None,
@@ -105,6 +106,8 @@ def ifca(
         true are averaged over all clients.
       stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for so many rounds, clients
         are sent their own model only and no longer look at the others. Default: never.
+      identity_batch: examples, drawn anew each round, on which a client compares the models; default: all of its own
+        (the paper). Where a batch is trained on that is as large, it is the round's first.
       restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
@@ -143,20 +146,28 @@ def ifca(
         late = restarts == 1 or stable_rounds > restart_rounds
         check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
     client_axis = mapping.auto() if client_axis is None else client_axis
+    estimate = training
+    if identity_batch is not None:
+        check_count("identity_batch", identity_batch)
+        estimate = training._replace(batch_size=identity_batch, augment=None)
 
     def choose(params):
         find = under_all(task, params)
 
-        def choice(examples, size, cluster, quiet):
+        def choice(key, examples, size, cluster, quiet):
             def look():
-                losses, products = find(examples, size)
+                if identity_batch is None:
+                    losses, products = find(examples, size)
+                else:  # with the key of the training, hence the first batch trained on if it has as many examples
+                    batch, real = draw_batch(estimate, key, examples, size)
+                    losses, products = find(batch, real.sum())[0], None
                 best = jnp.argmin(losses).astype(jnp.int32)
                 return best, jnp.ones((), bool), None if products is None else products[:, best]
 
             def stay():
                 first = dense_start(task)
                 products = None
-                if first is not None:
+                if first is not None and identity_batch is None:
                     kernel = get_parameter(params, first.kernel)[cluster]
                     products = first.inputs(blank_padding(examples, size)).astype(kernel.dtype) @ kernel
                 return cluster, jnp.zeros((), bool), products

@@ -275,7 +275,13 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
         "ditto": lambda: (
             ditto_of_the_code(task, one) if column == CODE else algorithms.ditto(task, one, weights="equal")
         ),
-        "ifca": lambda: algorithms.ifca(task, one, num_clusters=4, average="gradients" if column == CODE else "models"),
+        "ifca": lambda: algorithms.ifca(
+            task,
+            one,
+            num_clusters=4,
+            average="gradients" if column == CODE else "models",
+            identity_batch=32 if column == CODE else None,
+        ),
         "knn_per": lambda: algorithms.knn_per(task, one, num_neighbours=10, scale=10.0, represent=task.predict),
         "oracle": lambda: algorithms.oracle(task, one, cluster=cluster, weights="equal"),
         "federated_clustering": lambda: algorithms.federated_clustering(

@@ -55,6 +55,7 @@ PASSED_ON = (
     "weights",
     "cohort",
     "stable_rounds",
+    "identity_batch",
     "eps_1",
     "eps_2",
     "gamma_max",
@@ -166,6 +167,9 @@ class Config:
     num_models: int | None = _option(None, "number of models, if not --clusters (ifca)")
     average: str = _option("models", "models (option II) or gradients (option I; needs --local-steps 1) (ifca)")
     share: str | None = _option(None, "share parameters whose path starts with one of these, comma separated (ifca)")
+    identity_batch: int | None = _option(
+        None, "examples on which clients compare the models, drawn anew each round; default: all of theirs (ifca)"
+    )
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
@@ -278,6 +282,7 @@ def validate(config: Config) -> None:
         "cohort",
         "num_models",
         "stable_rounds",
+        "identity_batch",
     )
     for name in (*counts, *maybe, "eval_every", "chunk", "devices", "labels_per_client", "newcomer_examples"):
         value = getattr(config, name)
