@@ -58,10 +58,11 @@ def test_conv_against_scipy(strides, padding):
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35)],
 )
-def test_gradients_are_adjoint_to_the_loop(strides, padding, batch):
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
     """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
     x, w = tensors(b=batch)
-    f = _canonical((9, 8), (3, 2), strides, padding)
+    f = _canonical((9, 8), (3, 2), strides, padding, on_cpu)
     out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
     rng = np.random.default_rng(1)
     g = rng.normal(size=out.shape).astype(np.float32)

@@ -475,6 +475,11 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     return models.language_model(make(vocab_size), config.length, vocab_size)
 
 
+def matmul_precision(name: str) -> str:
+    """jax's name of a `--precision`. XLA's CPU backend refuses some products in the bfloat16 of accelerators."""
+    return "bfloat16" if name == "bfloat16" and jax.default_backend() == "cpu" else PRECISIONS[name]
+
+
 def _mesh(config: Config):
     return mapping.client_mesh(config.devices if jax.process_count() == 1 else None)
 
@@ -566,13 +571,14 @@ def run(
     if of_population(config):
         from jfcl.experiments.population import run_population
 
-        return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
+        with jax.default_matmul_precision(matmul_precision(config.precision)):
+            return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
     parts = setup(config, data_dir=data_dir)
     federation = parts.federation
     every = config.eval_every or max(1, config.rounds // 50)
     described = dataclasses.asdict(config) | {"split_hash": federation.split_hash, "num_rounds": config.rounds}
     del described["rounds"]
-    with jax.default_matmul_precision(PRECISIONS[config.precision]):
+    with jax.default_matmul_precision(matmul_precision(config.precision)):
         history = simulate(
             parts.algorithm,
             federation.train,

@@ -6,7 +6,7 @@ computes the same numbers, arranged for how clients are mapped:
 * One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not bring convolutions inside a loop
   into the layout its fast kernels need (jax issue 12868), so the gradients that `lax.conv` derives, transposed
   convolutions, run at a twentieth of the speed. Here both gradients are themselves written as plain NHWC x HWIO
-  convolutions, which need no rearrangement.
+  convolutions, which need no rearrangement. (Other backends have kernels for the gradients as jax derives them.)
 * Under `vmap` over clients with their own weights, a convolution would become one with a group per client, for which
   no backend has a fast kernel. Here it becomes patches times weights, one batched matrix product.
 * Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
@@ -102,9 +102,30 @@ def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = No
     return function
 
 
+def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Array:
+    """The gradient with respect to the argument, of shape `like`, of a linear function, as jax derives it."""
+    return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like, g.dtype))(g)[0]
+
+
 @lru_cache(maxsize=256)
-def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Callable:
-    """The convolution of one geometry: input height and width, kernel, strides, padding."""
+def _canonical(
+    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, on_cpu: bool = True
+) -> Callable:
+    """The convolution of one geometry: input height and width, kernel, strides, padding.
+
+    Only `on_cpu` are the gradients of one client written out; other backends have kernels for those that jax derives.
+    """
+
+    def input_gradient_alone(g, w):
+        if on_cpu:
+            return _input_gradient(g, w, shape, strides, padding)
+        return _transpose(lambda x: _plain(x, w, strides, padding), (len(g), *shape, w.shape[2]), g)
+
+    def weight_gradient_alone(x, g):
+        if on_cpu:
+            return _weight_gradient(x, g, kernel, strides, padding)
+        return _transpose(lambda w: _plain(x, w, strides, padding), (*kernel, x.shape[-1], g.shape[-1]), g)
+
     shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
     forward = _by_mapping(
         lambda x, w: _plain(x, w, strides, padding),
@@ -112,16 +133,13 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
         shared_weights,
     )
     input_gradient = _by_mapping(
-        lambda g, w: _input_gradient(g, w, shape, strides, padding),
+        input_gradient_alone,
         # The transpose of "patches times weights": batched matrix product, then patches added up where they overlap.
-        lambda g, w: jax.linear_transpose(
-            lambda x: _forward_patches(x, w, strides, padding),
-            jax.ShapeDtypeStruct((g.shape[0], *shape, w.shape[2]), g.dtype),
-        )(g)[0],
+        lambda g, w: _transpose(lambda x: _forward_patches(x, w, strides, padding), (len(g), *shape, w.shape[2]), g),
         shared_weights,
     )
     weight_gradient = _by_mapping(
-        lambda x, g: _weight_gradient(x, g, kernel, strides, padding),
+        weight_gradient_alone,
         lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
     )
 
@@ -189,7 +207,8 @@ def conv(
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
     pads = tuple((int(a), int(b)) for a, b in padding)
-    return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
+    on_cpu = jax.default_backend() == "cpu"
+    return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads, on_cpu)(lhs, rhs)
 
 
 def max_pool(x: jax.Array, window: int) -> jax.Array:
