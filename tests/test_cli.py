@@ -16,6 +16,7 @@ import pytest
 
 from jfcl import cli
 from jfcl.experiments import run
+from jfcl.experiments.run import matmul_precision
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -204,7 +205,7 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [([], "float32"), (["--precision", "tf32"], "tensorfloat32"), (["--precision", "bfloat16"], "BF16_BF16_F32")],
+    [([], "float32"), (["--precision", "tf32"], "tensorfloat32"), (["--precision", "bfloat16"], "bfloat16")],
 )
 def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wanted, monkeypatch):
     seen, simulate = [], run.__globals__["simulate"]
@@ -217,6 +218,24 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
     before = jax.config.jax_default_matmul_precision
     assert cli.main(["run", "ifca", *QUICK, *options]) == 0
     assert seen == [wanted] and jax.config.jax_default_matmul_precision == before
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    on_accelerator = {"bfloat16": "BF16_BF16_F32"}
+    assert matmul_precision(options[-1] if options else "float32") == on_accelerator.get(wanted, wanted)
+
+
+def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):
+    from jfcl.experiments import population
+
+    seen, simulate = [], population.simulate_population
+
+    def noted(*args, **kwargs):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(population, "simulate_population", noted)
+    options = ["--population", "20", "--cohort", "5", "--rounds", "1", "--clusters", "2", "--quiet"]
+    assert cli.main(["run", "fedavg", *options, "--precision", "tf32", "--out", str(tmp_path / "run")]) == 0
+    assert seen == ["tensorfloat32"]
 
 
 def test_nothing_is_overwritten(finished, capsys):
