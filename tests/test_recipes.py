@@ -154,6 +154,23 @@ def test_ditto_of_the_authors_code():
     np.testing.assert_allclose(state.common["b"], w, rtol=1e-5)
 
 
+def test_the_task_of_the_authors_code():
+    """The loss is minus the softmax of the label, averaged; training begins as PyTorch's linear layers do."""
+    task = fc.likelihood_task(fc.CODE)
+    params = task.init(jax.random.key(0))
+    for name, inputs in (("Dense_0", 784), ("Dense_1", 200)):
+        for part in params[name].values():
+            values = np.asarray(part).ravel() * inputs**0.5
+            assert np.abs(values).max() <= 1 and (len(values) < 50 or np.abs(values).max() > 0.95)
+            assert abs(values.std() - 3**-0.5) < (0.02 if len(values) > 1000 else 0.2)
+    assert not np.array_equal(params["Dense_0"]["kernel"], task.init(jax.random.key(1))["Dense_0"]["kernel"])
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(5, 28, 28, 1)).astype(np.float32), "y": np.arange(5)}
+    logits = np.asarray(task.predict(params, batch["x"]), np.float64)
+    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(task.loss(params, batch), -softmax[np.arange(5), np.arange(5)], rtol=1e-4)
+
+
 @pytest.mark.parametrize("redraw", [False, True])
 def test_mnist_is_dealt_once_an_epoch(redraw):
     x = np.arange(40, dtype=np.float32)[:, None, None, None] * np.ones((1, 2, 2, 1), np.float32)

@@ -210,16 +210,30 @@ RERUN = {
 
 
 def likelihood_task(column: str) -> Task:
-    """The MLP 784-200-10; as the authors' code, with minus the probability, not its logarithm, for a loss."""
+    """The MLP 784-200-10; as the authors' code, with minus the probability, not its logarithm, for a loss.
+
+    That loss is flat where a model is sure and wrong, so that it matters where training begins: as in PyTorch, which
+    the code is written in, weights and biases uniform in `± 1 / sqrt(inputs)`.
+    """
     task = models.classification(models.MLP(10), (28, 28, 1), 10)
     if column == CORRECTED:
         return task
+
+    def init(key):
+        drawn = {}
+        for i, (name, layer) in enumerate(sorted(task.init(key).items())):
+            reach = len(layer["kernel"]) ** -0.5
+            parts = zip(sorted(layer), jax.random.split(jax.random.fold_in(key, i)), strict=True)
+            drawn[name] = {
+                part: jax.random.uniform(k, layer[part].shape, minval=-reach, maxval=reach) for part, k in parts
+            }
+        return drawn
 
     def loss(params, batch):
         chosen = jax.nn.softmax(task.predict(params, batch["x"]))
         return -jnp.take_along_axis(chosen, batch["y"][:, None], axis=1)[:, 0]
 
-    return task._replace(loss=loss)
+    return task._replace(init=init, loss=loss)
 
 
 class CodesDitto(NamedTuple):
