@@ -56,7 +56,7 @@ def test_conv_against_scipy(strides, padding):
 
 @pytest.mark.parametrize(
     ("strides", "padding", "batch"),
-    [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35)],
+    [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
 )
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):

@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP = 16  # examples whose gradients with respect to weights are taken at once
+UNROLLED = 8  # groups written out one after the other; beyond, a loop, lest programs grow with the batch
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -79,7 +80,15 @@ def _weight_gradient(x, g, kernel, strides, padding):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides)
 
-    return sum(of_group(x[i : i + GROUP], g[i : i + GROUP]) for i in range(0, len(x), GROUP)).transpose(1, 2, 0, 3)
+    groups = len(x) // GROUP
+    rest = slice(groups * GROUP, None)
+    total = of_group(x[rest], g[rest]) if len(x) % GROUP else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), x.dtype)
+
+    def add(i, total):
+        group = (lax.dynamic_slice_in_dim(v, i * GROUP, GROUP) for v in (x, g))
+        return total + of_group(*group)
+
+    return lax.fori_loop(0, groups, add, total, unroll=max(1, min(groups, UNROLLED))).transpose(1, 2, 0, 3)
 
 
 def _weight_gradient_patches(x, g, kernel, strides, padding):
