@@ -80,15 +80,16 @@ def _weight_gradient(x, g, kernel, strides, padding):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides)
 
-    groups = len(x) // GROUP
-    rest = slice(groups * GROUP, None)
-    total = of_group(x[rest], g[rest]) if len(x) % GROUP else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), x.dtype)
+    size = min(GROUP, len(x))
+    groups = len(x) // size
+    rest = slice(groups * size, None)
+    total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), x.dtype)
 
     def add(i, total):
-        group = (lax.dynamic_slice_in_dim(v, i * GROUP, GROUP) for v in (x, g))
+        group = (lax.dynamic_slice_in_dim(v, i * size, size) for v in (x, g))
         return total + of_group(*group)
 
-    return lax.fori_loop(0, groups, add, total, unroll=max(1, min(groups, UNROLLED))).transpose(1, 2, 0, 3)
+    return lax.fori_loop(0, groups, add, total, unroll=min(groups, UNROLLED)).transpose(1, 2, 0, 3)
 
 
 def _weight_gradient_patches(x, g, kernel, strides, padding):
