@@ -221,11 +221,8 @@ def test_vgg_is_the_papers_layers_one_by_one():
 @pytest.mark.parametrize(
     ("name", "shape", "layers"),
     [
-        (
-            "cnn_mnist",
-            (28, 28, 1),
-            [(5, 1, True), (5, 1, True)],
-        ),  # the second makes 11 x 11, of which 10 x 10 are pooled
+        # The second layer makes 11 x 11, of which 10 x 10 are pooled.
+        ("cnn_mnist", (28, 28, 1), [(5, 1, True), (5, 1, True)]),
         ("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)]),
         ("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)]),
         ("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)]),
