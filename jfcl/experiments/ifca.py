@@ -202,7 +202,10 @@ def _mnist(method: str, m: int, n: int, setting: dict[str, Any]) -> Config:
 
 
 def _cifar(method: str, setting: dict[str, Any]) -> Config:
-    """The code's setting, with its crops, flips and colours; cohorts are a tenth of the clients."""
+    """The code's setting, with its crops, flips and colours; cohorts are a tenth of the clients.
+
+    Unlike the code's, identities are estimated without weight decay, and initial models are not drawn again.
+    """
     cohort = {} if method == "local" else {"cohort": 20}
     return Config(
         method,
