@@ -27,17 +27,13 @@ def where_rows(keep: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(_per_row(keep, a).astype(bool), a, b), new, old)
 
 
-def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
-    """The mean over the leading axis of `tree` (`[N, ...]`), row `i` counting `weights[i]`.
+def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
+    """What `add_sent` begins with: zeros for `like` `[K, ...]`, and the weight `[K]`.
 
-    Rows of weight 0 are never part of it, NaN or not; all weights 0 gives zeros.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> weighted_mean(jnp.array([[1.0, 2.0], [3.0, 6.0], [jnp.nan, 0.0]]), jnp.array([1.0, 3.0, 0.0])).tolist()
-      [2.5, 5.0]
+    In float32 at least: a sum of bfloat16 numbers stops growing after a few hundred of them.
     """
-    return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype if p.dtype.itemsize >= 4 else jnp.float32), like)
+    return zeros, jnp.zeros(len(jax.tree.leaves(like)[0]))
 
 
 def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array) -> PyTree:
@@ -54,11 +50,12 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
     """
 
     def add(total, x):
-        x = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x))
+        counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
+        counted = counted.astype(total.dtype)
         if len(x) == 1:
-            return total.at[cluster[0]].add(x[0] * weights[0].astype(x.dtype))
-        one_hot = jax.nn.one_hot(cluster, len(total), dtype=x.dtype, axis=0) * weights[None, :].astype(x.dtype)
-        return total + jnp.tensordot(one_hot, x, axes=1)
+            return total.at[cluster[0]].add(counted[0] * scale[0])
+        one_hot = jax.nn.one_hot(cluster, len(total), dtype=total.dtype, axis=0) * scale[None, :]
+        return total + jnp.tensordot(one_hot, counted, axes=1, precision=jax.lax.Precision.HIGHEST)
 
     return jax.tree.map(add, sums, tree)
 
@@ -66,27 +63,35 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
 def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
     """A fold for `mapping.map_reduce`: `(sums [K, ...], weight [K])` and what clients sent, `(tree, cluster, weights)`.
 
-    `divide_rows` of the result is each cluster's weighted mean.
+    It begins with `nothing_sent`; `divide_rows` of the result is each cluster's weighted mean.
     """
     tree, cluster, weights = sent
     ones = (weights > 0).astype(jnp.float32)
     return add_to_clusters(total[0], tree, cluster, weights), add_to_clusters(total[1], weights, cluster, ones)
 
 
-def divide_rows(sums: PyTree, weights: jax.Array) -> PyTree:
-    """`sums[k] / weights[k]`, and zeros where `weights[k]` is 0; pytree of `[K, ...]`, `weights` `[K]`."""
+def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
+    """`sums[k] / weights[k]` in the types of `like`, and zeros where `weights[k]` is 0; `[K, ...]`, `weights` `[K]`."""
     safe = jnp.where(weights > 0, weights, jnp.ones_like(weights))
-    return jax.tree.map(lambda x: x / _per_row(safe, x), sums)
+    return jax.tree.map(lambda x, p: (x / _per_row(safe, x)).astype(p.dtype), sums, like)
 
 
-def cluster_mean(tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clusters: int) -> PyTree:
+def cluster_mean(
+    tree: PyTree,
+    cluster: jax.Array,
+    weights: jax.Array,
+    num_clusters: int,
+    client_axis: mapping.Mapping = jax.vmap,
+) -> PyTree:
     """The weighted mean of the rows of each cluster; zeros for a cluster without weight.
 
     Args:
-      tree: pytree of `[N, ...]`.
+      tree: pytree of `[N, ...]` floats.
       cluster: `[N]` int32 in `0..K-1`.
-      weights: `[N]`, at least 0.
+      weights: `[N]`, at least 0; rows of weight 0 are never part of a mean, NaN or not.
       num_clusters: `K`.
+      client_axis: the clients' mapping. Where it takes one at a time they are added up in their order, and clients of
+        weight 0 behind the others do not change a bit.
 
     Returns:
       Pytree of `[K, ...]`.
@@ -96,29 +101,35 @@ def cluster_mean(tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clust
       >>> cluster_mean(jnp.array([1.0, 3.0, 5.0]), jnp.array([0, 0, 2]), jnp.ones(3), 3).tolist()
       [2.0, 0.0, 5.0]
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros((num_clusters, *x.shape[1:]), x.dtype), tree)
-    return divide_rows(*add_sent((zeros, jnp.zeros(num_clusters)), (tree, cluster, weights.astype(jnp.float32))))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_clusters, *x.shape[1:]), x.dtype), tree)
+    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
+    total, _ = add_up(tree, cluster, weights.astype(jnp.float32))
+    return divide_rows(*total, like)
 
 
-def cluster_mean_in_order(
-    client_axis: mapping.Mapping, tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clusters: int
-) -> PyTree:
-    """`cluster_mean`, added up in the order of the clients where `client_axis` takes one at a time.
+def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
+    """The mean over the leading axis of `tree` (`[N, ...]` floats), row `i` counting `weights[i]`.
 
-    Clients of weight 0 behind the others then do not change a bit.
+    Rows of weight 0 are never part of it, NaN or not; all weights 0 gives zeros.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> weighted_mean(jnp.array([[1.0, 2.0], [3.0, 6.0], [jnp.nan, 0.0]]), jnp.array([1.0, 3.0, 0.0])).tolist()
+      [2.5, 5.0]
     """
-    zero = (jax.tree.map(lambda x: jnp.zeros((num_clusters, *x.shape[1:]), x.dtype), tree), jnp.zeros(num_clusters))
-    total, _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(tree, cluster, weights)
-    return divide_rows(*total)
+    return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
 
 
 def attacked(adversary: Adversary | None, key: jax.Array, updates: PyTree, ids: jax.Array, usable: jax.Array):
-    """`updates` `[N, ...]` as the server gets them, and which of them count, `[N]` bool: finite, and usable before.
+    """`updates` `[N, ...]` as the server gets them, and which of them count, `[N]` bool: usable, and finite then.
+
+    `usable` `[N]` bool: whose do without the adversary, clients without examples not among them.
 
     `ids` `[N]` says which clients they are from; padding clients' ids may lie beyond `adversary.malicious`.
     """
     if adversary is None:
         return updates, usable
+    usable = usable & jax.vmap(is_finite)(updates)
     known = jnp.asarray(adversary.malicious)
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
     updates = adversary.attack(key, updates, malicious, usable)
@@ -134,11 +145,6 @@ def robust_cluster_mean(
         return aggregator(updates, mask=usable & (cluster == k))
 
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
-
-
-def stack_trees(trees: list[PyTree]) -> PyTree:
-    """A list of `K` pytrees of one structure as one pytree of `[K, ...]`."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def ravel_clients(tree: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:

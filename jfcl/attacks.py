@@ -9,7 +9,6 @@ all good updates and act together, which is the worst case of the literature.
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
@@ -106,23 +105,23 @@ def alie(deviations: float | None = None) -> UpdateAttack:
     """A little is enough: the mean of the good less so many standard deviations (Baruch, Baruch, Goldberg 2019).
 
     By default as many as still look like a good client to a majority: the quantile `(n − f − s) / (n − f)` of the
-    normal distribution, with `s = ⌊n/2⌋ + 1 − f`; looked up for whole numbers of clients.
+    normal distribution, with `s = ⌊n/2⌋ + 1 − f`; of the `n` clients that take part.
     """
 
     def lie(key, x, malicious, good):
         mean = _good_mean(x, good)
         spread = jnp.sqrt(_good_mean(jnp.square(x - mean), good))
-        count, f = len(malicious), malicious.sum()
-        z = jnp.asarray([_alie_quantile(count, i) for i in range(count + 1)])[f] if deviations is None else deviations
-        return mean - z * spread + jnp.zeros_like(x)
+        z = _alie_quantile(good.sum(), malicious.sum()) if deviations is None else deviations
+        return mean - jnp.asarray(z).astype(x.dtype) * spread + jnp.zeros_like(x)
 
     return _send(lie)
 
 
-def _alie_quantile(count: int, malicious: int) -> float:
-    good = count - malicious
-    share = (good - (count // 2 + 1 - malicious)) / good if good else 0.5
-    return NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6)) if share > 0 else 0.0
+def _alie_quantile(num_good: jax.Array, num_malicious: jax.Array) -> jax.Array:
+    count = num_good + num_malicious
+    fooled = num_good - (count // 2 + 1 - num_malicious)
+    share = fooled.astype(jnp.float32) / jnp.maximum(num_good, 1).astype(jnp.float32)
+    return jnp.where(fooled > 0, jax.scipy.stats.norm.ppf(jnp.clip(share, 1e-6, 1 - 1e-6)), 0.0)
 
 
 def mimic() -> UpdateAttack:

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import inspect
 import json
-import sys
 import tomllib
 import traceback
 import typing
@@ -576,7 +575,3 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         traceback.print_exc()  # and then leaves at once
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

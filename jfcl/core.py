@@ -87,6 +87,7 @@ class Task(NamedTuple):
       represent: `(params, inputs [B, ...]) -> [B, H]`, what the model makes of inputs before its last layer; `None`
         where that is not known (kNN-Per then takes the outputs).
       dense_start: how the model begins, where that is a dense layer on the raw inputs; else `None`.
+      num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` makes sure of; `None`: not known.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -96,6 +97,7 @@ class Task(NamedTuple):
     perplexity: bool = False
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     dense_start: DenseStart | None = None
+    num_classes: int | None = None
 
 
 class Algorithm(NamedTuple):
@@ -229,8 +231,10 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
     clients = list(clients)
     if not clients:
         raise ValueError("stack_clients needs at least one client, got none")
-    sizes = []
+    sizes, structure = [], jax.tree.structure(clients[0])
     for i, client in enumerate(clients):
+        if jax.tree.structure(client) != structure:
+            raise ValueError(f"client {i}: its arrays are {jax.tree.structure(client)}, those of client 0 {structure}")
         lengths = {len(leaf) for leaf in jax.tree.leaves(client)}
         if len(lengths) != 1:
             raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")
@@ -241,8 +245,12 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
     length = longest if pad_to is None else pad_to
 
     def stack(*leaves):
-        first = np.asarray(leaves[0])
-        out = aligned_zeros((len(leaves), length, *first.shape[1:]), first.dtype)
+        leaves = [np.asarray(leaf) for leaf in leaves]
+        shape = leaves[0].shape[1:]
+        for i, leaf in enumerate(leaves):
+            if leaf.shape[1:] != shape:
+                raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
+        out = aligned_zeros((len(leaves), length, *shape), np.result_type(*leaves))  # a type that holds them all
         for row, leaf in zip(out, leaves, strict=True):
             row[: len(leaf)] = leaf
         return out
@@ -313,7 +321,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     if not all(is_concrete(leaf) for leaf in [clients.size, *leaves]):
         return
     size = np.asarray(clients.size)
-    check(np.issubdtype(size.dtype, np.integer), f"{name}.size", size.dtype, "of an integer type")
+    check(np.issubdtype(size.dtype, np.signedinteger), f"{name}.size", size.dtype, "of a signed integer type")
     check(size.min() >= 0 and size.max() <= m, f"{name}.size", (size.min(), size.max()), f"between 0 and M={m}")
     check(size.max() > 0, f"{name}.size", 0, "positive for at least one client")
     if not allow_empty and size.min() == 0:
@@ -335,8 +343,9 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
 
 
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
-    """Integer labels `examples["y"]` of real examples must lie in `0..num_classes-1`, or `ValueError`."""
+    """Labels `examples["y"]` of real examples must be integers in `0..num_classes-1`, or `ValueError`."""
     y = np.asarray(clients.examples["y"])
+    check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, "labels of an integer type")
     real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
     bad = ((y < 0) | (y >= num_classes)) & real
     if bad.any():

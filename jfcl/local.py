@@ -100,6 +100,7 @@ def local_training(
         check_count("batch_size", batch_size)
     if is_concrete(prox):
         check(prox >= 0, "prox", prox, "0 or more")
+        prox = float(prox)
     check_choice("keep", keep, KEEP)
     check_choice("span", span, SPAN)
     return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep, span)
@@ -137,12 +138,22 @@ def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> j
     return masked_mean(losses, jnp.arange(len(losses)) < size)
 
 
+def examples_per_step(training: LocalTraining, max_examples: int) -> int:
+    """`B`: the batch size, or all of the `max_examples` where that is not given or larger."""
+    return max_examples if training.batch_size is None else min(training.batch_size, max_examples)
+
+
+def most_steps(training: LocalTraining, max_examples: int) -> int:
+    """The local steps that a client with all of the `max_examples` does in one round."""
+    return training.num_steps or training.num_epochs * -(-max_examples // examples_per_step(training, max_examples))
+
+
 def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int) -> jax.Array:
     """`[]` int32: the local steps that a client with `size` of at most `max_examples` examples does in one round."""
     if training.num_steps is not None:
         return jnp.asarray(training.num_steps, jnp.int32)
-    batch_size = max_examples if training.batch_size is None else min(training.batch_size, max_examples)
-    return (training.num_epochs * -(-jnp.asarray(size) // batch_size)).astype(jnp.int32)
+    batches = -(-jnp.asarray(size) // examples_per_step(training, max_examples))
+    return (training.num_epochs * batches).astype(jnp.int32)
 
 
 def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Array) -> PyTree:
@@ -228,9 +239,8 @@ def trains_in_span(
         return True
     if training.span == "never" or dense_start(task) is None:
         return False
-    batch_size = max_examples if training.batch_size is None else min(training.batch_size, max_examples)
-    steps = training.num_steps or training.num_epochs * -(-max_examples // batch_size)
-    counts = (max_examples, batch_size, steps, *spans.size_of(dense_start(task), params))
+    steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
+    counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
     fewer = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
     return fewer and outside_span(task, training, params, anchor) is None
 
@@ -266,7 +276,7 @@ def train(
       `Trained`. Cost: `num_steps` forward and backward passes over a batch.
     """
     m = jax.tree.leaves(examples)[0].shape[0]
-    batch_size = m if training.batch_size is None else min(training.batch_size, m)
+    batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
     given = products is not None
     start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
@@ -274,7 +284,7 @@ def train(
     if full_batch or start is not None:
         examples = blank_padding(examples, size)
     if start is not None:
-        gram = not (full_batch and training.num_steps == 1)
+        gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
         span = spans.enter(start, begin, examples, products, gram=gram)
         params = anchor = spans.coefficients(start, span, begin)
         opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
@@ -301,7 +311,7 @@ def train(
         if not (is_concrete(training.prox) and training.prox == 0):
             grads = pull(grads, params)
         updates, opt_state = training.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, total + loss
+        return optax.apply_updates(params, updates), opt_state, total + loss.astype(total.dtype)
 
     slots = jnp.arange(batch_size)
 

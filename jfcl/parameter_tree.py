@@ -7,6 +7,7 @@ client can be served any model on its path, from the most general to its own clu
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import local, mapping, metrics
-from jfcl.aggregate import is_finite
+from jfcl.aggregate import is_finite, where_rows
 from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_clients, client_keys, max_examples, num_clients
 from jfcl.kernels import OPERATORS
@@ -103,11 +104,8 @@ def models(state: CFLState) -> PyTree:
     inner = jnp.asarray([n.split >= 0 for n in found])
     slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])
 
-    def pick(params, before):
-        choose = inner.reshape(-1, *[1] * (params.ndim - 1))
-        return jnp.where(choose, before[split], params[slot])
-
-    return jax.tree.map(pick, state.params, state.tree.model)
+    before = jax.tree.map(lambda p: p[split], state.tree.model)
+    return where_rows(inner, before, jax.tree.map(lambda p: p[slot], state.params))
 
 
 def path(state: CFLState, cluster: int) -> list[int]:
@@ -223,10 +221,12 @@ def assign_newcomer(
         count = num_clients(newcomers)
         return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
     client_axis = mapping.auto() if client_axis is None else client_axis
-    return _assign(task, training, state, newcomers, key, privacy, privacy_seed, client_axis)
+    options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
+    return _assign(state, newcomers, key, task=task, training=training, **options)
 
 
-def _assign(task, training, state, newcomers, key, privacy, privacy_seed, client_axis):
+@partial(jax.jit, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))
+def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, client_axis):
     tree, m, dim = state.tree, max_examples(newcomers), state.tree.updates.shape[2]
     size = jnp.asarray(newcomers.size)
 
@@ -266,7 +266,7 @@ def _assign(task, training, state, newcomers, key, privacy, privacy_seed, client
 
     count = num_clients(newcomers)
     start = (jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan), 0)
-    slot, _, similarity, _ = jax.jit(lambda carry: jax.lax.while_loop(going, descend, carry))(start)
+    slot, _, similarity, _ = jax.lax.while_loop(going, descend, start)
     return Assignment(slot, similarity)
 
 
@@ -310,7 +310,9 @@ _BOOKS = ("cluster", "active", "parent", "since", "final", "round", "scale", "ex
 
 
 def _named(tree: PyTree) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(p): np.asarray(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """The arrays by name; what NumPy's files have no type for, such as bfloat16, as float32."""
+    leaves = [(jax.tree_util.keystr(p), np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
+    return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in leaves}
 
 
 def save_tree(file: str | Path, state: CFLState) -> None:
@@ -358,7 +360,8 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
         for name, leaf in zip(names, (leaf for _, leaf in leaves), strict=True):
             shape, wanted = saved[part + name].shape, (capacity, *leaf.shape)
             check(shape == wanted, "file", str(file), f"of this task's model: {name} is {shape} there, {wanted} here")
-        return jax.tree.unflatten(structure, [jnp.asarray(saved[part + name]) for name in names])
+        arrays = [jnp.asarray(saved[part + name], leaf.dtype) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        return jax.tree.unflatten(structure, arrays)
 
     tree = ParameterTree(
         model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
@@ -367,7 +370,9 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
 
 
 def _check_model(task: Task, params: PyTree) -> None:
-    shapes = _named(jax.tree.map(lambda s: np.empty(s.shape, bool), jax.eval_shape(task.init, jax.random.key(0))))
-    have = _named(jax.tree.map(lambda p: np.empty(p.shape[1:], bool), params))
-    same = {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in have.items()}
-    check(same, "state", {n: x.shape for n, x in have.items()}, f"of the task's model {[*shapes]}")
+    def shapes(tree, of_one):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
+
+    wanted, have = shapes(jax.eval_shape(task.init, jax.random.key(0)), True), shapes(params, False)
+    check(have == wanted, "state", have, f"of the task's model {[*wanted]}")

@@ -33,6 +33,7 @@ from jfcl.simulation import (
     _progress_bar,
     _stop_if_diverged,
     _warn_once,
+    finite_mean,
     found_clusters,
 )
 
@@ -277,14 +278,9 @@ def _round(key, t, common, rows, clients, *, step, split):
     state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
     values = {  # of clients, the mean over those that took part
-        name: jnp.nanmean(v.astype(jnp.float32)) if v.ndim > 0 and v.shape[0] == n else v for name, v in values.items()
+        name: finite_mean(v) if v.ndim > 0 and v.shape[0] == n else v for name, v in values.items()
     }
     return *_strong(split.apart(state)), values, is_finite(state.params)
-
-
-@partial(jax.jit, static_argnames=("task", "client_axis"))
-def _assess(params, cluster, clients, *, task, client_axis):
-    return metrics.evaluate(task, params, clients, cluster, client_axis=client_axis)
 
 
 class _Result(NamedTuple):
@@ -437,7 +433,9 @@ def simulate_population(
         started = time.perf_counter()
         done, records = _Done(0, [], {}), []
         common_shapes = split.apart(shapes)[0]
-        restored = folder.restore({"common": common_shapes, **rows.saved()}) if resume else None
+        restored = (
+            folder.restore({"common": common_shapes, **rows.saved()}, any_round=not rows.mapped) if resume else None
+        )
         if restored is not None:
             round_, saved, totals = restored
             check(round_ <= num_rounds, "num_rounds", num_rounds, f"at least the {round_} rounds already done")
@@ -461,7 +459,7 @@ def simulate_population(
 
         def assess(common: list) -> tuple[np.ndarray, dict[str, np.ndarray]]:
             """The clusters of the evaluated clients, and how good the models are that they are served."""
-            ask = partial(_assess, task=algorithm.task, client_axis=client_axis)
+            ask = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
             mine = rows.take(evaluated, start_rows(evaluated, learners)) if by_rows else [0] * sum(split.of_clients)
             state = split.together(common, mine)
             found = jnp.zeros(len(evaluated), jnp.int32)
@@ -469,10 +467,10 @@ def simulate_population(
                 served = jnp.arange(len(evaluated), dtype=jnp.int32)
                 found = getattr(state, "group", served)
             elif num_models > 1:
-                served = found = state.cluster if by_rows else ask(state.params, None, learners)["cluster"]
+                served = found = state.cluster if by_rows else ask(state.params, learners, None)["cluster"]
             else:
                 served = found
-            return jax.device_get((found, ask(jax.tree.map(jnp.asarray, state.params), served, tests)))
+            return jax.device_get((found, ask(state.params, tests, served)))
 
         def judge(result: _Result) -> dict[str, Any]:
             """The record of a round."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,9 @@ import numpy as np
 
 from jfcl.core import PyTree
 
-FREE = (
-    "num_rounds",
-    "out",
-    "resume",
-    "progress",
-    "data_dir",
-    "mapping",
-    "devices",
-)  # may differ between a run and its resumption
+# May differ between a run and its resumption.
+FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices")
+WRITTEN = ("metrics.jsonl", "summary.json", "clients.csv", "params.npz", "tree.npz", "checkpoints", "plots")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -37,6 +32,17 @@ def write_json(path: Path, value: Any) -> None:
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
     os.replace(scratch, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote; `ValueError` that names the file where it is damaged."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
+    return value
 
 
 def finite_or_none(value: Any) -> Any:
@@ -50,6 +56,10 @@ def finite_or_none(value: Any) -> Any:
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value
+
+
+class _Unfit(ValueError):
+    """A checkpoint that can be read, but is of something else."""
 
 
 class RunFolder:
@@ -70,6 +80,9 @@ class RunFolder:
             )
         if folder.path.exists() and not folder.path.is_dir():
             raise ValueError(f"{folder.path} is a file; the output folder must be a new or empty folder")
+        there = [name for name in WRITTEN if (folder.path / name).exists()]
+        if there:
+            raise ValueError(f"{folder.path} holds {', '.join(there)} already; choose a new or empty folder")
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.metrics_path.write_text("")
         write_json(folder.path / "config.json", finite_or_none(config))
@@ -80,7 +93,7 @@ class RunFolder:
         """The run in `path`; `ValueError` if there is none or it was started with another configuration."""
         folder = cls(path)
         try:
-            old = json.loads((folder.path / "config.json").read_text())
+            old = read_json(folder.path / "config.json")
         except FileNotFoundError:
             raise ValueError(f"{folder.path} holds no run to resume: config.json is missing") from None
         new = finite_or_none(config)
@@ -89,6 +102,8 @@ class RunFolder:
         if names:
             said = "; ".join(f"{n}: it has {old.get(n)!r}, asked for {new.get(n)!r}" for n in names)
             raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
+        if new.get("num_rounds") != old.get("num_rounds"):  # so that it can be resumed from its own file again
+            write_json(folder.path / "config.json", old | {"num_rounds": new["num_rounds"]})
         return folder
 
     @property
@@ -121,6 +136,8 @@ class RunFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out."""
+        if not self.metrics_path.exists():
+            raise ValueError(f"{self.metrics_path} is missing")
         records = []
         for line in self.metrics_path.read_text().splitlines():
             try:
@@ -142,29 +159,47 @@ class RunFolder:
         self.manager.save(round_, args=args)
         self.manager.wait_until_finished()
 
-    def restore(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+    def restore(self, like: PyTree, *, any_round: bool = True) -> tuple[int, PyTree, dict[str, Any]] | None:
         """The latest checkpoint as `(round, state of the structure of like, totals)`; `None` if there is none.
 
-        Lines of `metrics.jsonl` from after it are dropped: those rounds are run again.
-        """
-        import orbax.checkpoint as ocp
+        Where that is damaged, the one before it (unless `any_round` is False), with a warning. Lines of `metrics.jsonl`
+        from after it are dropped: those rounds are run again.
 
-        round_ = self.manager.latest_step()
-        if round_ is None:
+        Raises:
+          ValueError: checkpoints of another model or number of clients; only damaged ones.
+        """
+        rounds = sorted(self.manager.all_steps(), reverse=True)
+        if not rounds:
             self._truncate(0)
             return None
+        damage = None
+        for round_ in rounds if any_round else rounds[:1]:
+            try:
+                state, totals = self._read(round_, like)
+            except _Unfit as error:
+                raise ValueError(str(error)) from None
+            except Exception as error:  # of whatever kind orbax and tensorstore find a damaged file to be
+                damage = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                warnings.warn(f"the checkpoint of round {round_} in {self.path} is damaged ({damage})", stacklevel=3)
+                continue
+            self._truncate(round_)
+            return round_, state, totals
+        raise ValueError(f"no checkpoint in {self.path} can be read: {damage}; nothing was changed")
+
+    def _read(self, round_: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        import orbax.checkpoint as ocp
+
         wanted = {f"{i:04d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(jax.tree.leaves(like))}
         about = self.manager.restore(round_, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
         if about["shapes"] != {name: list(leaf.shape) for name, leaf in wanted.items()}:
-            raise ValueError(
+            raise _Unfit(
                 f"the checkpoint of round {round_} in {self.path} is of another model or number of clients; nothing was"
                 " changed"
             )
         full = {name: leaf for name, leaf in wanted.items() if leaf.size}
         saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(full)))
-        self._truncate(round_)
         leaves = [saved.state.get(name, wanted[name]) for name in sorted(wanted)]
-        return round_, jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
 
     def _truncate(self, round_: int) -> None:
         kept = [r for r in self.records() if r["round"] <= round_]

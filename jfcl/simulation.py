@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl import hosts, mapping, metrics
 from jfcl.aggregate import is_finite
-from jfcl.core import Algorithm, Clients, check, check_clients, check_count, check_state, num_clients
+from jfcl.core import Algorithm, Clients, check, check_clients, check_count, check_labels, check_state, num_clients
 from jfcl.runs import RunFolder
 
 SUMMED = (
@@ -133,6 +133,12 @@ def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     return _laid_out(state, clients, client_axis)
 
 
+def finite_mean(values):
+    """The mean of those of `values` that are finite; NaN where none is."""
+    values = values.astype(jnp.float32)
+    return jnp.nanmean(jnp.where(jnp.isfinite(values), values, jnp.nan))
+
+
 @partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
 def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
@@ -140,10 +146,7 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 
     def shorten(values):  # the loss, and what would make records unwieldy, as the mean over clients that took part
         long = {name: v.ndim > 0 and v.shape[0] > MOST_CLUSTERS_KEPT for name, v in values.items()}
-        return {
-            name: jnp.nanmean(v.astype(jnp.float32)) if name == "loss" or long[name] else v
-            for name, v in values.items()
-        }
+        return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
 
     def one_seed(key, state):
         def one_round(t, carry):
@@ -172,16 +175,24 @@ def _evaluate(params, cluster, clients, *, task, seed_axis, client_axis, by_loss
 
 
 class _CompileClock:
-    """Sums the seconds that jax spends tracing, lowering and compiling while it is open."""
+    """`seconds`: how long jax has been tracing, lowering and compiling while this is open."""
 
     def __enter__(self):
-        self.seconds = 0.0
+        self.seconds, self._spans = 0.0, []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
     def _listen(self, event: str, duration: float, **_):
         if event.startswith("/jax/core/compile/"):
-            self.seconds += duration
+            end = time.perf_counter()
+            begin = end - duration
+            # Functions are traced inside of others: what lies within this span has been counted.
+            while self._spans and self._spans[-1][0] >= begin:
+                inner = self._spans.pop()
+                self.seconds -= inner[1] - inner[0]
+            begin = max(begin, self._spans[-1][1]) if self._spans else begin
+            self._spans.append((begin, end))
+            self.seconds += end - begin
 
     def __exit__(self, *_):
         jax.monitoring.unregister_event_duration_listener(self._listen)
@@ -348,6 +359,10 @@ def simulate(
         folder = (RunFolder.reopen if resume else RunFolder.create)(out, config or {})
 
     made = _made(algorithm, hyperparams)
+    if made.task is not None and made.task.num_classes is not None and not one_of_many:
+        for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
+            if part is not None:
+                check_labels(part, made.task.num_classes, name=name)
     if made.check is not None:
         made.check(clients)
 

@@ -36,6 +36,12 @@ class Span(NamedTuple):
     gram: jax.Array | None
 
 
+def size_of(start: DenseStart, params: PyTree) -> tuple[int, int]:
+    """`(d, H)` of the kernel."""
+    d, *width = get_parameter(params, start.kernel).shape
+    return d, math.prod(width)
+
+
 def plain_cost(m: int, batch_size: int, steps: int, d: int, h: int) -> int:
     """Multiply-adds of a first layer `[d, H]` over a round of `steps`: the products, and the kernel's gradient."""
     return 2 * steps * batch_size * d * h
@@ -185,9 +191,3 @@ def _stand_in(tracer: jax.Array) -> jax.Array:
 def _close(u: jax.Array, v: jax.Array) -> bool:
     u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
     return bool(np.isfinite(u).all() and np.abs(u - v).max(initial=0) <= TOLERANCE * np.abs(v).max(initial=0))
-
-
-def size_of(start: DenseStart, params: PyTree) -> tuple[int, int]:
-    """`(d, H)` of the kernel."""
-    d, *width = get_parameter(params, start.kernel).shape
-    return d, math.prod(width)

@@ -32,13 +32,11 @@ class Method(NamedTuple):
     Attributes:
       make: its factory `(task, training, **options) -> Algorithm`.
       summary: one line for `jfcl list`.
-      serves: whose model a client is served: "one global", "per cluster" or "per client".
       defaults: what `jfcl run` takes for options that are not given, where it differs from the other methods.
     """
 
     make: Callable[..., Algorithm]
     summary: str
-    serves: str
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -51,41 +49,29 @@ class Method(NamedTuple):
 STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
 
 METHODS = {
-    "fedavg": Method(
-        fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options", "one global"
-    ),
-    "local": Method(local_only, "every client trains alone, nothing is sent", "per client"),
-    "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best", "per cluster"),
-    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", "per cluster"),
-    "cfl": Method(cfl, "clusters whose clients pull apart are split in two (Sattler et al. 2021)", "per cluster"),
-    "byzantine_cfl": Method(
-        byzantine_cfl, "one model for the majority, dissenters are shut out (Sattler et al. 2020)", "one global"
-    ),
+    "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
+    "local": Method(local_only, "every client trains alone, nothing is sent"),
+    "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
+    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)"),
+    "cfl": Method(cfl, "clusters whose clients pull apart are split in two (Sattler et al. 2021)"),
+    "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are shut out (Sattler et al. 2020)"),
     "federated_clustering": Method(
         federated_clustering,
         "clients average the gradients that are like theirs at their model (Werner et al. 2023)",
-        "per client",
         STEPWISE,
     ),
     "momentum_clustering": Method(
-        momentum_clustering, "the same with one message per client: momenta are clustered", "per client", STEPWISE
+        momentum_clustering, "the same with one message per client: momenta are clustered", STEPWISE
     ),
     "myopic_clustering": Method(
-        myopic_clustering,
-        "a warning: gradients taken at different models are clustered",
-        "per client",
-        STEPWISE,
+        myopic_clustering, "a warning: gradients taken at different models are clustered", STEPWISE
     ),
-    "hypcluster": Method(
-        hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)", "per cluster"
-    ),
-    "one_shot": Method(
-        one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)", "per cluster"
-    ),
-    "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)", "per cluster"),
-    "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)", "per cluster"),
-    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", "per client"),
-    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)", "per client"),
+    "hypcluster": Method(hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)"),
+    "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
+    "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
+    "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
+    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)"),
+    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)"),
 }
 
 __all__ = [

@@ -19,6 +19,7 @@ from jfcl.aggregate import (
     attacked,
     divide_rows,
     is_finite,
+    nothing_sent,
     num_bytes,
     robust_cluster_mean,
     where_rows,
@@ -112,14 +113,15 @@ def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: C
 def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
     """The metrics of every method, from those of its clients, `[N]` or one number for all; absent clients do not count.
 
-    `loss` `[N]` (NaN for the absent), and `[]`: `bytes_up`, `bytes_down`, `client_steps`, `participants`, `nonfinite`.
+    `loss` `[N]` (NaN for the absent alone: who computed one that is no number has infinity), and `[]`: `bytes_up`,
+    `bytes_down`, `client_steps`, `participants`, `nonfinite`.
     """
 
     def total(values):
         return (present.astype(jnp.float32) * jnp.asarray(values).astype(jnp.float32)).sum()
 
     return {
-        "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+        "loss": jnp.where(present, jnp.where(jnp.isnan(loss), jnp.inf, loss), jnp.nan),
         "bytes_up": total(bytes_up),
         "bytes_down": total(bytes_down),
         "client_steps": total(steps),
@@ -230,24 +232,25 @@ def averaging(
             opt_state = local.carried(training, trained.opt_state)
             return (update, chosen, weight), (chosen, looked, finite, trained.loss, trained.num_steps, opt_state)
 
-        zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
+        zero = nothing_sent(state.params)
         given = (client_keys(clients_key, present), present.examples, jnp.asarray(present.size), last, client_states)
         if adversary is None and aggregator is None:
             (sums, weight), kept = mapping.map_reduce(client_axis, client, add_sent, zero)(*given)
             chosen, looked, finite, loss, steps, opt_states = kept
+            usable = finite
         else:
             (updates, _, counts), kept = client_axis(client)(*given)
             chosen, looked, finite, loss, steps, opt_states = kept
             attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
-            updates, usable = attacked(adversary, attack_key, updates, client_ids(present), finite)
-            finite = usable
+            sent = finite & (jnp.asarray(present.size) > 0)
+            updates, usable = attacked(adversary, attack_key, updates, client_ids(present), sent)
             counts = counts * usable.astype(jnp.float32)
             (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(
                 updates, chosen, counts
             )
 
         all_weight = jnp.broadcast_to(weight.sum(), weight.shape)
-        own_mean = divide_rows(sums, all_weight if everyone else weight)
+        own_mean = divide_rows(sums, all_weight if everyone else weight, state.params)
         if aggregator is not None:
             own_mean = robust_cluster_mean(aggregator, updates, chosen, counts > 0, num_clusters)
         used = jax.tree.map(lambda _: weight > 0, state.params)
@@ -255,7 +258,9 @@ def averaging(
         if shared is not None:
             totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
             flags = jax.tree_util.tree_map_with_path(lambda path, _: is_shared(path), state.params)
-            mean = jax.tree.map(lambda f, o, a: a if f else o, flags, own_mean, divide_rows(totals, all_weight))
+            mean = jax.tree.map(
+                lambda f, o, a: a if f else o, flags, own_mean, divide_rows(totals, all_weight, state.params)
+            )
             used = jax.tree.map(lambda f, u: jnp.broadcast_to(u.any(), u.shape) if f else u, flags, used)
         direction = jax.tree.map(jnp.negative, mean)  # the server descends, as optax's optimisers do
         updates, server = jax.vmap(server_optimizer.update)(direction, state.server, state.params)
@@ -266,7 +271,7 @@ def averaging(
         present_size = jnp.asarray(present.size)
         real = present_size > 0
         unchanged = jnp.where(chosen == last, unchanged + 1, jnp.zeros_like(unchanged))
-        new = (chosen, unchanged, opt_states)
+        new = (chosen, unchanged, where_rows(finite & real, opt_states, client_states))
         if rows is not None:
             new = jax.tree.map(lambda o, x: o.at[rows].set(x), old, new)
         state = AveragingState(params, *new[:2], state.round + 1, where_rows(weight > 0, server, state.server), new[2])
@@ -277,7 +282,7 @@ def averaging(
             parts = jax.tree_util.tree_leaves_with_path(state.params)
             common = sum(num_bytes(p[0]) for path, p in parts if is_shared(path))
         down = common + (model - common) * jnp.where(looked, float(num_clusters), 1.0)
-        metrics = round_metrics(real, loss, finite, steps, model, down)
+        metrics = round_metrics(real, loss, usable, steps, model, down)
         if rows is not None:
             metrics["loss"] = jnp.full(n, jnp.nan).at[rows].set(metrics["loss"])
         return state, metrics

@@ -119,7 +119,7 @@ def ditto(
             client_keys(clients_key, clients), state.params, clients.examples, jnp.asarray(clients.size), state.client
         )
         shared, metrics = common.step(key, state.common, clients)
-        present = ~jnp.isnan(metrics["loss"])  # FedAvg says so of everybody else, whatever their losses are
+        present = ~jnp.isnan(metrics["loss"])  # only the absent have none
         keep = present & finite
         new = DittoState(
             where_rows(keep, params, state.params),

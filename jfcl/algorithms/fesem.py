@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_sent, divide_rows, is_finite, num_bytes, where_rows
+from jfcl.aggregate import add_sent, divide_rows, is_finite, nothing_sent, num_bytes, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
@@ -91,14 +91,14 @@ def fesem(
             weight = client_weight(weights, size) * finite.astype(jnp.float32)
             return (trained.params, nearest, weight), (nearest, finite, trained.loss, trained.num_steps)
 
-        zero = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(num_clusters))
-        (sums, weight), (cluster, finite, loss, steps) = mapping.map_reduce(client_axis, client, add_sent, zero)(
+        train = mapping.map_reduce(client_axis, client, add_sent, nothing_sent(state.params))
+        (sums, weight), (cluster, finite, loss, steps) = train(
             client_keys(clients_key, clients), clients.examples, size, state.cluster
         )
         real = size > 0
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = round_metrics(real, loss, finite, steps, model, model)
-        params = where_rows(weight > 0, divide_rows(sums, weight), state.params)
+        params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 
     return with_first_costs(Algorithm(init, step, task), training, messages=1, rounds=local_rounds)

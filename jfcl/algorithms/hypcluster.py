@@ -93,5 +93,6 @@ def hypcluster(
         chosen = lowest_loss(task, params, clients, client_axis=client_axis)
         return start._replace(params=params, cluster=chosen)
 
-    algorithm = Algorithm(init, algorithm.step, task)
-    return with_first_costs(algorithm, training, messages=warm_rounds, rounds=warm_rounds, cohort=cohort)
+    return with_first_costs(
+        algorithm._replace(init=init), training, messages=warm_rounds, rounds=warm_rounds, cohort=cohort
+    )

@@ -107,7 +107,7 @@ def ifca(
       stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for so many rounds, clients
         are sent their own model only and no longer look at the others. Default: never.
       identity_batch: examples, drawn anew each round, on which a client compares the models; default: all of its own
-        (the paper). Where a batch is trained on that is as large, it is the round's first.
+        (the paper). Under `num_steps` and a batch size as large it is the first trained on.
       restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
@@ -158,7 +158,7 @@ def ifca(
             def look():
                 if identity_batch is None:
                     losses, products = find(examples, size)
-                else:  # with the key of the training, hence the first batch trained on if it has as many examples
+                else:  # with the key of the training, hence its first batch under num_steps
                     batch, real = draw_batch(estimate, key, examples, size)
                     losses, products = find(batch, real.sum())[0], None
                 best = jnp.argmin(losses).astype(jnp.int32)

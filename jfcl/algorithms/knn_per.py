@@ -189,7 +189,7 @@ def knn_per(
         sizes = np.asarray(clients.size)
         least, what = int(sizes[sizes > 0].min()), "the smallest client's examples"
         if mixing is None:
-            least, what = least - int(validation * least), what + " less those that choose its mixing weight"
+            least, what = int(learns_from(jnp.asarray(least))), what + " less those that choose its mixing weight"
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
 
     def init(key: jax.Array, clients: Clients) -> KnnPerState:

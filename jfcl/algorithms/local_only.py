@@ -62,7 +62,7 @@ def local_only(
         state = state._replace(
             params=where_rows(finite & real, params, state.params),
             round=state.round + 1,
-            client=opt_states,
+            client=where_rows(finite & real, opt_states, state.client),
         )
         return state, round_metrics(real, loss, finite, steps, 0, 0)
 

@@ -59,10 +59,10 @@ def momentum_clustering(
         check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
 
     def send(state, gradients):
-        keep = jnp.where(state.round == 0, 0.0, momentum)
-        momenta = jax.tree.map(
-            lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, state.momentum, gradients
-        )
+        def mix(keep, m, g):
+            return jax.tree.map(lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, m, g)
+
+        momenta = jax.vmap(mix)(jnp.where(state.begun, momentum, 0.0), state.momentum, gradients)
         return momenta, momenta
 
     return centers_of(

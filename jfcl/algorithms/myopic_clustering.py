@@ -39,6 +39,7 @@ class CentersState(NamedTuple):
       cluster: `[N]` int32, `0 .. N-1`.
       group: `[N]` int32 in `0..K-1`: the centre along which each client last went.
       round: `[]` int32, rounds done.
+      begun: `[N]` bool: who has sent something finite, and so has a momentum.
       momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
     """
@@ -47,6 +48,7 @@ class CentersState(NamedTuple):
     cluster: jax.Array
     group: jax.Array
     round: jax.Array
+    begun: jax.Array
     momentum: PyTree
     client: PyTree
 
@@ -174,7 +176,8 @@ def centers_of(
         check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
         start = initial_state(task, training, key, clients, init_params)
         momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
-        return CentersState(start.params, start.cluster, jnp.zeros(n, jnp.int32), start.round, momenta, start.client)
+        group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
+        return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
@@ -186,9 +189,9 @@ def centers_of(
 
         loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
         points, momenta = send(state, gradients)
-        finite = jax.vmap(is_finite)(points)
+        finite = has_examples & jax.vmap(is_finite)(points)
         attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
-        points, usable = attacked(adversary, attack_key, points, client_ids(clients), has_examples & finite)
+        points, usable = attacked(adversary, attack_key, points, client_ids(clients), finite)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         centers = rule.centers(
             points, densest(points, usable, rule, num_clusters), client_weight(weights, size), usable
@@ -208,7 +211,8 @@ def centers_of(
             cluster=state.cluster,
             group=jnp.where(usable, group, state.group),
             round=state.round + 1,
-            momentum=where_rows(has_examples & finite, momenta, state.momentum),
+            begun=state.begun | finite,
+            momentum=where_rows(finite, momenta, state.momentum),
             client=where_rows(usable, opt_states, state.client),
         )
         return new, metrics

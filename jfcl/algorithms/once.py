@@ -39,7 +39,7 @@ def with_first_costs(
         state, metrics = algorithm.step(key, state, clients)
         return state, metrics | {name: metrics[name] + first * (present * cost).sum() for name, cost in paid.items()}
 
-    return Algorithm(algorithm.init, step, algorithm.task)
+    return algorithm._replace(step=step)
 
 
 def clustered_once(

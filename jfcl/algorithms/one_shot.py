@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import cluster_mean_in_order, ravel_clients
+from jfcl.aggregate import cluster_mean, ravel_clients
 from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
@@ -103,4 +103,4 @@ def cluster_local_models(
     found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=size > 0, implementation="device")
     cluster = jnp.maximum(found.cluster, 0)
     counts = client_weight(weights, size)
-    return cluster_mean_in_order(mapping.chunked(1), models, cluster, counts, num_clusters), cluster
+    return cluster_mean(models, cluster, counts, num_clusters, mapping.chunked(1)), cluster

@@ -13,9 +13,10 @@ COSTS = ("bytes_up", "bytes_down", "client_steps")
 def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -> Algorithm:
     """`algorithm`, started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
 
-    The best is the one with the lowest mean training loss, every client counting its number of examples: nothing but
-    what a server may know. The rounds spent are paid for: the first round's `bytes_up`, `bytes_down` and
-    `client_steps` are `1 + num_restarts * num_rounds` times that round's own.
+    The best is the one with the lowest mean training loss, every client counting its number of examples, among those
+    that brought the fewest clients to infinite losses or updates: nothing but what a server may know. The rounds spent
+    are paid for: the first round's `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
+    times that round's own.
 
     Args:
       algorithm: its state must count its rounds in `round` `[]`.
@@ -33,16 +34,17 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
             init_key, rounds_key = jax.random.split(key)
 
             def one_round(r, carry):
-                state, _ = carry
+                state, _, _ = carry
                 state, metrics = algorithm.step(jax.random.fold_in(rounds_key, r), state, clients)
-                return state, mean_over_examples(metrics["loss"], clients.size)
+                return state, num_failed(metrics), mean_over_examples(metrics["loss"], clients.size)
 
-            return jax.lax.fori_loop(0, num_rounds, one_round, (algorithm.init(init_key, clients), jnp.inf))
+            start = algorithm.init(init_key, clients), jnp.zeros((), jnp.int32), jnp.inf
+            return jax.lax.fori_loop(0, num_rounds, one_round, start)
 
         def try_next(i, best):
-            state, loss = run(jax.random.fold_in(key, i))
-            better = (loss < best[1]) | (i == 0)
-            return jax.tree.map(lambda a, b: jnp.where(better, a, b), (state, loss), best)
+            state, failed, loss = run(jax.random.fold_in(key, i))
+            better = (i == 0) | (failed < best[1]) | ((failed == best[1]) & (loss < best[2]))
+            return jax.tree.map(lambda a, b: jnp.where(better, a, b), (state, failed, loss), best)
 
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, key))
         return jax.lax.fori_loop(0, num_restarts, try_next, nothing)[0]
@@ -52,10 +54,17 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
         state, metrics = algorithm.step(key, state, clients)
         return state, metrics | {name: metrics[name] * factor for name in COSTS if name in metrics}
 
-    return Algorithm(init, step, algorithm.task)
+    return algorithm._replace(init=init, step=step)
+
+
+def num_failed(metrics: dict[str, jax.Array]) -> jax.Array:
+    """`[]` int32: clients whose loss or update was not finite in this round."""
+    infinite = jnp.isinf(metrics["loss"]).sum().astype(jnp.int32)
+    return infinite + jnp.asarray(metrics.get("nonfinite", 0)).astype(jnp.int32)
 
 
 def mean_over_examples(loss: jax.Array, size: jax.Array) -> jax.Array:
-    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite."""
+    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite; else infinity."""
     weight = jnp.where(jnp.isfinite(loss), jnp.asarray(size).astype(jnp.float32), jnp.zeros_like(loss))
-    return jnp.where(weight > 0, loss, jnp.zeros_like(loss)) @ weight / jnp.maximum(weight.sum(), 1.0)
+    mean = jnp.where(weight > 0, loss, jnp.zeros_like(loss)) @ weight / jnp.maximum(weight.sum(), 1.0)
+    return jnp.where(weight.sum() > 0, mean, jnp.inf)

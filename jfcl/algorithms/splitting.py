@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jfcl import local, mapping
-from jfcl.aggregate import attacked, cluster_mean_in_order, is_finite, num_bytes, robust_cluster_mean, where_rows
+from jfcl.aggregate import attacked, cluster_mean, is_finite, num_bytes, robust_cluster_mean, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
 from jfcl.core import (
     Adversary,
@@ -237,8 +237,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         """The weighted mean of each cluster's updates, `[K, ...]`, added up in the order of the clients."""
         if rules.aggregator is not None:
             return robust_cluster_mean(rules.aggregator, updates, cluster, weight > 0, capacity)
-
-        return cluster_mean_in_order(client_axis, updates, cluster, weight, capacity)
+        return cluster_mean(updates, cluster, weight, capacity, client_axis)
 
     # How far each cluster still moves, and how far its most discontented client would.
     norms = jnp.sqrt(squared_norms(rows_of(updates)))
@@ -489,7 +488,8 @@ def rounds(
 
         sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
         metrics |= round_metrics(present, loss, usable, steps, sent_bytes, sent_bytes) | served.metrics
-        return books._replace(params=params, tree=tree, client=opt_states), metrics
+        client = where_rows(present & finite, opt_states, state.client)
+        return books._replace(params=params, tree=tree, client=client), metrics
 
     return Algorithm(init, step, task)
 

@@ -19,7 +19,6 @@ from jfcl.data import ClientStore
 from jfcl.experiments.run import (
     Config,
     Setup,
-    default_steps,
     load_dataset,
     make_algorithm,
     make_task,
@@ -160,9 +159,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
     if vocab_size is None:
         check_labels(sample.train, sample.num_classes)
     task = make_task(config, sample, vocab_size)
-    m = store.max_size
-    passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
-    training = make_training(config, passes or default_steps(config))
+    training = make_training(config, store.max_size)
     client_axis = mapping_of(config)
 
     def make(**changes):

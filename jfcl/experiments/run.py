@@ -37,7 +37,7 @@ from jfcl.core import (
     path_name,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.local import KEEP, LocalTraining, local_training
+from jfcl.local import KEEP, LocalTraining, local_training, most_steps
 from jfcl.metrics import rounds_to_recovery
 from jfcl.population import SAMPLING
 from jfcl.runs import RunFolder, finite_or_none, write_json
@@ -325,32 +325,28 @@ def validate(config: Config) -> None:
         check(used, "radius", config.radius, f"left out: {config.method} without --aggregator has none")
 
 
-def default_steps(config: Config) -> int:
-    """Local steps a round, where epochs are not given instead."""
-    return config.local_steps or METHODS[config.method].defaults.get("local_steps", 10)
-
-
-def make_training(config: Config, steps_per_round: int) -> LocalTraining:
-    """The local optimiser and its schedule; `steps_per_round` makes `lr_decay` a factor per round."""
-    lr: Any = config.lr
+def make_training(config: Config, largest: int) -> LocalTraining:
+    """How clients train: with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
     defaults = METHODS[config.method].defaults
-    keep = config.keep or defaults.get("keep", "nothing")
-    if config.lr_decay != 1:
-        lr = optax.exponential_decay(config.lr, steps_per_round, config.lr_decay, staircase=True)
-        keep = "schedule" if keep == "nothing" else keep
-    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
-    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
-    if config.weight_decay:
-        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
-    return local_training(
-        optimizer,
-        num_steps=default_steps(config) if config.local_epochs is None else None,
+    training = local_training(
+        optax.sgd(config.lr),
+        num_steps=(config.local_steps or defaults.get("local_steps", 10)) if config.local_epochs is None else None,
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
-        keep=keep,
+        keep=config.keep or defaults.get("keep", "nothing"),
     )
+    lr: Any = config.lr
+    if config.lr_decay != 1:
+        lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
+        if training.keep == "nothing":
+            training = training._replace(keep="schedule")
+    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
+    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
+    if config.weight_decay:
+        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
+    return training._replace(optimizer=optimizer)
 
 
 def load_params(folder: str) -> PyTree:
@@ -536,9 +532,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     if config.attack is not None:
         federation = attack_data(config, federation)
     task = make_task(config, federation, vocab_size)
-    m = max_examples(federation.train)
-    passes = -(-m // min(config.batch_size or m, m)) * (config.local_epochs or 0)
-    training = make_training(config, passes or default_steps(config))
+    training = make_training(config, max_examples(federation.train))
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         said = [config.method, config.model, training.num_steps, training.num_epochs, training.batch_size]

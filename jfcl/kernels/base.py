@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+FORMS = ("auto", "direct", "gram")  # of the kernels that can work on inner products of the rows instead
 _ONE = np.float32(1)
-HIGHEST = (
-    jax.lax.Precision.HIGHEST
-)  # plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16
+# Plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16.
+HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def is_concrete(*values: Any) -> bool:
@@ -34,24 +34,36 @@ def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
         raise ValueError(f"{argument} must be {accepted}, got {value!r}")
 
 
-def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
-    """The leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats; nothing is concatenated.
+def num_rows(updates: PyTree, *, name: str = "updates") -> int:
+    """`N` of stacked `updates` (`[N, ...]` each), after a look at their shapes and types; nothing is copied.
 
     Raises:
       ValueError: no leaves, a leaf without a client axis, different or zero lengths, values that are not real numbers.
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
+    leaves = jax.tree.leaves(updates)
     check(len(leaves) > 0, name, updates, "an array [N, D] or a pytree of arrays stacked on a leading client axis")
-    shapes = [leaf.shape for leaf in leaves]
+    shapes = [jnp.shape(leaf) for leaf in leaves]
     single = len(leaves) == 1 and not isinstance(updates, (dict, list, tuple))
     stacked = all(len(s) >= 1 and s[0] == shapes[0][0] for s in shapes)
     check(stacked, name, shapes, "stacked on one leading client axis [N, ...]")
     check(not single or len(shapes[0]) == 2, name, shapes[0], "of shape [N, D]")
     check(shapes[0][0] > 0, name, shapes[0], "of at least one client (N = 0)")
-    real = all(jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
-    check(real, name, [leaf.dtype for leaf in leaves], "of real numbers")
+    types = [leaf.dtype for leaf in leaves]
+    real = all(jnp.issubdtype(t, jnp.floating) or jnp.issubdtype(t, jnp.integer) for t in types)
+    check(real, name, types, "of real numbers")
+    return shapes[0][0]
+
+
+def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
+    """The leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats; nothing is concatenated.
+
+    Raises:
+      ValueError: what `num_rows` refuses.
+    """
+    count = num_rows(updates, name=name)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
     leaves = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(jnp.float32) for leaf in leaves]
-    return [leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+    return [leaf if leaf.ndim == 2 else leaf.reshape(count, -1) for leaf in leaves]
 
 
 def sum_dtype(*arrays: jax.Array) -> Any:

@@ -76,7 +76,7 @@ def optimal_bipartition(
 
 @jax.jit(static_argnames="linkage")
 def _optimal_bipartition(similarity, active, linkage):
-    if linkage == "complete":
+    if linkage == "complete" and len(similarity) > 1:
         return _complete(similarity, active)[0]
     step, joined_at = _prim(similarity, active)
     weakest = jnp.argmin(joined_at)  # the first weakest: what joined before it hangs together by more
@@ -301,6 +301,8 @@ def single_linkage_tree(similarity: jax.Array) -> jax.Array:
 @jax.jit
 def _single_linkage_tree(similarity):
     count = len(similarity)
+    if count == 1:
+        return jnp.zeros((0, 4), similarity.dtype)
     step, joined_at = _prim(similarity, jnp.ones(count, bool))
     at_step = jnp.zeros(count, jnp.int32).at[step].set(jnp.arange(count, dtype=jnp.int32))
     gaps = joined_at[1:]  # between the clients of steps t and t + 1
@@ -361,6 +363,8 @@ def complete_linkage_tree(similarity: jax.Array) -> jax.Array:
 @jax.jit
 def _complete_linkage_tree(similarity):
     count = len(similarity)
+    if count == 1:
+        return jnp.zeros((0, 4), similarity.dtype)
     _, pairs, heights = _complete(similarity, jnp.ones(count, bool))
     # Chains merge out of order; heights never fall from a cluster to what it becomes part of, so sorting is enough.
     order = jnp.argsort(heights, descending=True, stable=True)
@@ -421,6 +425,8 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
 @jax.jit
 def _cut(tree, kept):
     count = len(tree) + 1
+    if count == 1:
+        return jnp.zeros(1, jnp.int32)
     children = tree[:, :2].astype(jnp.int32)
 
     def descend(i, root):  # from the last merge to the first: a kept merge hands its root to both children

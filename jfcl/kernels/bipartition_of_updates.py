@@ -219,6 +219,3 @@ def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array
         return new, (new != old).any()
 
     return jax.lax.while_loop(lambda carry: carry[1], hook, (group, jnp.ones((), bool)))[0]
-
-
-__all__ = ["bipartition_of_updates", "tiles_computed"]

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.kernels import combinations
-from jfcl.kernels.base import PyTree, check, fold_rows, is_concrete, rows_of, squared_norms
+from jfcl.kernels.base import FORMS, PyTree, check, fold_rows, is_concrete, rows_of, squared_norms
 from jfcl.kernels.robust import aggregate, check_weights, shares
 from jfcl.kernels.similarity import usable_rows
-
-FORMS = ("auto", "direct", "gram")
 
 
 def centered_clip(

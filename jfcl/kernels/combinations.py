@@ -20,6 +20,7 @@ class Products(NamedTuple):
     """Inner products seen from an origin among the points: all that distances need."""
 
     points: jax.Array  # [N, N]
+    far: jax.Array  # [N] bool: points so far away that squares overflow; zero in the others, at an infinite distance
     starts: jax.Array | None  # [K, N]: of each centre's start with each point; None: the starts are points
     start_norms: jax.Array | None  # [K]
 
@@ -35,8 +36,10 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
     """Of `rows` (`[N, d]` each) among themselves and with `starts` (`[K, d]` each); unusable rows count as zero."""
     origin = central_origin(rows, usable)
     points = centred_gram(rows, origin, usable)
+    far = ~(jnp.diagonal(points) < jnp.finfo(points.dtype).max / 16)  # sums of a few products must not overflow either
+    points = jnp.where(far[:, None] | far[None, :], jnp.zeros_like(points), points)
     if starts is None:
-        return Products(points, None, None)
+        return Products(points, far, None, None)
     moved = [s - o[None, :] for s, o in zip(starts, origin, strict=True)]
 
     def add(part, leaf, start, total):
@@ -45,7 +48,8 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
         return total + product_of_rows(of_starts, usable_rows(part - by[None, :], usable), total.dtype)
 
     zeros = jnp.zeros((len(moved[0]), len(usable)), points.dtype)
-    return Products(points, fold_columns(add, zeros, rows, 4096), squared_norms(moved))
+    of_starts = jnp.where(far[None, :], zeros, fold_columns(add, zeros, rows, 4096))
+    return Products(points, far, of_starts, squared_norms(moved))
 
 
 def at_start(products: Products, num_centers: int) -> Coefficients:
@@ -57,7 +61,7 @@ def at_start(products: Products, num_centers: int) -> Coefficients:
 
 
 def distances(products: Products, centers: Coefficients) -> jax.Array:
-    """`[K, N]`: from every centre to every point."""
+    """`[K, N]`: from every centre to every point; a centre that is partly a point far away is far from all."""
     a, b = centers
     to_points = jnp.matmul(a, products.points, precision=HIGHEST)
     norms = (a * to_points).sum(axis=1)
@@ -65,7 +69,9 @@ def distances(products: Products, centers: Coefficients) -> jax.Array:
         norms += 2.0 * b * (a * products.starts).sum(axis=1) + b * b * products.start_norms
         to_points += b[:, None] * products.starts
     point_norms = jnp.diagonal(products.points)
-    return jnp.sqrt(jnp.maximum(point_norms[None, :] - 2.0 * to_points + norms[:, None], 0.0))
+    squares = point_norms[None, :] - 2.0 * to_points + norms[:, None]
+    away = products.far[None, :] | ((a != 0) & products.far[None, :]).any(axis=1, keepdims=True)
+    return jnp.sqrt(jnp.where(away | jnp.isnan(squares), jnp.inf, jnp.maximum(squares, 0.0)))
 
 
 def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:

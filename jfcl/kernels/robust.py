@@ -9,8 +9,10 @@ that pytree without the axis. Common to all:
 * Nobody left: zeros.
 * `num_malicious`: how many clients of those who count may be hostile, `f` in the papers.
 
-Pre-aggregators return `(updates, mask)` to hand on: `krum(*nearest_neighbour_mixing(updates, num_malicious=2), ...)`
-written out, since `mask` is a keyword.
+Pre-aggregators return `(updates, mask)` to hand on:
+
+    mixed, mask = nearest_neighbour_mixing(updates, num_malicious=2)
+    result = krum(mixed, num_malicious=2, mask=mask)
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from jfcl.kernels.base import (
     finite_rows,
     fold_blocks,
     is_concrete,
+    num_rows,
     row_mask,
     rows_of,
     squared_norms,
+    sum_dtype,
 )
 from jfcl.kernels.similarity import _squared_distances, usable_rows, weighted_sum
 
@@ -46,18 +50,22 @@ def aggregate(
     rule: Callable[[list[jax.Array], jax.Array], list[jax.Array]],
 ) -> Any:
     """What all aggregators share: `rule(rows, usable)` makes vectors `[d]` of matrices `[N, d]` and who counts."""
-    rows = rows_of(updates)
-    mask = row_mask(mask, len(rows[0]))
-    usable = mask & finite_rows(rows)
+    rows, usable = counted(updates, mask)
     leaves, structure = jax.tree.flatten(updates)
     parts = [v.reshape(jnp.shape(leaf)[1:]) for v, leaf in zip(rule(rows, usable), leaves, strict=True)]
     result = jax.tree.unflatten(structure, parts)
-    return (result, (mask & ~usable).sum().astype(jnp.int32)) if return_excluded else result
+    return (result, (row_mask(mask, len(usable)) & ~usable).sum().astype(jnp.int32)) if return_excluded else result
+
+
+def counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+    """The rows, and which of them count: not masked, and finite."""
+    rows = rows_of(updates)
+    return rows, row_mask(mask, len(rows[0])) & finite_rows(rows)
 
 
 def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], int], why: str) -> int:
     """The number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
-    count = len(rows_of(updates)[0])
+    count = num_rows(updates)
     if is_concrete(num_malicious):
         check(0 <= num_malicious <= most(count), "num_malicious", num_malicious, f"from 0 to {most(count)} ({why})")
     return count
@@ -65,7 +73,7 @@ def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], i
 
 @jax.jit
 def _combine(rows, weights, usable):
-    """`Σ_i weights[i] z_i`, for every matrix."""
+    """`Σ_i weights[i] z_i`, for every matrix and every row of weights (`[N]`, or `[K, N]`)."""
     return [weighted_sum(x, weights, usable) for x in rows]
 
 
@@ -101,7 +109,7 @@ def mean(
 
 def check_weights(updates: PyTree, weights: jax.Array | None) -> jax.Array:
     """`[N]` float32 weights, ones for `None`."""
-    count = len(rows_of(updates)[0])
+    count = num_rows(updates)
     if weights is None:
         return jnp.ones(count, jnp.float32)
     weights = jnp.asarray(weights)
@@ -163,7 +171,8 @@ def _column_trimmed_mean(part: jax.Array, usable: jax.Array, trimmed: jax.Array)
     places = jnp.arange(len(usable))
     keep = (places >= trimmed) & (places < usable.sum() - trimmed)
     kept = jnp.where(keep[:, None], ordered, jnp.zeros((), part.dtype))
-    return kept.sum(axis=0) / jnp.maximum(keep.sum(), 1).astype(part.dtype)
+    dtype = sum_dtype(part)
+    return (kept.sum(axis=0, dtype=dtype) / jnp.maximum(keep.sum(), 1).astype(dtype)).astype(part.dtype)
 
 
 @jax.jit
@@ -238,15 +247,18 @@ def _means_around_median(rows, usable, num_kept):
         away = jnp.where(usable[:, None], jnp.abs(part - median[None, :]), jnp.full((), jnp.inf, part.dtype))
         reach = sort_columns(away)[jnp.maximum(num_kept - 1, 0)][None, :]
 
+        dtype = sum_dtype(part)
+
         def sums(which):
-            return jnp.where(which, part, jnp.zeros((), part.dtype)).sum(axis=0), which.sum(axis=0).astype(part.dtype)
+            kept = jnp.where(which, part, jnp.zeros((), part.dtype))
+            return kept.sum(axis=0, dtype=dtype), which.sum(axis=0).astype(dtype)
 
         # Numbers at the very edge, one on either side say, share the places that are left.
         inner, num_inner = sums((away < reach) & usable[:, None])
         edge, num_edge = sums((away == reach) & usable[:, None])
-        kept = num_kept.astype(part.dtype)
+        kept = num_kept.astype(dtype)
         total = inner + jnp.where(num_edge > 0, edge * (kept - num_inner) / jnp.maximum(num_edge, 1.0), 0.0)
-        return total / jnp.maximum(kept, 1.0)
+        return (total / jnp.maximum(kept, 1.0)).astype(part.dtype)
 
     return by_columns(of_columns, rows)
 
@@ -283,12 +295,15 @@ def mean_around_median(
 
 
 def _krum_scores(squares: jax.Array, usable: jax.Array, num_malicious: jax.Array) -> jax.Array:
-    """`[N]`: the sum of each row's squared distances to its `n - f - 2` nearest others; `inf` for unusable rows."""
-    others = jnp.where(jnp.eye(len(usable), dtype=bool), jnp.inf, squares)
-    nearest = jnp.sort(others, axis=1)
-    counted = jnp.arange(len(usable)) < jnp.maximum(usable.sum() - num_malicious - 2, 1)
-    scores = jnp.where(counted[None, :] & jnp.isfinite(nearest), nearest, 0.0).sum(axis=1)
-    return jnp.where(usable, scores, jnp.inf)
+    """`[N]`: the sum of each row's squared distances to its `n - f - 2` nearest others; `inf` for unusable rows.
+
+    A row so long that its squared distances overflow has the largest number there is: last of those who count.
+    """
+    others = usable[:, None] & usable[None, :] & ~jnp.eye(len(usable), dtype=bool)
+    nearest = jnp.sort(jnp.where(others & ~jnp.isnan(squares), squares, jnp.inf), axis=1)
+    few = jnp.minimum(jnp.maximum(usable.sum() - num_malicious - 2, 1), usable.sum() - 1)
+    scores = jnp.where(jnp.arange(len(usable)) < few, nearest, 0.0).sum(axis=1)
+    return jnp.where(usable, jnp.minimum(scores, jnp.finfo(scores.dtype).max), jnp.inf)
 
 
 @jax.jit
@@ -396,13 +411,12 @@ def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
 
 @jax.jit
 def _chosen_by_bulyan(squares, usable, f):
-    """`[N]` bool: the `n - 2 f` rows that Krum picks, each taken away before the next is picked."""
+    """`[N]` bool: the `n - 2 f` rows, or one, that Krum picks, each taken away before the next is picked."""
 
     def take(i, carry):
         left, chosen = carry
-        among = jnp.where(left[:, None] & left[None, :], squares, jnp.inf)
-        best = jnp.argmin(_krum_scores(among, left, f))
-        go = (i < usable.sum() - 2 * f) & left.any()
+        best = jnp.argmin(_krum_scores(squares, left, f))
+        go = (i < jnp.maximum(usable.sum() - 2 * f, 1)) & left.any()
         return left.at[best].set(left[best] & ~go), chosen.at[best].set(chosen[best] | go)
 
     return jax.lax.fori_loop(0, len(usable), take, (usable, jnp.zeros_like(usable)))[1]
@@ -528,23 +542,11 @@ def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
     return jax.tree.unflatten(structure, shaped)
 
 
-def _counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
-    """The rows, and which of them count: not masked, and finite."""
-    rows = rows_of(updates)
-    return rows, row_mask(mask, len(rows[0])) & finite_rows(rows)
-
-
 @jax.jit
 def _shorten(rows, usable, radius):
     norms = jnp.sqrt(squared_norms(rows))
     scale = jnp.where(norms > radius, radius / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny), 1.0)
     return [usable_rows(x * scale[:, None].astype(x.dtype), usable) for x in rows]
-
-
-@jax.jit
-def _mix(rows, usable, mixing):
-    """`mixing @ rows`, whatever stands in the rows that do not count."""
-    return [weighted_sum(x, mixing, usable) for x in rows]
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:
@@ -569,7 +571,7 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
       [[0.6 0.8]
        [0.3 0.4]]
     """
-    rows, usable = _counted(updates, mask)
+    rows, usable = counted(updates, mask)
     radius = jnp.asarray(radius, jnp.float32)
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
     if is_concrete(radius):
@@ -599,7 +601,7 @@ def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None
       [[1.0], [2.0], [4.0], [4.0]]
     """
     check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
-    rows, usable = _counted(updates, mask)
+    rows, usable = counted(updates, mask)
     radius = _arc_radius(rows, usable, _at_most_half(num_malicious, usable))
     return _with_rows(updates, _shorten(rows, usable, radius)), usable
 
@@ -637,9 +639,9 @@ def nearest_neighbour_mixing(
       [[0.5], [0.5], [5.5]]
     """
     check_malicious(updates, num_malicious, lambda n: (n - 1) // 2, "2 f < N")
-    rows, usable = _counted(updates, mask)
+    rows, usable = counted(updates, mask)
     keep = usable.sum() - _at_most_half(num_malicious, usable)
-    return _with_rows(updates, _mix(rows, usable, _nearest(_squared_distances(rows, usable), usable, keep))), usable
+    return _with_rows(updates, _combine(rows, _nearest(_squared_distances(rows, usable), usable, keep), usable)), usable
 
 
 @jax.jit
@@ -677,7 +679,7 @@ def bucketing(
       >>> bucketing(jnp.array([[1.0], [2.0], [3.0], [6.0]]), bucket_size=4, key=jax.random.key(0))[0].tolist()
       [[3.0]]
     """
-    rows, usable = _counted(updates, mask)
+    rows, usable = counted(updates, mask)
     count = len(usable)
     check(1 <= bucket_size <= count, "bucket_size", bucket_size, f"from 1 to N = {count}")
     shuffled = jax.random.permutation(key, count)
@@ -687,4 +689,4 @@ def bucketing(
     members = (bucket[None, :] == jnp.arange(num_buckets, dtype=jnp.int32)[:, None]) & usable[None, :]
     sizes = members.sum(axis=1)
     mixing = members.astype(jnp.float32) / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
-    return _with_rows(updates, _mix(rows, usable, mixing)), sizes > 0
+    return _with_rows(updates, _combine(rows, mixing, usable)), sizes > 0

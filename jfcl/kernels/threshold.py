@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
+    FORMS,
     HIGHEST,
     PyTree,
     check,
@@ -25,7 +26,6 @@ from jfcl.kernels.robust import check_weights, shares
 from jfcl.kernels.similarity import usable_rows, weighted_sum
 
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
-FORMS = ("auto", "direct", "gram")
 THREE_MEANS = "three_means"
 
 

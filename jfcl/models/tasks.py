@@ -154,7 +154,7 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
       num_classes: number of labels.
 
     Returns:
-      `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
+      `Task`, an equal one for the same arguments, so that compiled programs are reused. Its parameters are the
       module's "params": a nested dict.
 
     Raises:
@@ -166,7 +166,7 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    made = _from_module(module, tuple(input_shape), "classification", False)
+    made = _from_module(module, tuple(input_shape), "classification", False)._replace(num_classes=num_classes)
     shape = _output_shape(made, tuple(input_shape))
     if shape != (2, num_classes):
         raise ValueError(

@@ -1,0 +1,172 @@
+"""Where the numbers end: overflow, 16 bits, NaN for a round, one client, padding under attack."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl import attacks, kernels
+from jfcl.core import Adversary, Clients, Task
+
+KEY = jax.random.key(0)
+# A client's data are copies of one number, which the model "b" runs after.
+BIAS = Task(
+    init=lambda key: {"b": jnp.zeros(())},
+    loss=lambda p, batch: 0.5 * (batch["y"].astype(p["b"].dtype) - p["b"]) ** 2,
+    predict=lambda p, x: x + p["b"],
+)
+ONE_STEP = jfcl.local_training(optax.sgd(0.5), num_steps=1)
+
+
+def people(*values, padding=0):
+    y = np.float32([*values, *[0] * padding]).reshape(-1, 1)
+    size = np.int32([1] * len(values) + [0] * padding)
+    return Clients({"x": np.zeros_like(y), "y": y}, size)
+
+
+def good_and_one(value, count=8, dim=5):
+    good = np.random.default_rng(0).standard_normal((count, dim)).astype(np.float32)
+    return good, np.concatenate([good, np.full((1, dim), value, np.float32)])
+
+
+@pytest.mark.parametrize("value", [1e17, 1e19, 1e20, 3e38])
+@pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "centered_clip"])
+def test_an_update_whose_square_overflows_is_not_the_nearest_of_all(name, value):
+    good, updates = good_and_one(value)
+    options = {"radius": 1.0, "num_iters": 5} if name == "centered_clip" else {"num_malicious": 1}
+    result = np.asarray(kernels.AGGREGATORS[name](updates, **options))
+    assert np.abs(result).max() <= np.abs(good).max() + 5
+
+
+@pytest.mark.parametrize("own_centers", [True, False])
+@pytest.mark.parametrize("rule", [{"quantile": 0.5}, {"radius": 4.0}])
+def test_threshold_clustering_in_inner_products_leaves_such_points_out(rule, own_centers):
+    _, points = good_and_one(1e20)
+    start = None if own_centers else points[:2]
+    direct, gram = (
+        kernels.threshold_clustering(points, start, num_rounds=3, form=form, **rule) for form in ("direct", "gram")
+    )
+    np.testing.assert_allclose(gram[: 8 if own_centers else 2], direct[: 8 if own_centers else 2], atol=1e-5)
+    assert np.abs(np.asarray(gram[:2])).max() < 10
+
+
+def test_sixteen_bits_are_added_up_in_more():
+    many = Task(lambda key: {"b": jnp.zeros((), jnp.bfloat16)}, BIAS.loss, BIAS.predict)
+    clients = people(*np.ones(1000))
+    for axis in (jax.vmap, jfcl.chunked(1)):
+        state, _ = jfcl.rollout(
+            jfcl.fedavg(many, jfcl.local_training(optax.sgd(1.0), num_steps=1), client_axis=axis),
+            clients,
+            key=KEY,
+            num_rounds=1,
+        )
+        assert state.params["b"].dtype == jnp.bfloat16
+        assert state.params["b"].tolist() == [1.0]
+    for name in ("trimmed_mean", "mean_around_median", "bulyan"):
+        updates = jnp.full((200, 3), 700, jnp.float16)
+        assert kernels.AGGREGATORS[name](updates, num_malicious=2).tolist() == [700, 700, 700]
+
+
+def test_bulyan_of_few_is_one_of_them():
+    updates = jnp.float32([[9.0], [9.25], [0.0], [0.0], [0.0], [0.0], [0.0]])
+    mask = jnp.arange(7) < 2
+    assert kernels.bulyan(updates, num_malicious=1, mask=mask).tolist() in ([9.0], [9.25])
+
+
+def test_one_client_is_a_dendrogram_without_merges():
+    one = jnp.ones((1, 1))
+    for tree in (kernels.single_linkage_tree(one), kernels.complete_linkage_tree(one)):
+        assert tree.shape == (0, 4)
+        assert kernels.cut(tree, num_clusters=1).tolist() == [0]
+    assert not kernels.optimal_bipartition(one, linkage="complete").side.any()
+    state, _ = jfcl.rollout(jfcl.flhc(BIAS, ONE_STEP, num_clusters=1), people(1.0), key=KEY, num_rounds=3)
+    np.testing.assert_allclose(state.params["b"], [1 - 0.5**4])  # one round before the clustering
+
+
+@pytest.mark.parametrize("attack", [attacks.ipm(), attacks.alie(), attacks.hijack(), attacks.mimic()])
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.cfl, jfcl.byzantine_cfl, jfcl.federated_clustering])
+def test_attackers_do_not_see_padding(method, attack):
+    options = {"eps_1": 1e-30, "max_clusters": 2} if method is jfcl.cfl else {}
+    if method is jfcl.federated_clustering:
+        options = {"radius": 100.0, "weights": "size"}
+
+    def after_a_round(padding):
+        adversary = Adversary(attack, np.array([False] * 3 + [True]))
+        algorithm = method(BIAS, ONE_STEP, adversary=adversary, **options)
+        clients = people(1.0, 2.0, 4.0, 3.0, padding=padding)
+        return jfcl.rollout(algorithm, clients, key=KEY, num_rounds=1)[0].params["b"][:1]
+
+    np.testing.assert_allclose(after_a_round(3), after_a_round(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", [jfcl.federated_clustering, jfcl.myopic_clustering, jfcl.fedavg])
+def test_one_good_client_without_a_finite_update_does_not_disarm_the_attack(method):
+    options = {"num_clusters": 1} if method is jfcl.myopic_clustering else {}
+    if method is not jfcl.fedavg:
+        options |= {"radius": 1e3}
+
+    def model(*values):
+        adversary = Adversary(attacks.hijack(4.0), np.array([False, False, True]))
+        algorithm = method(BIAS, ONE_STEP, adversary=adversary, weights="equal", **options)
+        state, _ = jfcl.rollout(algorithm, people(*values), key=KEY, num_rounds=1)
+        return float(state.params["b"][0])
+
+    # Of the two who count, one sends four times what the other does.
+    np.testing.assert_allclose(model(1.0, np.nan, 0.0), 0.5 * (1 + 4) / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering])
+def test_momentum_outlives_a_round_without_a_finite_update(method):
+    training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything")
+    options = {"num_clusters": 1} if method is jfcl.momentum_clustering else {}
+    options |= {"eps_1": 1e-30, "max_clusters": 2} if method is jfcl.cfl else {}
+    algorithm = method(BIAS, training, **options)
+    state = algorithm.init(KEY, people(1.0, 2.0))
+    failed = []
+    for t, values in enumerate([(1.0, 2.0), (1.0, np.nan), (1.0, 2.0), (1.0, 2.0)]):
+        state, metrics = algorithm.step(jax.random.fold_in(KEY, t), state, people(*values))
+        failed.append(int(metrics["nonfinite"]))
+    assert failed == [0, 1, 0, 0]
+
+
+def test_a_client_that_comes_late_begins_its_momentum_with_its_first_gradient():
+    algorithm = jfcl.momentum_clustering(BIAS, ONE_STEP, num_clusters=1, momentum=0.9, radius=1e3)
+    state = algorithm.init(KEY, people(1.0, 6.0))
+    for t, second in enumerate((np.nan, 6.0)):
+        before = state.params["b"][1]
+        state, _ = algorithm.step(jax.random.fold_in(KEY, t), state, people(1.0, second))
+    np.testing.assert_allclose(state.momentum["b"][1], before - 6.0)  # equation 29
+
+
+def test_restarts_do_not_take_a_model_that_has_failed_for_the_best():
+    def init(key):
+        return {"b": jnp.where(jax.random.bernoulli(key), 1e25, 1.0)}
+
+    task = Task(init, BIAS.loss, BIAS.predict)
+    algorithm = jfcl.ifca(task, ONE_STEP, num_clusters=2, restarts=8, restart_rounds=1)
+    for seed in range(3):
+        state = algorithm.init(jax.random.key(seed), people(0.0, 0.5, 1.0))
+        chosen = state.params["b"][state.cluster]
+        assert np.abs(np.asarray(chosen)).max() <= 1
+
+
+def test_ditto_trains_on_where_the_global_model_has_no_loss():
+    # The loss is no number left of the data, where the common model goes because of the others.
+    root = Task(
+        BIAS.init,
+        lambda p, batch: jnp.sqrt(batch["y"] - p["b"] + 2.0) + 0.1 * (p["b"] - 3.0) ** 2,
+        BIAS.predict,
+    )
+    options = {"key": KEY, "num_rounds": 8}
+    clients = people(-1.5, 30.0, 30.0, 30.0)
+    personal = jfcl.rollout(jfcl.ditto(root, ONE_STEP, lam=0.0), clients, **options)[0].params["b"]
+    alone = jfcl.rollout(jfcl.local_only(root, ONE_STEP), clients, **options)[0].params["b"]
+    np.testing.assert_array_equal(personal, alone)
+
+
+def test_unsigned_sizes_are_refused():
+    clients = people(1.0, 2.0)
+    with pytest.raises(ValueError, match="size must be of a signed integer type, got"):
+        jfcl.simulate(jfcl.fedavg(BIAS, ONE_STEP), clients._replace(size=np.uint8([1, 1])), key=KEY, num_rounds=1)
