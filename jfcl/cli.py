@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import tomllib
 import traceback
 import typing
@@ -36,6 +37,17 @@ GROUPS = {
     "attack": "attack: hostile clients, and aggregators that withstand them",
     "run": "run: seeds, evaluation, memory",
 }
+LISTS = (
+    "methods",
+    "datasets",
+    "models",
+    "heterogeneities",
+    "partitions",
+    "augmentations",
+    "attacks",
+    "aggregators",
+    "recipes",
+)
 DEMO = {
     "fedavg": {},
     "local": {},
@@ -101,7 +113,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run.add_argument("method", metavar="METHOD", help="fedavg, local, oracle, ifca, ...; 'jfcl list methods' shows all")
+    run.add_argument(
+        "method",
+        metavar="METHOD",
+        nargs="?",
+        help="fedavg, local, oracle, ifca, ...; 'jfcl list methods' shows all; default: that of --config",
+    )
     groups = {name: run.add_argument_group(title) for name, title in GROUPS.items()}
     for name, (field, kind) in _fields().items():
         if name == "method":
@@ -151,7 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         metavar="WHAT",
-        help="methods, datasets, models, heterogeneities, partitions, attacks, aggregators, recipes",
+        help=", ".join(LISTS),
     )
 
     again = commands.add_parser(
@@ -213,12 +230,13 @@ def read_config(path: str) -> dict[str, Any]:
         raw = json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"--config {path}: it must hold names and values, got {type(raw).__name__}")
     fields = _fields()
     if file.suffix == ".json":
-        raw.pop("split_hash", None)
-        raw.pop("cohorts", None)  # how those of a population were drawn
-        raw["rounds"] = raw.pop("num_rounds", None)
-        raw = {name: value for name, value in raw.items() if value is not None}
+        from jfcl.experiments import from_saved
+
+        raw = from_saved(raw)
     options = {}
     for name, value in raw.items():
         name = name.replace("-", "_")
@@ -254,8 +272,15 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """One row per run: mean ± standard deviation over seeds. Narrow enough for a terminal of 80 columns."""
     look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}  # columns stand one blank apart
     table = Table(title=title, title_justify="left", title_style="", header_style="bold", **look)
-    table.add_column("run")
-    heads = ("client\nacc. %", "worst\nclient %", "identity\nacc. %", "adjusted\nRand", "clusters\nin use")
+    table.add_column("run", overflow="fold")
+    words = any("perplexity" in summary["mean"] for summary in summaries.values())
+    heads = (
+        "perplex-\nity" if words else "client\nacc. %",
+        "worst\nclient %",
+        "identity\nacc. %",
+        "adjusted\nRand",
+        "clusters\nin use",
+    )
     for head in (*heads, "found at\nround", "sent up\nand down", "steps/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, summary in summaries.items():
@@ -263,7 +288,7 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         several = len(summary["per_seed"]) > 1
 
         def cell(metric: str, scale: float, digits: int, mean=mean, std=std, several=several) -> str:
-            if mean[metric] is None:
+            if mean.get(metric) is None:
                 return "–"
             return _number(scale * mean[metric], scale * std[metric] if several else None, digits)
 
@@ -274,7 +299,8 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
             rounds += f"\n({len(found)} of {len(recovered)})"
         table.add_row(
             name,
-            *[cell(metric, 100, 1) for metric in ("accuracy", "worst_client_accuracy", "cluster_accuracy")],
+            cell("perplexity", 1, 1) if words else cell("accuracy", 100, 1),
+            *[cell(metric, 100, 1) for metric in ("worst_client_accuracy", "cluster_accuracy")],
             cell("adjusted_rand", 1, 2),
             _number(mean["clusters_in_use"], None, 1),
             rounds,
@@ -317,8 +343,11 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     from jfcl import hosts
     from jfcl.experiments import Config, run
 
-    own = {name: value for name, value in vars(args).items() if name in _fields()}
-    config = Config(**(read_config(args.config) if args.config else {}) | own)
+    own = {name: value for name, value in vars(args).items() if name in _fields() and (name != "method" or value)}
+    read = read_config(args.config) if args.config else {}
+    if "method" not in read | own:
+        raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
+    config = Config(**read | own)
     _find_devices(args, config.devices)
     if not hosts.is_first():
         console = Console(quiet=True)
@@ -330,11 +359,18 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         progress=not args.quiet,
         checkpoint_seconds=args.checkpoint_seconds,
     )
-    console.print(results_table({summary["method"]: summary}, f"{summary['description']}; {_say_seeds(summary)}"))
+    attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
+    title = f"{summary['description']}{attack}; {_say_seeds(summary)}"
+    console.print(results_table({summary["method"]: summary}, title))
     console.print(
         f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
         f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
     )
+    if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
+        where = f"{args.out}/metrics.jsonl" if args.out else "metrics.jsonl (kept with --out)"
+        console.print(
+            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
+        )
     if args.out:
         console.print(f"kept in {args.out}: summary.json, metrics.jsonl, clients.csv, plots/")
 
@@ -346,18 +382,37 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
     runs = {}
     for folder in args.runs:
-        name = Path(folder).name
+        name = Path(folder).resolve().name
         runs[name if name not in runs else str(folder)] = read_run(folder)
     summaries = {name: summary for name, (summary, _) in runs.items()}
-    console.print(results_table(summaries, f"{len(runs)} runs; " + _say_seeds(next(iter(summaries.values())))))
+    seeds = sorted({_say_seeds(summary) for summary in summaries.values()})
+    console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
+    differ = _differences(args.runs)
+    if differ:
+        console.print(f"they differ in {', '.join(differ)}")
     splits = {summary["split_hash"] for summary in summaries.values()}
     if len(splits) > 1:
         console.print(f"note: these runs are on {len(splits)} different splits of the data")
-    out = Path(args.out) if args.out else Path(args.runs[0]).parent / "compare"
+    first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
+    out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
     records = {name: rows for name, (_, rows) in runs.items()}
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
     console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}")
+
+
+def _differences(folders: list[str]) -> list[str]:
+    """The options in which runs differ, with the values they have."""
+    from jfcl.runs import read_json
+
+    configs = [read_json(Path(folder) / "config.json") for folder in folders]
+    names = dict.fromkeys(name for config in configs for name in config)
+    said = []
+    for name in names:
+        values = list(dict.fromkeys(str(config.get(name)) for config in configs))
+        if len(values) > 1 and name not in ("method", "split_hash", "cohorts", "key"):
+            said.append(f"{name.removeprefix('num_')} ({', '.join('–' if v == 'None' else v for v in values)})")
+    return said
 
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
@@ -384,7 +439,7 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
         "recipes": {name: recipe.title for name, recipe in RECIPES.items()},
     }
     if args.what is not None:
-        check_choice("list", args.what, tables)
+        check_choice("list", args.what, LISTS)
     for title, rows in tables.items():
         if args.what in (None, title):
             table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
@@ -413,7 +468,8 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     console.print(f"{result['size']} setting: {', '.join(f'{k} {v}' for k, v in result['setting'].items())}")
     console.print(f"{result['seconds']:.0f} s on {result['device']}")
     out = args.out or f"runs/reproduce/{result['name']}-{result['size']}"
-    console.print(f"kept in {out}: result.json, figure.png, and a folder for each run")
+    kept = "result.json, figure.png, and what was run" if any(Path(out).glob("*/")) else "result.json, figure.png"
+    console.print(f"kept in {out}: {kept}")
 
 
 def _cell(value: Any) -> str:
@@ -528,6 +584,8 @@ def _compilation_cache() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
+        console = Console(highlight=False, width=120)
     warnings.showwarning = lambda message, *_, **__: errors.print(f"[yellow]note:[/] {message}")
     status = _main(argv, console, errors)
     if status:

@@ -308,6 +308,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
       ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
         `allow_empty`, any client without one); NaN or infinite values in real examples; ids not `[N]`.
     """
+    made = isinstance(clients, Clients)
+    check(made, name, type(clients).__name__, "Clients; jfcl.stack_clients makes them of a list of clients' arrays")
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -340,6 +342,12 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
             if len(bad):
                 where = jax.tree_util.keystr(path)
                 raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
+
+
+def check_key(key: Any) -> None:
+    """`ValueError` for a key that `jax.random.key` did not make."""
+    made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    check(made, "key", key, "a key of jax.random.key(seed)")
 
 
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:

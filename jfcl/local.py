@@ -91,6 +91,8 @@ def local_training(
       >>> local_training(optax.sgd(0.1), num_steps=10).num_steps
       10
     """
+    made = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
     check((num_steps is None) != (num_epochs is None), "num_steps, num_epochs", (num_steps, num_epochs), "one given")
     if num_steps is not None:
         check_count("num_steps", num_steps)

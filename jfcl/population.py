@@ -21,7 +21,7 @@ import numpy as np
 from jfcl import mapping, metrics
 from jfcl.aggregate import is_finite
 from jfcl.client_rows import IN_MEMORY, ClientRows
-from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_state
+from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key, check_state
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.runs import RunFolder
 from jfcl.simulation import (
@@ -313,6 +313,7 @@ def simulate_population(
     dropout: float = 0.0,
     stragglers: float = 0.0,
     join: Start | None = None,
+    change: Callable[[Clients], Clients] | None = None,
     test_store: ClientStore | None = None,
     evaluate: int | Sequence[int] = 1000,
     serve: str = "loss",
@@ -349,6 +350,8 @@ def simulate_population(
         random order, make up the round. The others are cut: they count as asked, but their work and bytes do not.
       join: `(key, clients) -> state`, whose rows new clients start with; default: `algorithm.init`. Needed where that
         learns from the clients: for IFCA with restarts, pass the init of IFCA without; then the first cohort decides.
+      change: `(clients) -> clients`, of NumPy arrays: what becomes of every cohort as it is gathered, such as
+        `jfcl.attacks.poison` of the malicious.
       test_store: held-out examples of the same clients; without it nothing is evaluated.
       evaluate: how many clients, drawn once, are evaluated; or their ids.
       serve: the model that an evaluated client is served if there are several: that of lowest "loss" on its training
@@ -382,6 +385,7 @@ def simulate_population(
       [0.25, 0.0625]
     """
     n = len(store)
+    check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     if stop_after is not None:
@@ -425,6 +429,7 @@ def simulate_population(
         ids = sampler(rng)
         chosen, answered, dropped = who_answers(rng, asked, cohort, dropout)
         clients = store.gather(ids[chosen])
+        clients = clients if change is None else change(clients)
         size = np.where(answered, clients.size, 0).astype(np.int32)
         cut = max(asked - dropped - cohort, 0)
         return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)

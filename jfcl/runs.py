@@ -102,7 +102,7 @@ class RunFolder:
         if names:
             said = "; ".join(f"{n}: it has {old.get(n)!r}, asked for {new.get(n)!r}" for n in names)
             raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
-        if new.get("num_rounds") != old.get("num_rounds"):  # so that it can be resumed from its own file again
+        if new.get("num_rounds", 0) > old.get("num_rounds", 0):  # so that it can be resumed from its own file again
             write_json(folder.path / "config.json", old | {"num_rounds": new["num_rounds"]})
         return folder
 

@@ -25,7 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl import hosts, mapping, metrics
 from jfcl.aggregate import is_finite
-from jfcl.core import Algorithm, Clients, check, check_clients, check_count, check_labels, check_state, num_clients
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    check,
+    check_clients,
+    check_count,
+    check_key,
+    check_labels,
+    check_state,
+    num_clients,
+)
 from jfcl.runs import RunFolder
 
 SUMMED = (
@@ -300,7 +310,8 @@ def simulate(
         this process's, `mapping.own_rows`, and everything that is kept is written by the first process.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
       resume: go on from the last checkpoint in `out` (from the start if there is none yet).
-      config: JSON-like description of the run, kept in `config.json`; resuming with another one is refused.
+      config: JSON-like description of the run, kept in `config.json`; resuming with another one is refused. Default:
+        the numbers of the key.
       checkpoint_seconds: least time between two checkpoints; one is always made at the end and on Ctrl-C.
       progress: show a bar with rate and time left.
       description: what the bar calls the run.
@@ -323,6 +334,7 @@ def simulate(
       >>> [round(r["loss"], 4) for r in history.records]
       [0.25, 0.0625]
     """
+    check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     check_clients(clients)
@@ -356,7 +368,8 @@ def simulate(
 
     folder = None
     if out is not None and hosts.is_first():
-        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config or {})
+        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
+        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config)
 
     made = _made(algorithm, hyperparams)
     if made.task is not None and made.task.num_classes is not None and not one_of_many:

@@ -1,5 +1,6 @@
 """The command line, run in this process: results, resumption, and what bad input gets."""
 
+import csv
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import jfcl
 from jfcl import cli
 from jfcl.experiments import run
 from jfcl.experiments.run import matmul_precision
@@ -166,7 +168,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--restarts", "2"], "method fedavg has no option"),
         (["run", "ifca", "--model", "cnn_mnist"], "images are too small"),
         (["run", "ifca", "--partition", "writer"], "needs writer ids, which 'digits' does not have"),
-        (["run", "ifca", "--average", "gradients"], 'training.num_steps must be 1 with average="gradients"'),
+        (["run", "ifca", "--average", "gradients"], "average must be models, or gradients of 1 local step"),
         (["run", "ifca", "--share", "Dense_9"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--init-from", "/nowhere"], "init_from must be the folder of a finished run"),
         (["run", "ifca", "--resume"], "out must be the folder of the run to resume"),
@@ -192,7 +194,17 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--population", "50", "--stragglers", "3"], "the 200 clients asked are among the 50"),
         (["run", "ifca", "--population", "50", "--seeds", "2"], "seeds must be 1 with --population"),
         (["run", "ifca", "--dropout", "0.5"], "dropout must be left out without --population"),
-        (["run", "one_shot", "--population", "50"], "join must be given"),
+        (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
+        (["run"], "METHOD must be given, or stand in --config"),
+        (["run", "fedavg", "--malicious", "0.3"], "malicious must be left out without --attack, got 0.3"),
+        (["run", "fedavg", "--attack", "ipm", "--malicious", "0.01"], "enough for one of the 40 clients, got 0.01"),
+        (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
+        (["run", "fedavg", "--seed", "4294967296"], "seed must be from 0 to 4294967295"),
+        (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
+        (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
+        (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out: model 'mlp' reads no texts"),
+        (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
+        (["run", "cfl", "--population", "50"], "method must be one that does not compare all clients"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
     ],
 )
@@ -250,6 +262,107 @@ def test_nothing_is_overwritten(finished, capsys):
         assert cli.main(command) == 2
         assert said in capsys.readouterr().err
         assert files(finished / "ifca") == before
+
+
+def test_a_folder_with_results_is_no_new_one(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    assert cli.main(["run", "ifca", *QUICK, "--out", str(tmp_path)]) == 2
+    assert "holds metrics.jsonl already; choose a new or empty folder" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+def test_damaged_runs_are_named(finished, tmp_path, capsys):
+    for file, content, command in [
+        ("config.json", "{x", ["run", "--config", "RUN/config.json"]),
+        ("config.json", "[1, 2]", ["run", "--config", "RUN/config.json"]),
+        ("config.json", "{x", ["run", "ifca", *QUICK, "--out", "RUN", "--resume"]),
+        ("summary.json", "{x", ["compare", "RUN"]),
+        ("metrics.jsonl", "", ["compare", "RUN"]),
+        ("metrics.jsonl", None, ["compare", "RUN"]),
+        ("params.npz", "PK", ["run", "ifca", *QUICK, "--init-from", "RUN"]),
+    ]:
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(finished / "ifca", run)
+        (run / file).unlink()
+        if content is not None:
+            (run / file).write_text(content)
+        assert cli.main([part.replace("RUN", str(run)) for part in command]) == 2
+        printed = capsys.readouterr().err
+        assert file in printed and "Traceback" not in printed
+
+
+@pytest.mark.filterwarnings("default:.* is damaged")
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    run = tmp_path / "run"
+    options = ["--clients", "8", "--clusters", "2", "--local-steps", "1", "--quiet", "--checkpoint-seconds", "0"]
+    command = ["run", "ifca", *options, "--out", str(run), "--eval-every", "1", "--rounds"]
+    assert cli.main([*command, "3"]) == 0
+    whole = files(run)
+    steps = sorted((run / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+    assert [p.name for p in steps] == ["2", "3"]
+    for file in steps[1].rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert cli.main([*command, "3", "--resume"]) == 0
+    assert "the checkpoint of round 3" in capsys.readouterr().err
+    assert files(run)["metrics.jsonl"] == whole["metrics.jsonl"]
+    for file in (run / "checkpoints").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert cli.main([*command, "4", "--resume"]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert cli.main(["run", "ifca", *QUICK, "--out", run]) == 0
+    rounds = int(json.loads(Path(run, "config.json").read_text())["num_rounds"])
+    own = ["run", "--config", f"{run}/config.json", "--out", run, "--resume", "--quiet"]
+    assert cli.main([*own, "--rounds", str(rounds + 2)]) == 0
+    assert cli.main(own) == 0
+    assert json.loads(Path(run, "summary.json").read_text())["num_rounds"] == rounds + 2
+
+
+def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, tmp_path / "runs")
+    runs = [str(p) for p in sorted((tmp_path / "runs").glob("*")) if (p / "summary.json").exists()]
+    for expected in ("compare", "compare-2"):
+        assert cli.main(["compare", *runs]) == 0
+        assert (tmp_path / "runs" / expected / "accuracy.png").exists()
+    monkeypatch.chdir(runs[0])
+    assert cli.main(["compare", "."]) == 0
+    assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.* held NaN or infinity")
+def test_a_population_under_attack(tmp_path):
+    run = tmp_path / "run"
+    options = ["--population", "60", "--cohort", "20", "--rounds", "3", "--clusters", "2", "--quiet", "--out", str(run)]
+    for attack in ("nan", "label_zero"):
+        assert cli.main(["run", "fedavg", *options, "--attack", attack, "--malicious", "0.5"]) == 0
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert (rows[-1]["nonfinite"] > 0) == (attack == "nan")
+        with (run / "clients.csv").open() as f:
+            assert len(list(csv.DictReader(f))) == 30  # the others are not judged
+        shutil.rmtree(run)
+
+
+def test_a_run_can_be_used_again(finished):
+    from jfcl.experiments import load_run
+
+    found = load_run(finished / "ifca")
+    test = found.setup.federation.test
+    accuracy = jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"]
+    with (finished / "ifca" / "clients.csv").open() as f:
+        rows = [float(row["accuracy"]) for row in csv.DictReader(f) if row["seed"] == "0"]
+    np.testing.assert_allclose(accuracy, rows, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", cli.LISTS)
+def test_every_list(what, capsys):
+    assert cli.main(["list", what]) == 0
+    assert capsys.readouterr().out.startswith(what)
 
 
 def test_a_corrupted_file_is_noticed(tmp_path, capsys):

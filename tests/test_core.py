@@ -97,3 +97,14 @@ def test_counts(value):
 
 def test_tracers_pass_validation():
     assert jax.jit(lambda lr: (check(lr > 0, "lr", lr, "positive"), lr)[1])(-1.0) == -1.0
+
+
+def test_stacking_takes_a_type_that_holds_every_clients_numbers():
+    whole, fractions = {"x": np.array([[1, 2]])}, {"x": np.array([[0.75, 0.5]], np.float32)}
+    assert stack_clients([whole, fractions]).examples["x"][:, 0].tolist() == [[1, 2], [0.75, 0.5]]
+    bytes_, wide = {"x": np.array([[3]], np.uint8)}, {"x": np.array([[300]])}
+    assert stack_clients([bytes_, wide]).examples["x"].ravel().tolist() == [3, 300]
+    with pytest.raises(ValueError, match="client 1: its examples have shape"):
+        stack_clients([{"x": np.ones((2, 3))}, {"x": np.ones((2, 5))}])
+    with pytest.raises(ValueError, match="client 1: its arrays are"):
+        stack_clients([{"x": np.ones((2, 3))}, {"y": np.ones((2, 3))}])

@@ -250,3 +250,37 @@ def test_folders_are_never_overwritten(tmp_path):
     with pytest.raises(ValueError, match=r"holds no run to resume"):
         sim(out=tmp_path / "nothing", resume=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0), "key"])
+def test_keys_are_those_of_jax_random_key(key):
+    with pytest.raises(ValueError, match="key must be a key of"):
+        sim(key=key)
+
+
+def test_labels_that_the_model_does_not_know_are_refused():
+    task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
+    algorithm = jfcl.fedavg(task, TRAINING)
+    x = np.zeros((2, 3, 4), np.float32)
+    for y, words in [(np.full((2, 3), 3), "labels must lie in 0..2, got 3"), (np.ones((2, 3)), "of an integer type")]:
+        clients = jfcl.Clients({"x": x, "y": y}, np.full(2, 3))
+        with pytest.raises(ValueError, match=words):
+            jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+
+
+def test_a_run_is_not_gone_on_with_by_another_key(tmp_path):
+    sim(num_rounds=1, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="another configuration"):
+        sim(key=jax.random.key(1), num_rounds=2, out=tmp_path / "run", resume=True)
+
+
+def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
+    from jfcl import simulation
+
+    now = [0.0]
+    monkeypatch.setattr(simulation.time, "perf_counter", lambda: now[0])
+    with simulation._CompileClock() as clock:
+        for end, duration in [(2, 1), (3, 0.5), (4, 3.5), (6, 1), (7, 4)]:  # the last reaches into the one before it
+            now[0] = end
+            clock._listen("/jax/core/compile/x", duration)
+    assert clock.seconds == 6.5  # from 0.5 to 7

@@ -24,11 +24,11 @@ def cfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    eps_1: Any = 0.4,
-    eps_2: Any = 1.6,
-    relative: bool = False,
+    eps_1: Any = None,
+    eps_2: Any = None,
+    relative: bool | None = None,
     gamma_max: Any = 0.0,
-    max_clusters: int = 8,
+    max_clusters: int | None = None,
     min_rounds: int = 1,
     min_size: int = 1,
     recursive: bool = False,
@@ -53,12 +53,14 @@ def cfl(
 
     Args:
       task, training: the model and how a client trains it.
-      eps_1: `ε₁`, above 0; infinity leaves it to `min_rounds` and `gamma_max` to decide. The defaults of both are those
-        of the authors' demonstration (10 clients, EMNIST); they depend on model, data and learning rate.
-      eps_2: `ε₂`, above 0; a cluster whose clients' updates are all shorter is finished.
-      relative: measure `ε₁` in mean update norms of the first round, and `ε₂` in largest ones.
+      eps_1: `ε₁`, above 0; default 0.4. Infinity leaves it to `min_rounds` and `gamma_max` to decide.
+      eps_2: `ε₂`, above 0; a cluster whose clients' updates are all shorter is finished. Default: 0.5, or 1.6 (with 0.4
+        those of the authors' demonstration, 10 clients with EMNIST) where the thresholds are absolute.
+      relative: measure `ε₁` in mean update norms of the first round, and `ε₂` in largest ones, which hardly depend on
+        model, data and learning rate; default: where neither threshold is given.
       gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition.
-      max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` says so.
+      max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` says so. Default:
+        8, or as many as there are clients.
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
       min_size: clients that either side must have.
       recursive: Algorithm 3: a cluster that stands still and is not split has ended; its clients train no more.
@@ -106,6 +108,9 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
+    relative = (eps_1 is None and eps_2 is None) if relative is None else relative
+    eps_1 = 0.4 if eps_1 is None else eps_1
+    eps_2 = (0.5 if relative else 1.6) if eps_2 is None else eps_2
     for name, value in (("eps_1", eps_1), ("eps_2", eps_2)):
         if is_concrete(value):
             check(value > 0, name, value, "above 0")

@@ -139,8 +139,8 @@ def ifca(
     check_count("num_clusters", num_clusters)
     check_choice("average", average, AVERAGE)
     check_count("restarts", restarts)
-    one_step = training.num_steps == 1
-    check(average == "models" or one_step, "training.num_steps", training.num_steps, '1 with average="gradients"')
+    steps = f"{average}, with num_steps={training.num_steps}"
+    check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
         check_count("stable_rounds", stable_rounds)
         late = restarts == 1 or stable_rounds > restart_rounds

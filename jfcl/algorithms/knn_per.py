@@ -189,7 +189,8 @@ def knn_per(
         sizes = np.asarray(clients.size)
         least, what = int(sizes[sizes > 0].min()), "the smallest client's examples"
         if mixing is None:
-            least, what = int(learns_from(jnp.asarray(least))), what + " less those that choose its mixing weight"
+            kept = least - int(validation * least)
+            least, what = min(kept, max(least - 1, 1)), what + " less those that choose its mixing weight"
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
 
     def init(key: jax.Array, clients: Clients) -> KnnPerState:

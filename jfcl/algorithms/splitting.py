@@ -95,7 +95,7 @@ class Rules(NamedTuple):
     """What a variant of the method decides. `K` clusters throughout.
 
     Attributes:
-      max_clusters: `K`.
+      max_clusters: `K`; `None`: 8, or as many as there are clients.
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: which bipartitions to carry out.
       keep_larger: instead of making the second side a cluster, shut the smaller side out for ever.
@@ -106,7 +106,7 @@ class Rules(NamedTuple):
       recursive: clusters that stand still and are not split are final.
     """
 
-    max_clusters: int
+    max_clusters: int | None
     ripe: Callable[..., tuple[jax.Array, jax.Array]]
     accept: Callable[[Any], jax.Array]
     keep_larger: bool = False
@@ -230,7 +230,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     Returns:
       `(state, Served)`; the state's models are the caller's to put back.
     """
-    capacity = rules.max_clusters
+    capacity = len(state.active)
     updates, usable, weight = sent.updates, sent.usable, sent.weight
 
     def means(cluster: jax.Array, weight: jax.Array) -> PyTree:
@@ -382,14 +382,14 @@ def rounds(
     client_axis: mapping.Mapping | None,
 ) -> Algorithm:
     """The `Algorithm` of these rules; the arguments are those of `cfl`, `patience` its `fallback_rounds`."""
-    check_count("max_clusters", rules.max_clusters)
+    if rules.max_clusters is not None:
+        check_count("max_clusters", rules.max_clusters)
     check_choice("similarity", rules.similarity, SIMILARITIES)
     check_choice("weights", weights, WEIGHTS)
     check_count("tree_dim", rules.tree_dim, least=0)
     if privacy is not None:
         check_choice("privacy", privacy, OPERATORS)
     client_axis = mapping.auto() if client_axis is None else client_axis
-    capacity = rules.max_clusters
 
     def hide(update: PyTree) -> PyTree:
         return update if privacy is None else hidden(update, privacy, privacy_seed)
@@ -406,6 +406,7 @@ def rounds(
 
     def init(key: jax.Array, clients: Clients) -> CFLState:
         n = num_clients(clients)
+        capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
         check(capacity <= n, "max_clusters", capacity, f"at most the {n} clients there are")
         if rules.true_cluster is not None:
             shape = jnp.shape(rules.true_cluster)

@@ -4,9 +4,20 @@ from functools import partial
 
 from jfcl.experiments import byzantine_cfl, cfl, federated_clustering, ifca, recipes
 from jfcl.experiments.recipes import Recipe
-from jfcl.experiments.run import Config, load_params, read_run, run, setup
+from jfcl.experiments.run import Config, from_saved, load_params, load_run, read_run, run, setup
 
 RECIPES: dict[str, Recipe] = cfl.RECIPES | byzantine_cfl.RECIPES | federated_clustering.RECIPES | ifca.RECIPES
 reproduce = partial(recipes.reproduce, recipes=RECIPES)
 
-__all__ = ["RECIPES", "Config", "Recipe", "load_params", "read_run", "reproduce", "run", "setup"]
+__all__ = [
+    "RECIPES",
+    "Config",
+    "Recipe",
+    "from_saved",
+    "load_params",
+    "load_run",
+    "read_run",
+    "reproduce",
+    "run",
+    "setup",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jfcl import data
+from jfcl import attacks, data
 from jfcl.algorithms import METHODS
-from jfcl.core import check, check_count, check_labels
+from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
 from jfcl.experiments.run import (
     Config,
@@ -23,8 +24,10 @@ from jfcl.experiments.run import (
     make_algorithm,
     make_task,
     make_training,
+    malicious_clients,
     mapping_of,
     summarize_run,
+    to_saved,
     validate,
     write_results,
 )
@@ -32,6 +35,7 @@ from jfcl.models import LANGUAGE_MODELS
 from jfcl.population import PopulationHistory, simulate_population
 
 COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
+NEED_ALL = ("cfl", "byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
 
 
 def run_population(
@@ -45,11 +49,11 @@ def run_population(
     """As `run`; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
 
     Raises:
-      ValueError: what `run` and `simulate_population` refuse; several seeds, attacks, newcomers; a store that is there
+      ValueError: what `run` and `simulate_population` refuse; several seeds, newcomers; a store that is there
         and was made otherwise than asked for.
     """
+    check(config.method not in NEED_ALL, "method", config.method, "one that does not compare all clients: --population")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
-    check(config.attack is None, "attack", config.attack, "left out with --population")
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
     check(config.partition != "writer", "partition", config.partition, "another with --population")
     check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt again and again")
@@ -63,11 +67,11 @@ def run_population(
         asked = config
         config = dataclasses.replace(config, clients=len(store), cohort=config.cohort or min(COHORT, len(store)))
         validate(config)
+        malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
-        evaluated = np.sort(rng.choice(len(store), min(EVALUATED, len(store)), replace=False))
+        good = np.flatnonzero(~malicious)
+        evaluated = np.sort(rng.choice(good, min(EVALUATED, len(good)), replace=False))
         parts, join = _setup(config, store, tests, evaluated, vocab_size)
-        described = dataclasses.asdict(asked) | {"split_hash": store.hash, "num_rounds": config.rounds}
-        del described["rounds"]
         history = simulate_population(
             parts.algorithm,
             store,
@@ -78,6 +82,7 @@ def run_population(
             dropout=config.dropout,
             stragglers=config.stragglers,
             join=join,
+            change=_attack(config, malicious, parts.federation.num_classes),
             test_store=tests,
             evaluate=evaluated,
             serve="state" if "cluster" in METHODS[config.method].options else "loss",
@@ -86,7 +91,7 @@ def run_population(
             client_axis=parts.client_axis,
             out=out,
             resume=resume,
-            config=described,
+            config=to_saved(asked, store.hash),
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
             description=config.method,
@@ -98,6 +103,14 @@ def run_population(
         with_seeds = history._replace(state=jax.tree.map(lambda x: x[None], history.state))
         write_results(Path(out), summary, with_seeds, parts)
     return summary, history, parts
+
+
+def _attack(config: Config, malicious: np.ndarray, num_classes: int | None) -> Callable[[Clients], Clients] | None:
+    """What an attack on data makes of a cohort."""
+    if config.attack not in attacks.DATA_ATTACKS:
+        return None
+    options = {"num_classes": num_classes, "seed": config.data_seed}
+    return lambda clients: attacks.poison(clients, malicious[clients.id], config.attack, **options)
 
 
 def _scratch() -> tempfile.TemporaryDirectory:

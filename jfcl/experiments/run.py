@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import inspect
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.local import KEEP, LocalTraining, local_training, most_steps
 from jfcl.metrics import rounds_to_recovery
 from jfcl.population import SAMPLING
-from jfcl.runs import RunFolder, finite_or_none, write_json
+from jfcl.runs import RunFolder, finite_or_none, read_json, write_json
 from jfcl.simulation import History, environment, simulate
 
 SERVER_OPTIMIZERS = {
@@ -173,12 +173,12 @@ class Config:
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
-    eps_1: float | None = _option(None, "split clusters whose mean update is shorter (cfl)")
-    eps_2: float | None = _option(None, "and whose longest update is longer (cfl)")
-    relative: bool = _option(False, "measure both in norms of the first round's updates (cfl)")
+    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4 --relative (cfl)")
+    eps_2: float | None = _option(None, "and whose longest update is longer; default: 0.5 --relative (cfl)")
+    relative: bool = _option(False, "measure both in the first round's update norms; default if neither is given (cfl)")
     gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
     recursive: bool = _option(False, "clusters that stand still and are not split train no more (cfl)")
-    max_clusters: int | None = _option(None, "clusters at most (cfl)")
+    max_clusters: int | None = _option(None, "clusters at most; default: 8 (cfl)")
     min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
     min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
     similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
@@ -240,6 +240,19 @@ class Config:
         "inside matrix products, training's and the server's: float32, tf32 or bfloat16; no effect on a CPU",
         "run",
     )
+
+
+def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
+    """`config` as it stands in a run's `config.json`, beside the fingerprint of the split."""
+    saved = dataclasses.asdict(config) | {"split_hash": split_hash}
+    return saved | {"num_rounds": saved.pop("rounds")}
+
+
+def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
+    """The options of `Config` in what a run's `config.json` holds: those that are not None."""
+    options = saved | {"rounds": saved.get("num_rounds")}
+    others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
+    return {name: value for name, value in options.items() if value is not None and name not in others}
 
 
 class Setup(NamedTuple):
@@ -309,14 +322,32 @@ def validate(config: Config) -> None:
     check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
     if config.cohort is not None:
         check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
-    check(config.seed is None or config.seed >= 0, "seed", config.seed, "0 or more")
+    for name in ("seed", "data_seed"):
+        value = getattr(config, name)
+        check(value is None or 0 <= value < 2**32, name, value, f"from 0 to {2**32 - 1}")
+    check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
     check(0 <= config.malicious < 1, "malicious", config.malicious, "a share in [0, 1)")
     if config.attack is not None:
         check_choice("attack", config.attack, attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
         check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
+        some = round(config.malicious * config.clients)
+        check(some > 0, "malicious", config.malicious, f"enough for one of the {config.clients} clients")
         sends = "adversary" in METHODS[config.method].options or config.attack in attacks.DATA_ATTACKS
         on_data = ", ".join(attacks.DATA_ATTACKS)
         check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
+    else:
+        check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
+    for name, partition in (("alpha", "dirichlet"), ("exponent", "power_law"), ("labels_per_client", "label")):
+        unused = getattr(config, name) is not None and config.partition != partition
+        check(not unused, name, getattr(config, name), f"left out without --partition {partition}")
+    defaults = Config(config.method)
+    if config.restarts == 1:
+        given = config.restart_rounds
+        check(given == defaults.restart_rounds, "restart_rounds", given, "left out without --restarts")
+    if config.model not in models.LANGUAGE_MODELS:
+        for name in ("vocab_size", "length"):
+            given = getattr(config, name)
+            check(given == getattr(defaults, name), name, given, f"left out: model {config.model!r} reads no texts")
     if config.aggregator is not None:
         check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
     if config.radius is not None:
@@ -349,19 +380,22 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     return training._replace(optimizer=optimizer)
 
 
-def load_params(folder: str) -> PyTree:
+def load_params(folder: str | Path) -> PyTree:
     """The models `[K, ...]` of the last checkpoint of a run (of its first seed), as nested dicts, for a warm start."""
     saved = Path(folder) / "params.npz"
     if not saved.exists():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
     params: dict[str, Any] = {}
-    with np.load(saved) as arrays:
-        for path in arrays.files:
-            *parents, name = path.split("/")
-            node = params
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[name] = arrays[path]
+    try:
+        with np.load(saved) as arrays:
+            for path in arrays.files:
+                *parents, name = path.split("/")
+                node = params
+                for parent in parents:
+                    node = node.setdefault(parent, {})
+                node[name] = arrays[path]
+    except (BadZipFile, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{saved} is damaged: {error}") from None
     return params
 
 
@@ -376,7 +410,7 @@ def make_aggregator(config: Config):
     takes = inspect.signature(fn).parameters
     given = {}
     if "num_malicious" in takes:
-        given["num_malicious"] = round(config.malicious * config.clients)
+        given["num_malicious"] = round(config.malicious * (config.cohort or config.clients))
     if "radius" in takes:
         check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
         given["radius"] = config.radius
@@ -421,7 +455,8 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     unknown = sorted(set(options) - set(method.options))
     if unknown:
         takers = {o: [name for name, m in METHODS.items() if o in m.options] for o in unknown}
-        said = "; ".join(f"{o} (only {', '.join(names)})" for o, names in takers.items())
+        called = {"num_clusters": "num_models", "shared": "share", "init_params": "init_from"}  # on the command line
+        said = "; ".join(f"{called.get(o, o)} (only {', '.join(names)})" for o, names in takers.items())
         raise ValueError(f"method {config.method} has no option {said}")
     if "num_clusters" in method.options:
         options.setdefault("num_clusters", config.clusters)
@@ -570,8 +605,6 @@ def run(
     parts = setup(config, data_dir=data_dir)
     federation = parts.federation
     every = config.eval_every or max(1, config.rounds // 50)
-    described = dataclasses.asdict(config) | {"split_hash": federation.split_hash, "num_rounds": config.rounds}
-    del described["rounds"]
     with jax.default_matmul_precision(matmul_precision(config.precision)):
         history = simulate(
             parts.algorithm,
@@ -586,7 +619,7 @@ def run(
             client_axis=parts.client_axis,
             out=out,
             resume=resume,
-            config=described,
+            config=to_saved(config, federation.split_hash),
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
             description=config.method,
@@ -678,9 +711,59 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
 
 
+class LoadedRun(NamedTuple):
+    """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and who is served which.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the models of the run's first seed.
+      cluster: `[N]` int32: client `i` is served model `cluster[i]`.
+    """
+
+    config: Config
+    setup: Setup
+    params: PyTree
+    cluster: np.ndarray
+
+
+def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
+    """What a finished run learnt, ready to use.
+
+    Args:
+      folder: that `jfcl run --out` made.
+      data_dir: as in the run.
+
+    Raises:
+      ValueError: no finished run, damaged files, a run of a population (its models: `load_params`), data that the run
+        was not on.
+
+    Example:
+      >>> import jfcl, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)
+      >>> found = load_run(folder)
+      >>> test = found.setup.federation.test
+      >>> jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"].shape
+      (8,)
+    """
+    folder = Path(folder)
+    read_run(folder)  # makes sure that there is one
+    saved = read_json(folder / "config.json")
+    config = Config(**from_saved(saved))
+    check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
+    parts = setup(config, data_dir=data_dir)
+    same = parts.federation.split_hash == saved["split_hash"]
+    check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
+    with (folder / "clients.csv").open() as f:
+        rows = [row for row in csv.DictReader(f) if int(row["seed"]) == parts.seeds[0]]
+    return LoadedRun(config, parts, load_params(folder), np.array([int(row["cluster"]) for row in rows], np.int32))
+
+
 def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """`(summary, records)` of a finished run; `ValueError` for a folder that holds none."""
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
-    return json.loads((folder / "summary.json").read_text()), RunFolder(folder).records()
+    summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
+    if not records:
+        raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
+    return summary, records
