@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.aggregate import where_rows
 from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
 
 UpdateAttack = Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
@@ -40,11 +41,6 @@ def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarra
 # On updates.
 
 
-def _rows(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`condition` `[N]` shaped to go with `x` `[N, ...]`."""
-    return condition.reshape(-1, *[1] * (x.ndim - 1))
-
-
 def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
     """An attack from `(key, x [N, ...], malicious, good) -> what the malicious send`, leaf by leaf."""
 
@@ -54,7 +50,7 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
         sent = []
         for i, x in enumerate(leaves):
             lie = make(jax.random.fold_in(key, i), x, malicious, good)
-            sent.append(jnp.where(_rows(malicious, x), lie.astype(x.dtype), x))
+            sent.append(where_rows(malicious, lie.astype(x.dtype), x))
         return jax.tree.unflatten(structure, sent)
 
     return attack
@@ -62,7 +58,7 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
 
 def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
     """`[1, ...]`: the mean of the good rows."""
-    kept = jnp.where(_rows(good, x), x, jnp.zeros((), x.dtype))
+    kept = where_rows(good, x, jnp.zeros_like(x))
     return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 

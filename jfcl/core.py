@@ -193,6 +193,17 @@ def client_keys(key: jax.Array, clients: Clients) -> jax.Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, client_ids(clients))
 
 
+def random_order(key: jax.Array, clients: Clients) -> jax.Array:
+    """`[N]` int32: the rows of `clients` in random order, those without examples behind. Each draws by its own id."""
+    draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
+    return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2))).astype(jnp.int32)
+
+
+def attack_key(clients_key: jax.Array) -> jax.Array:
+    """The attackers' common key, of the one that the clients' are made from: of an id that no client has."""
+    return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+
+
 def take_clients(clients: Clients, rows: jax.Array) -> Clients:
     """The clients at `rows` (`[C]` int), as a cohort that keeps its ids."""
     return Clients(

@@ -31,6 +31,7 @@ from jfcl.core import (
     Clients,
     PyTree,
     Task,
+    attack_key,
     check,
     check_choice,
     check_count,
@@ -39,6 +40,7 @@ from jfcl.core import (
     max_examples,
     num_clients,
     path_name,
+    random_order,
     take_clients,
 )
 
@@ -204,14 +206,10 @@ def averaging(
             client=initial_optimizers(training, params, clients),
         )
 
-    def draw_cohort(key: jax.Array, clients: Clients) -> jax.Array:
-        draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
-        return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2)))[:cohort]
-
     def step(key: jax.Array, state: AveragingState, clients: Clients):
         n, m = num_clients(clients), max_examples(clients)
         cohort_key, clients_key = jax.random.split(key)
-        rows = None if cohort is None else draw_cohort(cohort_key, clients)
+        rows = None if cohort is None else random_order(cohort_key, clients)[:cohort]
         present = clients if rows is None else take_clients(clients, rows)
         old = (state.cluster, state.unchanged, state.client)
         last, unchanged, client_states = old if rows is None else jax.tree.map(lambda x: x[rows], old)
@@ -241,9 +239,8 @@ def averaging(
         else:
             (updates, _, counts), kept = client_axis(client)(*given)
             chosen, looked, finite, loss, steps, opt_states = kept
-            attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
             sent = finite & (jnp.asarray(present.size) > 0)
-            updates, usable = attacked(adversary, attack_key, updates, client_ids(present), sent)
+            updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(present), sent)
             counts = counts * usable.astype(jnp.float32)
             (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(
                 updates, chosen, counts

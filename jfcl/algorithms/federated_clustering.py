@@ -20,6 +20,7 @@ from jfcl.core import (
     Clients,
     PyTree,
     Task,
+    attack_key,
     check,
     check_choice,
     check_count,
@@ -28,6 +29,7 @@ from jfcl.core import (
     is_concrete,
     max_examples,
     num_clients,
+    random_order,
 )
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.threshold import QUANTILE_RULES
@@ -83,8 +85,7 @@ def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
     """Groups of `size` clients; the last is smaller where there are not enough."""
     n = num_clients(clients)
     has_examples = jnp.asarray(clients.size) > 0
-    draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
-    order = jnp.argsort(jnp.where(has_examples, draws, jnp.full_like(draws, 2))).astype(jnp.int32)
+    order = random_order(key, clients)
     count = -(-n // size)
     places = jnp.arange(count * size)
     rows = jnp.where(places < n, order[jnp.minimum(places, n - 1)], 0).reshape(count, size)
@@ -172,7 +173,7 @@ def federated_clustering(
         has_examples = size > 0
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
-        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+        lies_key = attack_key(clients_key)
         ids = client_ids(clients)
         counts = client_weight(weights, size)
         batches, seen = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
@@ -195,7 +196,7 @@ def federated_clustering(
             own = jax.tree.map(lambda z: z[mine], points)
             finite = is_finite(own)
             own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
-            sent, usable = attacked(adversary, jax.random.fold_in(attack_key, ids[i]), points, ids[rows], real)
+            sent, usable = attacked(adversary, jax.random.fold_in(lies_key, ids[i]), points, ids[rows], real)
             start = jax.tree.map(lambda g: g[None], own)
             center = rule.centers(sent, start, counts[rows], usable)
             along = jax.tree.map(lambda v: v[0], center)

@@ -12,15 +12,7 @@ from jfcl import local, mapping
 from jfcl.algorithms.averaging import averaging
 from jfcl.algorithms.ifca import ifca, lowest_loss
 from jfcl.algorithms.once import with_first_costs
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check_count,
-    client_keys,
-)
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, random_order
 
 
 def hypcluster(
@@ -80,9 +72,7 @@ def hypcluster(
 
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
-        draws = jax.vmap(jax.random.uniform)(client_keys(parts_key, clients))
-        draws = jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2))
-        parts = jnp.argsort(jnp.argsort(draws)).astype(jnp.int32) % num_clusters
+        parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
         warm = averaging(task, training, start=lambda *_: parts, init_params=init_params, **common)
 
         def one_round(t, state):

@@ -20,6 +20,7 @@ from jfcl.core import (
     Clients,
     PyTree,
     Task,
+    attack_key,
     check,
     check_choice,
     check_count,
@@ -190,8 +191,7 @@ def centers_of(
         loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
-        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
-        points, usable = attacked(adversary, attack_key, points, client_ids(clients), finite)
+        points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         centers = rule.centers(
             points, densest(points, usable, rule, num_clusters), client_weight(weights, size), usable

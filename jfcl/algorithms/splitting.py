@@ -23,6 +23,7 @@ from jfcl.core import (
     Clients,
     PyTree,
     Task,
+    attack_key,
     check,
     check_choice,
     check_count,
@@ -461,8 +462,7 @@ def rounds(
         updates, finite, loss, steps, opt_states = client_axis(client)(
             client_keys(clients_key, clients), clients.examples, size, state.cluster, state.client
         )
-        attack_key = jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
-        updates, usable = attacked(adversary, attack_key, updates, client_ids(clients), present & finite)
+        updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), present & finite)
         weight = client_weight(weights, size) * usable.astype(jnp.float32)
 
         def gradients():

@@ -29,9 +29,11 @@ def _check_cluster(cluster, num_clusters) -> None:
     )
 
 
-def _check_classes(num_classes, heterogeneity: str) -> None:
+def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> None:
+    """`num_clusters`: of a heterogeneity that needs a label for every cluster."""
     check(num_classes is not None, "num_classes", num_classes, f"known: {heterogeneity!r} needs labels")
     check_count("num_classes", num_classes)
+    check(num_clusters <= num_classes, "num_clusters", num_clusters, f"at most {num_classes}, the number of labels")
 
 
 def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
@@ -172,13 +174,7 @@ def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
       [3, 2]
     """
     _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "private_label")
-    check(
-        num_clusters <= num_classes,
-        "num_clusters",
-        num_clusters,
-        f"at most {num_classes}, the number of labels",
-    )
+    _check_classes(num_classes, "private_label", num_clusters)
     return x, _relabel(y, (np.arange(num_classes, dtype=np.int32) + cluster) % num_classes)
 
 
@@ -190,13 +186,7 @@ def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarra
       [5, 6, 7, 8, 9]
     """
     _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "class")
-    check(
-        num_clusters <= num_classes,
-        "num_clusters",
-        num_clusters,
-        f"at most {num_classes}, the number of labels",
-    )
+    _check_classes(num_classes, "class", num_clusters)
     return np.array_split(np.arange(num_classes, dtype=np.int32), num_clusters)[cluster]
 
 
@@ -223,13 +213,7 @@ def by_topic(x, y, cluster, num_clusters, num_classes, seed=0):
       [1, 3]
     """
     _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "topic")
-    check(
-        num_clusters <= num_classes,
-        "num_clusters",
-        num_clusters,
-        f"at most {num_classes}, the number of topics",
-    )
+    _check_classes(num_classes, "topic", num_clusters)
     keep = np.asarray(y) == cluster
     return x[keep], y[keep]
 

@@ -20,6 +20,7 @@ from jfcl import parameter_tree, plots, theory
 from jfcl.core import take_clients
 from jfcl.experiments.recipes import Bench, Outcome, Recipe, Row
 from jfcl.experiments.run import Config, setup
+from jfcl.metrics import rounds_to_recovery
 
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split
 
@@ -115,10 +116,8 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
             rounds, gaps = _series(records, "separation_gap")
             (line,) = axes.plot(rounds, gaps.mean(axis=1), label=similarity)
             axes.fill_between(rounds, gaps.min(axis=1), gaps.max(axis=1), color=line.get_color(), alpha=0.15)
-            below = np.flatnonzero(~(gaps > 0).all(axis=1))
-            first = 1 if not len(below) else int(below[-1]) + 2
             row = {"data": dataset, "similarity of": similarity, "gap at the end": float(gaps[-1].mean())}
-            row |= {"above 0 for good from round": first if first <= len(rounds) else None}
+            row |= {"above 0 for good from round": rounds_to_recovery([int(t) for t in rounds], (gaps > 0).all(axis=1))}
             rows.append(row | {"paper": "about 10" if similarity == "updates" else ""})
         axes.axhline(0, color="0.5", lw=1)
         axes.set(xlabel="round", ylabel=r"separation gap $g(\alpha)$", title=dataset)

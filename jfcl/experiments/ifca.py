@@ -18,6 +18,7 @@ from jfcl.core import Clients
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
 from jfcl.experiments.run import Config
 from jfcl.local import local_training
+from jfcl.metrics import rounds_to_recovery
 from jfcl.models import task
 from jfcl.runs import write_json
 from jfcl.simulation import rollout
@@ -261,10 +262,9 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
         for seed in sorted({r["seed"] for r in records}):
             mine = [r for r in records if r["seed"] == seed]
             right = np.array([r["cluster_accuracy"] for r in mine])
-            below = np.flatnonzero(right < 0.99)
-            first = mine[int(below[-1]) + 1]["round"] if len(below) and below[-1] + 1 < len(mine) else mine[0]["round"]
+            first = rounds_to_recovery([r["round"] for r in mine], right.tolist())
             row = {"data": f"mnist {m} x {n}", "seed": seed, "identity at the end": float(right[-1])}
-            rows.append(row | {"99 % from round": first if right[-1] >= 0.99 else None, "paper": "about 30"})
+            rows.append(row | {"99 % from round": first, "paper": "about 30"})
             axes.plot([r["round"] for r in mine], right, label=f"{m} x {n}, seed {seed}")
     axes.set(xlabel="round", ylabel="clients in the right cluster")
     axes.legend(fontsize=7)
