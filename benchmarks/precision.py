@@ -22,7 +22,7 @@ import numpy as np
 from common import report
 from jax import lax
 
-from jfcl.experiments.run import Config, run
+from jfcl.experiments import Config, run
 
 MNIST = {"dataset": "mnist", "examples_per_client": 200, "seeds": 3, "eval_every": 5}
 CNN = {"model": "cnn_mnist", "local_epochs": 1, "batch_size": 20, "lr": 0.05}

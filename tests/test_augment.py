@@ -6,7 +6,7 @@ import pytest
 
 import jfcl
 from jfcl.augment import AUGMENTATIONS, crop_flip, flip, tutorial
-from jfcl.experiments.run import Config, run
+from jfcl.experiments import Config, run
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)
 BATCH = {"x": jnp.asarray(IMAGES), "y": jnp.arange(40)}

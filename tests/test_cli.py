@@ -18,7 +18,7 @@ import pytest
 import jfcl
 from jfcl import cli
 from jfcl.experiments import run
-from jfcl.experiments.run import matmul_precision
+from jfcl.experiments.setups import matmul_precision
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 

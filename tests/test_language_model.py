@@ -13,8 +13,7 @@ import pytest
 import jfcl
 from jfcl.core import Clients
 from jfcl.data import DATASETS, Dataset
-from jfcl.experiments import Config, run
-from jfcl.experiments.run import setup
+from jfcl.experiments import Config, run, setup
 from jfcl.models import LSTMLanguageModel, check_tokens, language, language_model
 
 V, L = 11, 6

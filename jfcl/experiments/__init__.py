@@ -3,8 +3,11 @@
 from functools import partial
 
 from jfcl.experiments import byzantine_cfl, cfl, federated_clustering, ifca, recipes
+from jfcl.experiments.config import Config, from_saved
 from jfcl.experiments.recipes import Recipe
-from jfcl.experiments.run import Config, from_saved, load_params, load_run, read_run, run, setup
+from jfcl.experiments.results import load_run, read_run
+from jfcl.experiments.run import run
+from jfcl.experiments.setups import load_params, setup
 
 RECIPES: dict[str, Recipe] = cfl.RECIPES | byzantine_cfl.RECIPES | federated_clustering.RECIPES | ifca.RECIPES
 reproduce = partial(recipes.reproduce, recipes=RECIPES)

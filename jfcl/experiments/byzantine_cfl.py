@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from jfcl.experiments.config import Config
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
-from jfcl.experiments.run import Config, malicious_clients
+from jfcl.experiments.setups import malicious_clients
 
 SCENARIOS = {"byzantine": "gaussian", "noisy": "noisy_inputs", "label flip": "label_zero", "clean": None}
 METHODS = {"FL": "fedavg", "CFL": "byzantine_cfl"}

@@ -18,8 +18,9 @@ from matplotlib.figure import Figure
 
 from jfcl import parameter_tree, plots, theory
 from jfcl.core import take_clients
+from jfcl.experiments.config import Config
 from jfcl.experiments.recipes import Bench, Outcome, Recipe, Row
-from jfcl.experiments.run import Config, setup
+from jfcl.experiments.setups import setup
 from jfcl.metrics import rounds_to_recovery
 
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split

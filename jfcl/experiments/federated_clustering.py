@@ -25,9 +25,9 @@ from jfcl.algorithms.federated_clustering import gradient
 from jfcl.algorithms.personal import initial_state
 from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, stack_clients
 from jfcl.data import HETEROGENEITY
+from jfcl.experiments.config import Config
 from jfcl.experiments.failure_modes import failures
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
-from jfcl.experiments.run import Config
 from jfcl.kernels import threshold_clustering
 from jfcl.local import LocalTraining, draw_batch, local_training
 from jfcl.runs import write_json

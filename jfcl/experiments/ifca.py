@@ -15,8 +15,8 @@ from rich.progress import track
 
 from jfcl import algorithms, data
 from jfcl.core import Clients
+from jfcl.experiments.config import Config
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
-from jfcl.experiments.run import Config
 from jfcl.local import local_training
 from jfcl.metrics import rounds_to_recovery
 from jfcl.models import task

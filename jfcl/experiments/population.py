@@ -17,8 +17,9 @@ from jfcl import attacks, data
 from jfcl.algorithms import METHODS
 from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.run import (
-    Config,
+from jfcl.experiments.config import Config, to_saved, validate
+from jfcl.experiments.results import summarize_run, write_results
+from jfcl.experiments.setups import (
     Setup,
     load_dataset,
     make_algorithm,
@@ -26,10 +27,6 @@ from jfcl.experiments.run import (
     make_training,
     malicious_clients,
     mapping_of,
-    summarize_run,
-    to_saved,
-    validate,
-    write_results,
 )
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.population import PopulationHistory, simulate_population

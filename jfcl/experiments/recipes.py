@@ -19,7 +19,9 @@ from matplotlib.figure import Figure
 
 from jfcl import plots
 from jfcl.core import check, check_choice, check_count
-from jfcl.experiments.run import Config, read_run, run
+from jfcl.experiments.config import Config
+from jfcl.experiments.results import read_run
+from jfcl.experiments.run import run
 from jfcl.runs import finite_or_none, write_json
 from jfcl.simulation import environment
 

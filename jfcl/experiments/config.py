@@ -1,0 +1,284 @@
+"""`Config`: the single list of options. The command line's flags, the names in a TOML file, and `config.json` are made
+from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optax
+
+from jfcl import attacks, data, kernels, models
+from jfcl.algorithms import METHODS
+from jfcl.augment import AUGMENTATIONS
+from jfcl.core import check, check_choice, check_count
+from jfcl.local import KEEP
+from jfcl.population import SAMPLING
+
+SERVER_OPTIMIZERS = {
+    "average": lambda lr: optax.sgd(lr),
+    "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
+    "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
+}
+# jax's names. On a CPU all of them compute in float32 (measured on jax 0.10.2: errors of one product alike).
+PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
+MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
+
+
+def _option(default: Any, text: str, group: str = "method") -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, "group": group})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's result. See `jfcl run --help` for the same list with explanations."""
+
+    method: str
+    dataset: str = _option("digits", "data set; 'jfcl list datasets' shows them", "data")
+    heterogeneity: str = _option("rotation", "how the hidden clusters differ; 'jfcl list heterogeneities'", "data")
+    clients: int = _option(40, "number of clients", "data")
+    clusters: int = _option(4, "number of hidden clusters, and of models where the method has one per cluster", "data")
+    examples_per_client: int | None = _option(
+        None, "training examples per client; default: as many as there are", "data"
+    )
+    test_fraction: float = _option(0.2, "share of examples held out where there is no official test set", "data")
+    partition: str = _option("iid", "how a cluster's examples are dealt to its clients; 'jfcl list partitions'", "data")
+    alpha: float | None = _option(None, "concentration of --partition dirichlet", "data")
+    exponent: float | None = _option(None, "exponent of --partition power_law", "data")
+    labels_per_client: int | None = _option(None, "labels per client of --partition label", "data")
+    reuse: str = _option(
+        "auto", "may an image be used once per cluster (cluster), or only once (none)? auto: once if enough", "data"
+    )
+    newcomer_examples: int | None = _option(
+        None, "also make new clients of so many test examples each, served the model of lowest loss", "data"
+    )
+    population: int | None = _option(
+        None,
+        "number of clients, in place of --clients, of which a --cohort [100] is on the device at a time, --examples-"
+        "per-client [20] each",
+        "data",
+    )
+    store: str | None = _option(
+        None,
+        "folder of the population's data, made if it is not there; default: store in --out. Without --population, one"
+        " that is there is taken as it is",
+        "data",
+    )
+    vocab_size: int = _option(10_000, "words told apart, of a data set of texts", "data")
+    length: int = _option(32, "words that every text is cut to", "data")
+    data_seed: int = _option(0, "seed of the split into clients; the same for all --seeds", "data")
+    model: str = _option("mlp", "model; 'jfcl list models' shows them", "training")
+    rounds: int = _option(100, "communication rounds", "training")
+    local_steps: int | None = _option(
+        None,
+        "local steps per round (default, if --local-epochs is not given: 10; 1 where clients send gradients)",
+        "training",
+    )
+    local_epochs: int | None = _option(
+        None, "passes over the client's examples per round, instead of steps", "training"
+    )
+    batch_size: int | None = _option(None, "examples per local step; default: all of the client's", "training")
+    lr: float = _option(0.1, "local learning rate", "training")
+    momentum: float = _option(0.0, "local momentum", "training")
+    lr_decay: float = _option(
+        1.0, "factor on the learning rate after every round (for clients that do equal steps)", "training"
+    )
+    weight_decay: float = _option(0.0, "weight decay added to the gradient", "training")
+    prox: float = _option(0.0, "FedProx's mu", "training")
+    augment: str | None = _option(
+        None, "random changes to the images that clients train on; 'jfcl list augmentations'", "training"
+    )
+    keep: str | None = _option(
+        None,
+        "what clients carry over to the next round: nothing (default), schedule or everything, momentum too (default of"
+        " methods whose clients send gradients)",
+        "training",
+    )
+    weights: str | None = _option(
+        None, "what a client counts in a mean: size or equal; default: as in the method's paper"
+    )
+    cohort: int | None = _option(None, "clients per round; default: all")
+    sampling: str = _option("uniform", "how cohorts of a --population are drawn: uniform, size or stratified")
+    dropout: float = _option(0.0, "probability that a client of a --population does not answer")
+    stragglers: float = _option(0.0, "share of a --population's cohort that is asked besides, the slowest being cut")
+    server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
+    server_lr: float = _option(1.0, "the server's learning rate")
+    num_models: int | None = _option(None, "number of models, if not --clusters (ifca)")
+    average: str = _option("models", "models (option II) or gradients (option I; needs --local-steps 1) (ifca)")
+    share: str | None = _option(None, "share parameters whose path starts with one of these, comma separated (ifca)")
+    identity_batch: int | None = _option(
+        None, "examples on which clients compare the models, drawn anew each round; default: all of theirs (ifca)"
+    )
+    stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
+    restarts: int = _option(1, "initialisations to try (ifca)")
+    restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
+    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4 --relative (cfl)")
+    eps_2: float | None = _option(None, "and whose longest update is longer; default: 0.5 --relative (cfl)")
+    relative: bool = _option(False, "measure both in the first round's update norms; default if neither is given (cfl)")
+    gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
+    recursive: bool = _option(False, "clusters that stand still and are not split train no more (cfl)")
+    max_clusters: int | None = _option(None, "clusters at most; default: 8 (cfl)")
+    min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
+    min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
+    similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
+    validation: float | None = _option(
+        None, "share of training examples that judges splits (cfl; default none), or chooses mixing weights (knn_per)"
+    )
+    fallback_rounds: int | None = _option(None, "rounds from a split to that judgement (cfl)")
+    privacy: str | None = _option(
+        None, "hide updates from the server: permutation, sign or rotation (cfl, byzantine_cfl)"
+    )
+    tree_dim: int | None = _option(None, "numbers kept of an update at a split, for newcomers (cfl)")
+    track_gap: bool = _option(False, "record the separation gap, from the true clusters, every round (cfl)")
+    threshold: float | None = _option(None, "shut out the smaller side below this similarity (byzantine_cfl)")
+    quantile: float | None = _option(
+        None, "cluster gradients within this quantile of the distances to the centre (*_clustering)"
+    )
+    quantile_rule: str | None = _option(
+        None, "linear (NumPy's), or the authors' index, index_shrunk or index_strict (*_clustering)"
+    )
+    threshold_rounds: int | None = _option(None, "rounds of threshold clustering, 10 (*_clustering)")
+    subgroup_size: int | None = _option(
+        None, "cluster only random groups of so many clients; default: all (federated_clustering)"
+    )
+    warm_rounds: int | None = _option(None, "rounds of FedAvg in random parts to start from (hypcluster)")
+    local_rounds: int | None = _option(None, "rounds that clients train alone at first (one_shot, fesem)")
+    rounds_before: int | None = _option(None, "rounds of FedAvg before the clustering, 1 (flhc)")
+    distance_threshold: float | None = _option(None, "keep updates nearer than this together (flhc)")
+    distance: str | None = _option(None, "of updates: cosine (default) or euclidean (flhc)")
+    linkage: str | None = _option(None, "complete (default) or single (flhc)")
+    lam: float | None = _option(None, "how much personal models are drawn to the global one, 1 (ditto)")
+    num_neighbours: int | None = _option(None, "nearest neighbours that are asked, 10 (knn_per)")
+    mixing: float | None = _option(
+        None, "weight of the neighbours in [0, 1]; default: each client's best on validation examples (knn_per)"
+    )
+    attack: str | None = _option(None, "what malicious clients do; 'jfcl list attacks' shows them", "attack")
+    malicious: float = _option(0.0, "share of the clients that are malicious", "attack")
+    aggregator: str | None = _option(
+        None, "robust aggregator in place of the mean; 'jfcl list aggregators' shows them", "attack"
+    )
+    radius: float | None = _option(
+        None, "of --aggregator centered_clip, or instead of --quantile (*_clustering)", "attack"
+    )
+    init_from: str | None = _option(None, "folder of a run of the same model to start from (warm start)")
+    seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
+    seed: int | None = _option(None, "run with this seed alone", "run")
+    eval_every: int | None = _option(None, "rounds between evaluations; default: about 50 in all", "run")
+    chunk: int | None = _option(None, "clients trained at once; default: 1 on a CPU, all on an accelerator", "run")
+    mapping: str | None = _option(
+        None,
+        "vmap, chunked, sharded (clients divided among devices; default where there are several) or pmap; auto: the"
+        " fastest in a short probe",
+        "run",
+    )
+    devices: int | None = _option(
+        None, "devices to use; a CPU is divided into so many, which is often faster: try as many as cores", "run"
+    )
+    precision: str = _option(
+        "float32",
+        "inside matrix products, training's and the server's: float32, tf32 or bfloat16; no effect on a CPU",
+        "run",
+    )
+
+
+def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
+    """`config` as it stands in a run's `config.json`, beside the fingerprint of the split."""
+    saved = dataclasses.asdict(config) | {"split_hash": split_hash}
+    return saved | {"num_rounds": saved.pop("rounds")}
+
+
+def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
+    """The options of `Config` in what a run's `config.json` holds: those that are not None."""
+    options = saved | {"rounds": saved.get("num_rounds")}
+    others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
+    return {name: value for name, value in options.items() if value is not None and name not in others}
+
+
+def of_population(config: Config) -> bool:
+    """Whether clients wait on the host and a cohort is on the device; see `jfcl.experiments.population`."""
+    return config.population is not None or config.store is not None
+
+
+def validate(config: Config) -> None:
+    """Every mistake that can be seen without data, as a `ValueError`."""
+    check_choice("method", config.method, METHODS)
+    check_choice("heterogeneity", config.heterogeneity, data.HETEROGENEITY)
+    check_choice("partition", config.partition, data.PARTITIONS)
+    check_choice("model", config.model, models.MODELS)
+    check_choice("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
+    check_choice("precision", config.precision, PRECISIONS)
+    if config.keep is not None:
+        check_choice("keep", config.keep, KEEP)
+    if config.augment is not None:
+        check_choice("augment", config.augment, AUGMENTATIONS)
+        images = config.model not in models.LANGUAGE_MODELS
+        check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
+    counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
+    maybe = (
+        "examples_per_client",
+        "local_steps",
+        "local_epochs",
+        "batch_size",
+        "cohort",
+        "num_models",
+        "stable_rounds",
+        "identity_batch",
+    )
+    for name in (*counts, *maybe, "eval_every", "chunk", "devices", "labels_per_client", "newcomer_examples"):
+        value = getattr(config, name)
+        if name in counts or value is not None:
+            check_count(name, value)
+    if config.mapping is not None:
+        check_choice("mapping", config.mapping, MAPPINGS)
+    check_count("vocab_size", config.vocab_size, least=3)
+    check_count("length", config.length, least=2)
+    for name in ("lr", "server_lr", "lr_decay"):
+        check(getattr(config, name) > 0, name, getattr(config, name), "positive")
+    for name in ("weight_decay", "prox"):
+        check(getattr(config, name) >= 0, name, getattr(config, name), "0 or more")
+    check(0 <= config.momentum < 1, "momentum", config.momentum, "in [0, 1)")
+    check(0 < config.test_fraction < 1, "test_fraction", config.test_fraction, "between 0 and 1")
+    check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
+    check_choice("sampling", config.sampling, SAMPLING)
+    check(0 <= config.dropout < 1, "dropout", config.dropout, "in [0, 1)")
+    check(config.stragglers >= 0, "stragglers", config.stragglers, "0 or more")
+    if not of_population(config):
+        for name, least in (("sampling", "uniform"), ("dropout", 0), ("stragglers", 0)):
+            check(getattr(config, name) == least, name, getattr(config, name), "left out without --population")
+    both = config.local_steps is not None and config.local_epochs is not None
+    check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
+    if config.cohort is not None:
+        check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
+    for name in ("seed", "data_seed"):
+        value = getattr(config, name)
+        check(value is None or 0 <= value < 2**32, name, value, f"from 0 to {2**32 - 1}")
+    check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
+    check(0 <= config.malicious < 1, "malicious", config.malicious, "a share in [0, 1)")
+    if config.attack is not None:
+        check_choice("attack", config.attack, attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
+        check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
+        some = round(config.malicious * config.clients)
+        check(some > 0, "malicious", config.malicious, f"enough for one of the {config.clients} clients")
+        sends = "adversary" in METHODS[config.method].options or config.attack in attacks.DATA_ATTACKS
+        on_data = ", ".join(attacks.DATA_ATTACKS)
+        check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
+    else:
+        check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
+    for name, partition in (("alpha", "dirichlet"), ("exponent", "power_law"), ("labels_per_client", "label")):
+        unused = getattr(config, name) is not None and config.partition != partition
+        check(not unused, name, getattr(config, name), f"left out without --partition {partition}")
+    defaults = Config(config.method)
+    if config.restarts == 1:
+        given = config.restart_rounds
+        check(given == defaults.restart_rounds, "restart_rounds", given, "left out without --restarts")
+    if config.model not in models.LANGUAGE_MODELS:
+        for name in ("vocab_size", "length"):
+            given = getattr(config, name)
+            check(given == getattr(defaults, name), name, given, f"left out: model {config.model!r} reads no texts")
+    if config.aggregator is not None:
+        check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
+    if config.radius is not None:
+        check(config.radius > 0, "radius", config.radius, "above 0")
+        used = config.aggregator is not None or "radius" in METHODS[config.method].options
+        check(used, "radius", config.radius, f"left out: {config.method} without --aggregator has none")

@@ -1,0 +1,160 @@
+"""What a run leaves in its folder, and how it is read again."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jfcl import hosts, parameter_tree, plots
+from jfcl.algorithms.splitting import CFLState
+from jfcl.core import PyTree, check, client_ids, path_name
+from jfcl.experiments.config import Config, from_saved, of_population
+from jfcl.experiments.setups import Setup, load_params, setup
+from jfcl.metrics import rounds_to_recovery
+from jfcl.runs import RunFolder, finite_or_none, read_json, write_json
+from jfcl.simulation import History, environment
+
+SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
+
+
+def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
+    """What stands in `summary.json`: plain JSON, `None` for what is not a number."""
+    last = [r for r in history.records if r["round"] == history.rounds]
+    per_seed = []
+    for record in last:
+        mine = [r for r in history.records if r["seed"] == record["seed"]]
+        right = [r.get("cluster_accuracy") for r in mine]  # None where nobody knows the true clusters
+        recovered = None if None in right else rounds_to_recovery([r["round"] for r in mine], right)
+        row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
+        row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
+        row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
+        per_seed.append(row)
+
+    def over_seeds(statistic) -> dict[str, float | None]:
+        names = [name for name in per_seed[0] if name != "seed"]
+        columns = {name: [row[name] for row in per_seed] for name in names}
+        return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
+
+    summary = {
+        "method": config.method,
+        "dataset": config.dataset,
+        "heterogeneity": config.heterogeneity,
+        "description": parts.federation.description,
+        "num_clients": len(parts.federation.cluster),
+        "num_clusters": parts.federation.num_clusters,
+        "num_rounds": history.rounds,
+        "seconds": history.seconds,
+        "compile_seconds": history.compile_seconds,
+        "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),
+        "rounds_per_second": history.rounds * len(parts.seeds) / max(history.seconds, 1e-9),
+        "bytes_up": float(np.mean([row["bytes_up"] for row in per_seed])),
+        "bytes_down": float(np.mean([row["bytes_down"] for row in per_seed])),
+        **environment(),
+        "split_hash": parts.federation.split_hash,
+        "per_seed": per_seed,
+        "mean": over_seeds(np.mean),
+        "std": over_seeds(np.std),
+    }
+    return finite_or_none(summary)
+
+
+def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
+    """`summary.json`, `clients.csv`, `params.npz` and the plots of one run."""
+    write_json(out / "summary.json", summary)
+    federation = parts.federation
+    names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
+    with (out / "clients.csv").open("w", newline="") as f:
+        table = csv.writer(f)
+        extra = {}
+        if parts.malicious is not None:
+            extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
+        if hasattr(history.state, "excluded"):
+            extra["excluded_in_round"] = np.asarray(history.state.excluded)
+        table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
+        # With several processes this one holds some clients only; a federation's are then numbered as they come.
+        ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
+        for s, seed in enumerate(parts.seeds):
+            for i in range(len(federation.cluster)):
+                found = [
+                    int(history.clients["examples"][s, i]),
+                    int(federation.cluster[i]),
+                    int(history.clients["cluster"][s, i]),
+                    *[int(values[s, i]) for values in extra.values()],
+                ]
+                table.writerow([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
+    first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
+    np.savez(out / "params.npz", **{path_name(path): leaf for path, leaf in first})
+    name = summary["method"]
+    plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
+    plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
+    if "perplexity" in history.clients:
+        plots.save(plots.curves({name: history.records}, "perplexity"), out / "plots" / "perplexity.png")
+    plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
+    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+        one = jax.tree.map(lambda x: x[0], history.state)
+        parameter_tree.save_tree(out / "tree.npz", one)
+        plots.save(plots.tree(parameter_tree.nodes(one), federation.cluster), out / "plots" / "tree.png")
+    if "cluster" in history.records[0]:
+        plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
+
+
+class LoadedRun(NamedTuple):
+    """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and who is served which.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the models of the run's first seed.
+      cluster: `[N]` int32: client `i` is served model `cluster[i]`.
+    """
+
+    config: Config
+    setup: Setup
+    params: PyTree
+    cluster: np.ndarray
+
+
+def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
+    """What a finished run learnt, ready to use.
+
+    Args:
+      folder: that `jfcl run --out` made.
+      data_dir: as in the run.
+
+    Raises:
+      ValueError: no finished run, damaged files, a run of a population (its models: `load_params`), data that the run
+        was not on.
+
+    Example:
+      >>> import jfcl, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)
+      >>> found = load_run(folder)
+      >>> test = found.setup.federation.test
+      >>> jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"].shape
+      (8,)
+    """
+    folder = Path(folder)
+    read_run(folder)  # makes sure that there is one
+    saved = read_json(folder / "config.json")
+    config = Config(**from_saved(saved))
+    check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
+    parts = setup(config, data_dir=data_dir)
+    same = parts.federation.split_hash == saved["split_hash"]
+    check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
+    with (folder / "clients.csv").open() as f:
+        rows = [row for row in csv.DictReader(f) if int(row["seed"]) == parts.seeds[0]]
+    return LoadedRun(config, parts, load_params(folder), np.array([int(row["cluster"]) for row in rows], np.int32))
+
+
+def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`(summary, records)` of a finished run; `ValueError` for a folder that holds none."""
+    folder = Path(folder)
+    if not (folder / "summary.json").exists():
+        raise ValueError(f"{folder} holds no finished run: summary.json is missing")
+    summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
+    if not records:
+        raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
+    return summary, records

@@ -1,0 +1,271 @@
+"""What a `Config` stands for: data, task, local training, algorithm, mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import jax
+import numpy as np
+import optax
+
+from jfcl import attacks, data, kernels, mapping, models, probe
+from jfcl.algorithms import METHODS
+from jfcl.augment import AUGMENTATIONS
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    PyTree,
+    Task,
+    check,
+    check_labels,
+    client_ids,
+    max_examples,
+)
+from jfcl.data.heterogeneity import SELECTIVE
+from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, validate
+from jfcl.local import LocalTraining, local_training, most_steps
+
+# Options of methods that are handed on where they are given, under their own name; three go by another.
+OTHERWISE = ("num_models", "share", "init_from")
+PASSED_ON = [
+    f.name
+    for f in dataclasses.fields(Config)
+    if f.metadata and f.metadata["group"] == "method" and f.default is None and f.name not in OTHERWISE
+] + ["radius"]
+
+
+class Setup(NamedTuple):
+    """What a `Config` stands for."""
+
+    federation: Any
+    task: Task
+    algorithm: Algorithm
+    seeds: list[int]
+    client_axis: mapping.Mapping
+    training: LocalTraining
+    malicious: np.ndarray | None = None
+
+
+def make_training(config: Config, largest: int) -> LocalTraining:
+    """How clients train: with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
+    defaults = METHODS[config.method].defaults
+    training = local_training(
+        optax.sgd(config.lr),
+        num_steps=(config.local_steps or defaults.get("local_steps", 10)) if config.local_epochs is None else None,
+        num_epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        prox=config.prox,
+        augment=None if config.augment is None else AUGMENTATIONS[config.augment],
+        keep=config.keep or defaults.get("keep", "nothing"),
+    )
+    lr: Any = config.lr
+    if config.lr_decay != 1:
+        lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
+        if training.keep == "nothing":
+            training = training._replace(keep="schedule")
+    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
+    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
+    if config.weight_decay:
+        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
+    return training._replace(optimizer=optimizer)
+
+
+def load_params(folder: str | Path) -> PyTree:
+    """The models `[K, ...]` of the last checkpoint of a run (of its first seed), as nested dicts, for a warm start."""
+    saved = Path(folder) / "params.npz"
+    if not saved.exists():
+        raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
+    params: dict[str, Any] = {}
+    try:
+        with np.load(saved) as arrays:
+            for path in arrays.files:
+                *parents, name = path.split("/")
+                node = params
+                for parent in parents:
+                    node = node.setdefault(parent, {})
+                node[name] = arrays[path]
+    except (BadZipFile, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{saved} is damaged: {error}") from None
+    return params
+
+
+def malicious_clients(config: Config) -> np.ndarray:
+    """`[N]` bool: who is malicious, the same for all seeds of one split."""
+    return attacks.choose_malicious(config.clients, config.malicious, seed=config.data_seed)
+
+
+def make_aggregator(config: Config):
+    """The aggregator of `config`, told how many clients may be malicious and how far to trust."""
+    fn = kernels.AGGREGATORS[config.aggregator]
+    takes = inspect.signature(fn).parameters
+    given = {}
+    if "num_malicious" in takes:
+        given["num_malicious"] = round(config.malicious * (config.cohort or config.clients))
+    if "radius" in takes:
+        check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
+        given["radius"] = config.radius
+    return partial(fn, **given)
+
+
+def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
+    """The method of `config`, given those of its options that it takes; `ValueError` for options it does not have."""
+    method = METHODS[config.method]
+    options: dict[str, Any] = {"client_axis": client_axis}
+    options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
+    options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
+    if config.momentum and "momentum" in method.options:
+        options["momentum"] = config.momentum
+    if config.aggregator is not None and "radius" not in method.options:
+        options.pop("radius", None)  # the aggregator's
+    if config.track_gap:
+        options["true_cluster"] = federation.cluster
+    if config.attack in attacks.UPDATE_ATTACKS:
+        options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
+    if config.aggregator is not None:
+        options["aggregator"] = make_aggregator(config)
+    if config.server_optimizer != "average" or config.server_lr != 1:
+        options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
+    if config.average != "models":
+        options["average"] = config.average
+    if config.share is not None:
+        prefixes = tuple(p.strip() for p in config.share.split(","))
+        paths = models.parameter_paths(task)
+        for prefix in prefixes:
+            known = any(path.startswith(prefix) for path in paths)
+            check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+        options["shared"] = lambda path: path.startswith(prefixes)
+    if config.restarts != 1:
+        options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
+    if config.init_from is not None:
+        options["init_params"] = load_params(config.init_from)
+    if config.num_models is not None:
+        options["num_clusters"] = config.num_models
+    unknown = sorted(set(options) - set(method.options))
+    if unknown:
+        takers = {o: [name for name, m in METHODS.items() if o in m.options] for o in unknown}
+        called = {"num_clusters": "num_models", "shared": "share", "init_params": "init_from"}  # on the command line
+        said = "; ".join(f"{called.get(o, o)} (only {', '.join(names)})" for o, names in takers.items())
+        raise ValueError(f"method {config.method} has no option {said}")
+    if "num_clusters" in method.options:
+        options.setdefault("num_clusters", config.clusters)
+    if "cluster" in method.options:
+        options["cluster"] = federation.cluster
+    return method.make(task, training, **options)
+
+
+def attack_data(config: Config, federation):
+    """`federation` with the malicious clients' data attacked, where that is the attack, and their tests left out."""
+    train, test = federation.train, federation.test
+    malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
+    if config.attack in attacks.DATA_ATTACKS:
+        train = attacks.poison(
+            train, malicious, config.attack, num_classes=federation.num_classes, seed=config.data_seed
+        )
+    return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
+
+
+def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
+    """The data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
+    dataset = data.load(config.dataset, data_dir=data_dir)
+    texts = dataset.train["x"].dtype.kind in "UO"
+    if texts != (config.model in models.LANGUAGE_MODELS):
+        holds, reads = ("texts", "images") if texts else ("images", "texts")
+        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
+        raise ValueError(
+            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
+        )
+    if not texts:
+        return dataset, None
+    kinds = ("none", *SELECTIVE)
+    accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not look at labels"
+    check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
+    check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
+    dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
+    return dataset, len(vocabulary)
+
+
+def make_task(config: Config, federation: data.Federation, vocab_size: int | None) -> Task:
+    """The model of `config` for the federation's classes, or for a vocabulary; `ValueError` for data unfit for it."""
+    make = models.MODELS[config.model][0]
+    if vocab_size is None:
+        return models.classification(make(federation.num_classes), federation.input_shape, federation.num_classes)
+    models.check_tokens(federation.train, vocab_size)
+    models.check_tokens(federation.test, vocab_size, name="test clients")
+    return models.language_model(make(vocab_size), config.length, vocab_size)
+
+
+def matmul_precision(name: str) -> str:
+    """jax's name of a `--precision`. XLA's CPU backend refuses some products in the bfloat16 of accelerators."""
+    return "bfloat16" if name == "bfloat16" and jax.default_backend() == "cpu" else PRECISIONS[name]
+
+
+def _mesh(config: Config):
+    return mapping.client_mesh(config.devices if jax.process_count() == 1 else None)
+
+
+def candidates(config: Config) -> dict[str, mapping.Mapping]:
+    """The mappings that a probe compares: of one device, and of all where there are several."""
+    sizes = (1, 4, 16) if jax.default_backend() == "cpu" else (32, 256)
+    inner = {f"chunked({size})": mapping.chunked(size) for size in sizes if size < config.clients}
+    inner |= {"vmap": jax.vmap}
+    mesh = _mesh(config)
+    if mesh.size == 1:
+        return inner
+    several = {f"sharded({name})": mapping.sharded(mesh, axis) for name, axis in inner.items()}
+    return several if jax.process_count() > 1 else inner | several
+
+
+def mapping_of(config: Config) -> mapping.Mapping:
+    """The mapping that `config` names; by default the clients are divided where there are several devices."""
+    inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
+    mesh = _mesh(config)
+    name = config.mapping or ("sharded" if mesh.size > 1 else "inner")
+    check(name != "chunked" or config.chunk is not None, "chunk", config.chunk, "given with --mapping chunked")
+    check(name != "vmap" or config.chunk is None, "chunk", config.chunk, "left out with --mapping vmap")
+    alone = jax.process_count() == 1 or name in ("sharded", "auto")
+    check(alone, "mapping", name, "sharded (or auto) with several processes")
+    if name == "pmap":
+        return mapping.pmapped(mesh.size, inner)
+    if name == "sharded" or (name == "auto" and jax.process_count() > 1):
+        return mapping.sharded(mesh, inner)
+    return jax.vmap if name == "vmap" else inner
+
+
+def setup(config: Config, *, data_dir: str | None = None) -> Setup:
+    """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
+    validate(config)
+    client_axis = mapping_of(config)
+    dataset, vocab_size = load_dataset(config, data_dir)
+    extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
+    federation = data.build(
+        dataset,
+        num_clients=config.clients,
+        num_clusters=config.clusters,
+        heterogeneity=config.heterogeneity,
+        partition=config.partition,
+        examples_per_client=config.examples_per_client,
+        test_fraction=config.test_fraction,
+        reuse=config.reuse,
+        newcomer_examples=config.newcomer_examples,
+        seed=config.data_seed,
+        rows=partial(mapping.own_rows, client_axis),
+        **{name: value for name, value in extra.items() if value is not None},
+    )
+    check_labels(federation.train, federation.num_classes)
+    if config.attack is not None:
+        federation = attack_data(config, federation)
+    task = make_task(config, federation, vocab_size)
+    training = make_training(config, max_examples(federation.train))
+    make = partial(make_algorithm, config, task, training, federation)
+    if config.mapping == "auto":
+        said = [config.method, config.model, training.num_steps, training.num_epochs, training.batch_size]
+        client_axis = probe.fastest(make, federation.train, candidates(config), about=said)
+    algorithm = make(client_axis)
+    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+    malicious = malicious_clients(config) if config.attack is not None else None
+    return Setup(federation, task, algorithm, seeds, client_axis, training, malicious)
