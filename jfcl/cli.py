@@ -285,15 +285,15 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         mean, std = summary["mean"], summary["std"]
-        several = len(summary["per_seed"]) > 1
+        several, alone = len(summary["per_seed"]) > 1, summary["num_clusters"] == 1  # which nobody can miss
 
-        def cell(metric: str, scale: float, digits: int, mean=mean, std=std, several=several) -> str:
-            if mean.get(metric) is None:
+        def cell(metric: str, scale: float, digits: int, mean=mean, std=std, several=several, alone=alone) -> str:
+            if mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand")):
                 return "–"
             return _number(scale * mean[metric], scale * std[metric] if several else None, digits)
 
         recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
-        found = [r for r in recovered if r is not None]
+        found = [r for r in recovered if r is not None and not alone]
         rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
         if found and len(found) < len(recovered):
             rounds += f"\n({len(found)} of {len(recovered)})"
