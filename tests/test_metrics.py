@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jfcl.core import Clients, Task
 from jfcl.mapping import chunked
 from jfcl.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
+from jfcl.testing import count_compilations
 
 SIGN = Task(
     init=lambda key: {"w": jnp.zeros(2)},
@@ -116,3 +117,12 @@ def test_rounds_to_recovery():
 def test_recovery_refuses_other_lengths():
     with pytest.raises(ValueError, match="vectors of one length"):
         cluster_recovery([0, 1], [0, 1, 1])
+
+
+@pytest.mark.parametrize("cluster", [np.zeros(5, np.int32), None])
+def test_evaluating_again_compiles_nothing(cluster):
+    params = {"w": np.ones((3, 2), np.float32)}
+    evaluate(SIGN, params, data(), cluster, client_axis=chunked(2))
+    with count_compilations() as compiled:
+        evaluate(SIGN, params, data(seed=1), cluster, client_axis=chunked(2))
+    assert compiled.count == 0

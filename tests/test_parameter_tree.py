@@ -11,6 +11,7 @@ from test_cfl import CLUSTER, TASK, TRAINING, TRUTH, local_update, regression
 import jfcl
 from jfcl import parameter_tree, plots
 from jfcl.core import Clients
+from jfcl.testing import count_compilations
 
 CLIENTS = regression(TRUTH, CLUSTER)
 
@@ -175,3 +176,21 @@ def test_bad_input_is_named(tmp_path):
     few = Clients(jax.tree.map(lambda x: x[:2], CLIENTS.examples), CLIENTS.size[:2])
     with pytest.raises(ValueError, match="clients must be the 8 clients of the run, got '2 clients'"):
         parameter_tree.evaluate_paths(TASK, STATE, few)
+
+
+def test_the_next_newcomers_compile_nothing():
+    for seed in (8, 9):
+        late = regression(TRUTH, np.arange(6) % 3, seed=seed)
+        with count_compilations() as compiled:
+            jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(seed))
+    assert compiled.count == 0
+
+
+def test_a_tree_of_16_bits_is_saved_and_loaded(tmp_path):
+    def half(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    state = STATE._replace(params=half(STATE.params), tree=STATE.tree._replace(model=half(STATE.tree.model)), client=())
+    parameter_tree.save_tree(tmp_path / "tree.npz", state)
+    loaded = parameter_tree.load_tree(tmp_path, TASK._replace(init=lambda key: half(TASK.init(key))))
+    jax.tree.map(np.testing.assert_array_equal, loaded, state)
