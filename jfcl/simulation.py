@@ -542,7 +542,7 @@ def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int)
             warned.add("collapse")
             warnings.warn(
                 f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"
-                " a warm start (init_params) can prevent that",
+                " a warm start (init_params, --init-from) can prevent that",
                 stacklevel=3,
             )
         if row.get("capacity_reached") and "capacity" not in warned:
