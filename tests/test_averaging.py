@@ -383,7 +383,10 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
             "identity_batch must be an integer, at least 1",
         ),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
-        (lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"), "training.num_steps must be 1"),
+        (
+            lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"),
+            "average must be models, or gradients of 1 local step",
+        ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),
             "stable_rounds must be more",

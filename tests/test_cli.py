@@ -202,7 +202,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--seed", "4294967296"], "seed must be from 0 to 4294967295"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
         (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
-        (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out: model 'mlp' reads no texts"),
+        (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
         (["run", "cfl", "--population", "50"], "method must be one that does not compare all clients"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),

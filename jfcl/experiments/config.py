@@ -268,14 +268,9 @@ def validate(config: Config) -> None:
     for name, partition in (("alpha", "dirichlet"), ("exponent", "power_law"), ("labels_per_client", "label")):
         unused = getattr(config, name) is not None and config.partition != partition
         check(not unused, name, getattr(config, name), f"left out without --partition {partition}")
-    defaults = Config(config.method)
     if config.restarts == 1:
-        given = config.restart_rounds
-        check(given == defaults.restart_rounds, "restart_rounds", given, "left out without --restarts")
-    if config.model not in models.LANGUAGE_MODELS:
-        for name in ("vocab_size", "length"):
-            given = getattr(config, name)
-            check(given == getattr(defaults, name), name, given, f"left out: model {config.model!r} reads no texts")
+        given, default = config.restart_rounds, Config(config.method).restart_rounds
+        check(given == default, "restart_rounds", given, "left out without --restarts")
     if config.aggregator is not None:
         check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
     if config.radius is not None:

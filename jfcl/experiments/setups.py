@@ -180,6 +180,9 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
             f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
         )
     if not texts:
+        for name in ("vocab_size", "length"):
+            given = getattr(config, name)
+            check(given == getattr(Config(config.method), name), name, given, "left out for images")
         return dataset, None
     kinds = ("none", *SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not look at labels"

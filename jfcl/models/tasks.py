@@ -132,10 +132,12 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
 
 
 @lru_cache(maxsize=64)
-def _from_module(module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool) -> Task:
+def _from_module(
+    module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool, num_classes: int | None = None
+) -> Task:
     init, apply = functions_of(module, input_shape)
     made = task(init, apply, kind=kind, half=half)._replace(represent=representation(module))
-    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)))
+    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)), num_classes=num_classes)
 
 
 def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
       num_classes: number of labels.
 
     Returns:
-      `Task`, an equal one for the same arguments, so that compiled programs are reused. Its parameters are the
+      `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
       module's "params": a nested dict.
 
     Raises:
@@ -166,7 +168,7 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    made = _from_module(module, tuple(input_shape), "classification", False)._replace(num_classes=num_classes)
+    made = _from_module(module, tuple(input_shape), "classification", False, num_classes)
     shape = _output_shape(made, tuple(input_shape))
     if shape != (2, num_classes):
         raise ValueError(
