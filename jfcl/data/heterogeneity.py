@@ -33,7 +33,8 @@ def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> No
     """`num_clusters`: of a heterogeneity that needs a label for every cluster."""
     check(num_classes is not None, "num_classes", num_classes, f"known: {heterogeneity!r} needs labels")
     check_count("num_classes", num_classes)
-    check(num_clusters <= num_classes, "num_clusters", num_clusters, f"at most {num_classes}, the number of labels")
+    what = "topics" if heterogeneity == "topic" else "labels"
+    check(num_clusters <= num_classes, "num_clusters", num_clusters, f"at most {num_classes}, the number of {what}")
 
 
 def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
