@@ -129,6 +129,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
 
     Example:
       >>> import jfcl, tempfile
+      >>> from jfcl.experiments import Config, run
       >>> folder = tempfile.mkdtemp()
       >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)
       >>> found = load_run(folder)
