@@ -407,6 +407,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* all clients use one of")  # after two rounds: it is the data that are looked at
 def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
     common = ["--data-dir", str(data_dir), "--rounds", "2", "--local-steps", "2", "--quiet"]
     for name, options in {
