@@ -366,11 +366,6 @@ def simulate(
         hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}  # strongly typed
         hyperparams = hosts.replicate(hyperparams, mesh)
 
-    folder = None
-    if out is not None and hosts.is_first():
-        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
-        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config)
-
     made = _made(algorithm, hyperparams)
     if made.task is not None and made.task.num_classes is not None and not one_of_many:
         for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
@@ -378,6 +373,11 @@ def simulate(
                 check_labels(part, made.task.num_classes, name=name)
     if made.check is not None:
         made.check(clients)
+
+    folder = None
+    if out is not None and hosts.is_first():
+        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
+        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config)
 
     with _CompileClock() as compiling, _Interruptible() as ctrl_c:
         started = time.perf_counter()

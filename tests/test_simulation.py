@@ -258,14 +258,15 @@ def test_keys_are_those_of_jax_random_key(key):
         sim(key=key)
 
 
-def test_labels_that_the_model_does_not_know_are_refused():
+def test_labels_that_the_model_does_not_know_are_refused_before_anything_is_written(tmp_path):
     task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
     algorithm = jfcl.fedavg(task, TRAINING)
     x = np.zeros((2, 3, 4), np.float32)
     for y, words in [(np.full((2, 3), 3), "labels must lie in 0..2, got 3"), (np.ones((2, 3)), "of an integer type")]:
         clients = jfcl.Clients({"x": x, "y": y}, np.full(2, 3))
         with pytest.raises(ValueError, match=words):
-            jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+            jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_not_gone_on_with_by_another_key(tmp_path):
