@@ -10,6 +10,7 @@ import optax
 import pytest
 from matplotlib.figure import Figure
 
+import jfcl
 from jfcl import data, models
 from jfcl.cli import main
 from jfcl.core import Clients
@@ -183,6 +184,29 @@ def test_mnist_is_dealt_once_an_epoch(redraw):
         assert sorted(number.ravel().tolist()) == list(range(40))
         np.testing.assert_array_equal(clients.examples["y"], (number % 10 + cluster[:, None]) % 10)
     assert (first.examples["x"] == second.examples["x"]).all() == (not redraw)
+
+
+def test_the_sweep_of_figure_3_is_ifca():
+    """All trajectories at once, and one at a time by the algorithm itself."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((9, 6, 5)).astype(np.float32)
+    y = rng.standard_normal((2, 9, 6)).astype(np.float32)
+    starts = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    cell, lr = np.array([0, 1, 1, 0]), np.float32([0.5, 0.1, 1.0, 0.01])
+    found = ifca.advance(starts, cell, lr, jnp.asarray(x), jnp.asarray(y), rounds=7)
+    line = models.task(lambda key: {"w": jnp.zeros(5)}, lambda p, x: x @ p["w"], kind="regression", half=True)
+    for p in range(4):
+        algorithm = jfcl.ifca(
+            line,
+            local_training(optax.sgd(lr[p]), num_steps=1),
+            num_clusters=3,
+            average="gradients",
+            init_params={"w": starts[p]},
+        )
+        clients = Clients({"x": x, "y": y[cell[p]]}, np.full(9, 6, np.int32))
+        state = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=7)[0]
+        np.testing.assert_allclose(found[p], state.params["w"], rtol=1e-5, atol=1e-6)
+    assert np.abs(np.asarray(found) - starts).max() > 0.1
 
 
 def test_distances_to_the_truth():
