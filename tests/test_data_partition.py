@@ -19,6 +19,7 @@ from jfcl.data import (
     iid,
     power_law,
     power_law_sizes,
+    stratified,
 )
 from jfcl.data.heterogeneity import class_labels, label_permutations, swapped_labels
 
@@ -46,6 +47,21 @@ def test_iid_law(n, clients, each, seed):
     assert_partition(parts, clients, n, complete=each is None)
     sizes = {len(part) for part in parts}
     assert sizes == {each} if each else max(sizes) - min(sizes) <= 1
+
+
+@given(labels=labelled, clients=st.integers(1, 30), each=st.none() | st.integers(1, 20), seed=seeds)
+def test_stratified_law(labels, clients, each, seed):
+    n = len(labels)
+    each = None if each is None else min(each, n)
+    clients = 1 + clients % (n // (each or 1))
+    parts = stratified(labels, clients, seed=seed, examples_per_client=each)
+    assert_partition(parts, clients, n, complete=each is None)
+    sizes = {len(part) for part in parts}
+    assert sizes == {each} if each else max(sizes) - min(sizes) <= 1
+    for label in np.unique(labels):
+        counts = np.array([(labels[part] == label).sum() for part in parts])
+        share = (labels == label).sum() / n * (each or n / clients)
+        assert (np.abs(counts - share) < 1).all()
 
 
 @given(labels=labelled, clients=st.integers(1, 30), per_client=st.integers(1, 4), seed=seeds)
@@ -104,6 +120,7 @@ def test_partitions_follow_their_seed():
     labels = np.arange(300) % 7
     makers = {
         "iid": lambda seed: iid(300, 9, seed=seed),
+        "stratified": lambda seed: stratified(labels, 9, seed=seed),
         "label": lambda seed: by_label(labels, 9, seed=seed),
         "dirichlet": lambda seed: dirichlet(labels, 9, seed=seed),
         "power_law": lambda seed: power_law(300, 9, seed=seed),
@@ -145,6 +162,8 @@ def test_power_law_has_its_exponent():
         (lambda: iid(10, 11, seed=0), "num_clients must be at most 10"),
         (lambda: iid(10, 4, seed=0, examples_per_client=3), "num_clients must be at most 3"),
         (lambda: iid(10, 0, seed=0), "num_clients must be an integer, at least 1, got 0"),
+        (lambda: stratified(np.zeros(10, int), 4, seed=0, examples_per_client=3), "num_clients must be at most 3"),
+        (lambda: stratified(np.zeros(10), 2, seed=0), "labels must be a vector of integers"),
         (lambda: by_label(np.zeros(10, int), 6, labels_per_client=2, seed=0), "at most 5"),
         (lambda: by_label(np.zeros(10), 2, seed=0), "labels must be a vector of integers"),
         (lambda: dirichlet(np.zeros(10, int), 2, alpha=0.0, seed=0), "alpha must be positive"),

@@ -12,6 +12,7 @@ from jfcl.data.partition import (
     iid,
     power_law,
     power_law_sizes,
+    stratified,
 )
 from jfcl.data.sources import DATASETS, Dataset, load
 from jfcl.data.store import ClientStore
@@ -39,6 +40,7 @@ __all__ = [
     "open_stores",
     "power_law",
     "power_law_sizes",
+    "stratified",
     "synthetic_store",
     "tokenize",
     "xor_toy",

@@ -16,7 +16,17 @@ import numpy as np
 
 from jfcl.core import Clients, aligned_zeros, check, check_choice, check_count
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
-from jfcl.data.partition import PARTITIONS, by_label, by_sizes, by_writer, dirichlet, iid, power_law_sizes
+from jfcl.data.partition import (
+    OF_LABELS,
+    PARTITIONS,
+    by_label,
+    by_sizes,
+    by_writer,
+    dirichlet,
+    iid,
+    power_law_sizes,
+    stratified,
+)
 from jfcl.data.sources import Dataset, load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -136,7 +146,7 @@ def build(
         raise ValueError(
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers'"
         )
-    if partition in ("label", "dirichlet") or heterogeneity in SELECTIVE:
+    if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
         check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")
 
@@ -384,6 +394,8 @@ def _divide(partition, pool, kind, num_clients, examples_per_client, seed, group
     stream = (seed, _PARTITION, group)
     if partition == "iid":
         parts = iid(len(pool), num_clients, seed=stream, examples_per_client=examples_per_client)
+    elif partition == "stratified":
+        parts = stratified(kind[pool], num_clients, seed=stream, examples_per_client=examples_per_client)
     else:
         if examples_per_client is not None:
             chosen = np.random.default_rng((seed, _SUBSAMPLE, group)).permutation(len(pool))

@@ -27,7 +27,7 @@ from jfcl.data.build import (
     hold_out,
 )
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
-from jfcl.data.partition import PARTITIONS
+from jfcl.data.partition import OF_LABELS, PARTITIONS
 from jfcl.data.sources import Dataset, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
@@ -105,7 +105,7 @@ def generate_store(
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
     check_dataset(dataset)
-    uses_labels = partition in ("label", "dirichlet") or heterogeneity in SELECTIVE
+    uses_labels = partition in OF_LABELS or heterogeneity in SELECTIVE
     check(dataset.num_classes is not None or not uses_labels, "dataset", dataset.name, "a classification data set")
 
     kind, test_kind, test_source = _labels(dataset, "train"), None, dataset.test

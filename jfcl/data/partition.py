@@ -36,6 +36,12 @@ def _as_labels(labels) -> np.ndarray:
     return labels
 
 
+def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """All indices in the order of their labels; among equal ones, the order is left to chance."""
+    shuffled = rng.permutation(len(labels))
+    return shuffled[np.argsort(labels[shuffled], kind="stable")]
+
+
 def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
     """A random permutation dealt out in equal parts.
 
@@ -60,6 +66,40 @@ def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client:
     if examples_per_client is not None:
         order = order[: num_clients * each]
     return [np.sort(part) for part in np.array_split(order, num_clients)]
+
+
+def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
+    """Equal parts in which every label has its share: the examples, sorted by label, dealt out in turn.
+
+    With few examples on a client, `iid` leaves many without any of some label; here the counts of a label differ by at
+    most one between clients, and none lacks a label whose share is at least one example.
+
+    Args:
+      labels: `[n]` integers.
+      examples_per_client: every client gets exactly that many, evenly spaced in that order; `None`: all examples are
+        dealt, and sizes differ by at most one.
+
+    Returns:
+      List of `N` sorted index arrays. Cost: O(examples log examples).
+
+    Raises:
+      ValueError: fewer examples than the clients need.
+
+    Example:
+      >>> labels = np.repeat([0, 1, 2], [60, 30, 30])
+      >>> [np.bincount(labels[part]).tolist() for part in stratified(labels, 2, seed=0, examples_per_client=8)]
+      [[4, 2, 2], [4, 2, 2]]
+    """
+    labels = _as_labels(labels)
+    each = 1 if examples_per_client is None else examples_per_client
+    check_count("examples_per_client", each)
+    _check_enough(len(labels), num_clients, each)
+    rng = np.random.default_rng(seed)
+    order = _sorted_by(labels, rng)
+    if examples_per_client is not None:
+        wanted = num_clients * each
+        order = order[np.arange(wanted) * len(order) // wanted]
+    return [np.sort(order[i::num_clients]) for i in rng.permutation(num_clients)]
 
 
 def by_writer(writer, *, num_clients: int | None = None, seed: Seed) -> list[np.ndarray]:
@@ -121,9 +161,7 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
     check_count("labels_per_client", labels_per_client)
     _check_enough(len(labels), num_clients, labels_per_client)
     rng = np.random.default_rng(seed)
-    shuffled = rng.permutation(len(labels))  # which examples of a label go to which shard is left to chance
-    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    shards = np.array_split(order, num_clients * labels_per_client)
+    shards = np.array_split(_sorted_by(labels, rng), num_clients * labels_per_client)
     dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
     return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
 
@@ -249,8 +287,10 @@ def power_law(
 
 PARTITIONS = {
     "iid": (iid, "equal parts at random"),
+    "stratified": (stratified, "equal parts with every label's share"),
     "writer": (by_writer, "one client per real writer (data sets with writer ids)"),
     "label": (by_label, "a few labels per client (shards, McMahan et al.)"),
     "dirichlet": (dirichlet, "label proportions drawn from a Dirichlet distribution"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
 }
+OF_LABELS = ("stratified", "label", "dirichlet")  # these need a classification data set
