@@ -88,8 +88,8 @@ def figure_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 
 PANELS = ((4, 4), (4, 16), (16, 4))  # clusters, clients in each
-# Of an independent run of the authors' code; IFCA's with its models indexed rightly. Both compute in float64, on data in
-# float32: the targets, of the size of 1,000, are rounded, and errors cannot go below some 1e-5.
+# Of an independent run of the authors' code; IFCA's with its models indexed rightly. Both compute in float64, on data
+# in float32: targets of the size of 1,000 are rounded, and errors cannot go below some 1e-5.
 FIGURE_3 = {
     "oracle": (1.5e-5, 5.6e-6, 0.0092),
     "federated_clustering": (1.5e-5, 5.7e-6, 0.018),
@@ -107,7 +107,7 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     for panel, (axes, (k, each)) in enumerate(zip(figure.subplots(1, 3), PANELS, strict=True)):
         for name, independent in FIGURE_3.items():
             lr = RATES.get(name, (0.1, 0.1, 0.01))[panel]
-            with jax.enable_x64(True):
+            with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # which makes int64 of some counts too
                 errors = _distances(name, lr, k, each, setting["seeds"], setting["rounds"])
             ends = errors[:, -1]
             row = {"clusters": k, "clients in each": each, "method": name, "end error": float(np.median(ends))}
