@@ -63,37 +63,80 @@ def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
 
 
 def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
-    """Normal numbers instead of an update (Byzantine CFL: standard deviation 1)."""
+    """Normal numbers instead of an update (Byzantine CFL: standard deviation 1).
+
+    Example:
+      >>> malicious = jnp.arange(1000) >= 500
+      >>> sent = gaussian(2.0)(jax.random.key(0), jnp.zeros((1000, 1)), malicious, jnp.ones(1000, bool))
+      >>> bool((sent[:500] == 0).all()), round(float(sent[500:].std()))
+      (True, 2)
+    """
     return _send(lambda key, x, malicious, good: mean + std * jax.random.normal(key, x.shape, x.dtype))
 
 
 def far() -> UpdateAttack:
-    """Every coordinate normal about 10^6, with standard deviation 200 (Federated-Clustering, figure 6)."""
+    """Every coordinate normal about 10^6, with standard deviation 200 (Federated-Clustering, figure 6).
+
+    Example:
+      >>> sent = far()(jax.random.key(0), jnp.zeros((2, 1)), jnp.array([False, True]), jnp.ones(2, bool))
+      >>> float(sent[0, 0]), round(float(sent[1, 0]), -4)
+      (0.0, 1000000.0)
+    """
     return gaussian(200.0, 1e6)
 
 
 def sign_flip(scale: float = 1.0) -> UpdateAttack:
-    """The own update turned round, `-scale` times."""
+    """The own update turned round, `-scale` times.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
+      >>> sign_flip()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0, 2.0], [-3.0, -4.0]]
+    """
     return _send(lambda key, x, malicious, good: -scale * x)
 
 
 def scaled(scale: float = 10.0) -> UpdateAttack:
-    """The own update, `scale` times."""
+    """The own update, `scale` times.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
+      >>> scaled()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0, 2.0], [30.0, 40.0]]
+    """
     return _send(lambda key, x, malicious, good: scale * x)
 
 
 def zero() -> UpdateAttack:
-    """Nothing."""
+    """Nothing.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
+      >>> zero()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0, 2.0], [0.0, 0.0]]
+    """
     return _send(lambda key, x, malicious, good: jnp.zeros_like(x))
 
 
 def nan() -> UpdateAttack:
-    """Not a number, everywhere."""
+    """Not a number, everywhere.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
+      >>> nan()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0, 2.0], [nan, nan]]
+    """
     return _send(lambda key, x, malicious, good: jnp.full_like(x, jnp.nan))
 
 
 def ipm(strength: float = 0.5) -> UpdateAttack:
-    """Inner-product manipulation: `-strength` times the mean of the good (Xie, Koyejo, Gupta 2020)."""
+    """Inner-product manipulation: `-strength` times the mean of the good (Xie, Koyejo, Gupta 2020).
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> ipm()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [-1.0]]
+    """
     return _send(lambda key, x, malicious, good: -strength * _good_mean(x, good) + jnp.zeros_like(x))
 
 
@@ -102,6 +145,11 @@ def alie(deviations: float | None = None) -> UpdateAttack:
 
     By default as many as still look like a good client to a majority: the quantile `(n − f − s) / (n − f)` of the
     normal distribution, with `s = ⌊n/2⌋ + 1 − f`; of the `n` clients that take part.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> alie(2.0)(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [0.0]]
     """
 
     def lie(key, x, malicious, good):
@@ -121,17 +169,35 @@ def _alie_quantile(num_good: jax.Array, num_malicious: jax.Array) -> jax.Array:
 
 
 def mimic() -> UpdateAttack:
-    """All send what the first good client sends, so that it counts too much (Karimireddy, He, Jaggi 2022)."""
+    """All send what the first good client sends, so that it counts too much (Karimireddy, He, Jaggi 2022).
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> mimic()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [1.0]]
+    """
     return _send(lambda key, x, malicious, good: x[jnp.argmax(good)][None] + jnp.zeros_like(x))
 
 
 def opposite() -> UpdateAttack:
-    """All attackers send minus the update of the first good client (Federated-Clustering, figure 6)."""
+    """All attackers send minus the update of the first good client (Federated-Clustering, figure 6).
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> opposite()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [-1.0]]
+    """
     return _send(lambda key, x, malicious, good: -x[jnp.argmax(good)][None] + jnp.zeros_like(x))
 
 
 def force_split() -> UpdateAttack:
-    """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split."""
+    """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> force_split()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [-4.0]]
+    """
 
     def lie(key, x, malicious, good):
         ratio = good.sum().astype(x.dtype) / jnp.maximum(malicious.sum(), 1).astype(x.dtype)
@@ -141,7 +207,13 @@ def force_split() -> UpdateAttack:
 
 
 def hijack(scale: float = 10.0) -> UpdateAttack:
-    """Aimed at clustering by cosine: the good mean's direction, so that nothing looks amiss, `scale` times as long."""
+    """Aimed at clustering by cosine: the good mean's direction, so that nothing looks amiss, `scale` times as long.
+
+    Example:
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
+      >>> hijack()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
+      [[1.0], [3.0], [20.0]]
+    """
     return _send(lambda key, x, malicious, good: scale * _good_mean(x, good) + jnp.zeros_like(x))
 
 
@@ -165,22 +237,46 @@ UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
 
 
 def label_zero(rng, x, y, num_classes):
-    """Every label becomes 0 (Byzantine CFL's label flip)."""
+    """Every label becomes 0 (Byzantine CFL's label flip).
+
+    Example:
+      >>> x, y = label_zero(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
+      >>> y.tolist()
+      [0, 0]
+    """
     return x, np.zeros_like(y)
 
 
 def label_reverse(rng, x, y, num_classes):
-    """Label y becomes (number of classes − 1) − y."""
+    """Label y becomes (number of classes − 1) − y.
+
+    Example:
+      >>> x, y = label_reverse(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
+      >>> y.tolist()
+      [6, 5]
+    """
     return x, (num_classes - 1 - y).astype(y.dtype)
 
 
 def noisy_inputs(rng, x, y, num_classes):
-    """Every input becomes uniform noise in (−10, 10) (Byzantine CFL)."""
+    """Every input becomes uniform noise in (−10, 10) (Byzantine CFL).
+
+    Example:
+      >>> x, y = noisy_inputs(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
+      >>> y.tolist(), bool(np.abs(x).max() > 9)
+      ([3, 4], True)
+    """
     return rng.uniform(-10, 10, x.shape).astype(x.dtype), y
 
 
 def backdoor(rng, x, y, num_classes):
-    """A bright 3 x 3 patch in the corner of half of the images, and label 0 for those (Gu et al. 2017)."""
+    """A bright 3 x 3 patch in the corner of half of the images, and label 0 for those (Gu et al. 2017).
+
+    Example:
+      >>> x, y = backdoor(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
+      >>> sorted(y.tolist()), int(x.sum())
+      ([0, 4], 9)
+    """
     check(x.ndim == 4, "backdoor", x.shape, "for images [n, H, W, C]")
     x, y = x.copy(), y.copy()
     marked = rng.permutation(len(x))[: len(x) // 2]

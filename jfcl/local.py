@@ -108,6 +108,14 @@ def local_training(
     return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep, span)
 
 
+def check_parts(task: Any, training: Any) -> None:
+    """`ValueError` for what no factory of `jfcl.models` and no `local_training` made: the two are easily mixed up."""
+    accepted = "a Task, such as jfcl.models.classification and jfcl.models.task make"
+    check(isinstance(task, Task), "task", type(task).__name__, accepted)
+    accepted = "what jfcl.local_training(optimizer, num_steps=...) returns"
+    check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
+
+
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
 

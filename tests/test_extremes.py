@@ -170,3 +170,24 @@ def test_unsigned_sizes_are_refused():
     clients = people(1.0, 2.0)
     with pytest.raises(ValueError, match="size must be of a signed integer type, got"):
         jfcl.simulate(jfcl.fedavg(BIAS, ONE_STEP), clients._replace(size=np.uint8([1, 1])), key=KEY, num_rounds=1)
+
+
+METHODS = """fedavg local_only oracle ditto knn_per one_shot hypcluster ifca cfl byzantine_cfl federated_clustering
+myopic_clustering momentum_clustering fesem flhc""".split()
+CLUSTERED = ("ifca", "hypcluster", "one_shot", "fesem", "flhc", "myopic_clustering", "momentum_clustering")
+MORE = {
+    "oracle": {"cluster": np.zeros(4, np.int32)},
+    "myopic_clustering": {"quantile": 0.5},
+    "momentum_clustering": {"quantile": 0.5},
+    "one_shot": {"local_rounds": 1},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_for_the_task_or_an_optimiser_for_the_training_is_refused(name):
+    options = MORE.get(name, {}) | ({"num_clusters": 2} if name in CLUSTERED else {})
+    factory = getattr(jfcl, name)
+    with pytest.raises(ValueError, match="training must be what jfcl"):
+        factory(BIAS, optax.sgd(0.1), **options)
+    with pytest.raises(ValueError, match="task must be a Task"):
+        factory(jfcl.models.MLP(10), ONE_STEP, **options)

@@ -171,6 +171,7 @@ def averaging(
       An `Algorithm` whose metrics are `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
       `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`.
     """
+    local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("weights", weights, WEIGHTS)
     if cohort is not None:

@@ -53,6 +53,7 @@ def byzantine_cfl(
       >>> state.excluded.tolist(), state.params["b"][0, 0].tolist()
       ([0, 0, 1], [1.0, 1.5])
     """
+    local.check_parts(task, training)
     if is_concrete(threshold):
         check(-1 < threshold < 1, "threshold", threshold, "in (-1, 1)")
 

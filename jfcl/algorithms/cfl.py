@@ -108,6 +108,7 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
+    local.check_parts(task, training)
     relative = (eps_1 is None and eps_2 is None) if relative is None else relative
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if relative else 1.6) if eps_2 is None else eps_2

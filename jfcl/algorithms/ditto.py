@@ -84,6 +84,7 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
+    local.check_parts(task, training)
     if is_concrete(lam):
         check(lam >= 0, "lam", lam, "0 or more")
     client_axis = mapping.auto() if client_axis is None else client_axis

@@ -152,6 +152,7 @@ def federated_clustering(
       >>> np.round(state.params["b"], 3).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
+    local.check_parts(task, training)
     if radius is None and quantile is None:
         quantile = 0.2
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)

@@ -63,6 +63,7 @@ def fesem(
       >>> sorted(np.round(state.params["b"], 2).tolist())
       [1.0, 5.0]
     """
+    local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_count("local_rounds", local_rounds)
     check_choice("weights", weights, WEIGHTS)

@@ -67,6 +67,7 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
+    local.check_parts(task, training)
     check_choice("distance", distance, DISTANCES)
     check_choice("linkage", linkage, LINKAGES)
     check_count("rounds_before", rounds_before, least=0)

@@ -55,6 +55,7 @@ def hypcluster(
       >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
+    local.check_parts(task, training)
     check_count("warm_rounds", warm_rounds, least=0)
     client_axis = mapping.auto() if client_axis is None else client_axis
     common = {

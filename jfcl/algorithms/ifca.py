@@ -25,7 +25,7 @@ from jfcl.core import (
     get_parameter,
     num_clients,
 )
-from jfcl.local import LocalTraining, blank_padding, draw_batch, masked_mean, mean_loss
+from jfcl.local import LocalTraining, blank_padding, check_parts, draw_batch, masked_mean, mean_loss
 
 AVERAGE = ("models", "gradients")
 
@@ -136,6 +136,7 @@ def ifca(
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
+    check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("average", average, AVERAGE)
     check_count("restarts", restarts)

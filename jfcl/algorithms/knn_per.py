@@ -108,6 +108,7 @@ def knn_per(
       >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
       True
     """
+    local.check_parts(task, training)
     check_count("num_neighbours", num_neighbours)
     for name, values in (("mixing", mixing), ("mixings", mixings)):
         if values is not None and is_concrete(values):

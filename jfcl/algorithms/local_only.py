@@ -39,6 +39,7 @@ def local_only(
       >>> state.params["b"].tolist(), float(metrics["bytes_up"])
       ([1.0, 5.0], 0.0)
     """
+    local.check_parts(task, training)
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:

@@ -55,6 +55,7 @@ def momentum_clustering(
       >>> np.round(state.params["b"], 2).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
+    local.check_parts(task, training)
     if is_concrete(momentum):
         check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
 

@@ -101,6 +101,7 @@ def myopic_clustering(
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
+    local.check_parts(task, training)
     return centers_of(
         task,
         training,

@@ -57,6 +57,7 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
+    local.check_parts(task, training)
     check_count("local_rounds", local_rounds)
 
     def find(key: jax.Array, clients: Clients):

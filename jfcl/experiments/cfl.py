@@ -58,7 +58,7 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     return Outcome(rows, figure, f"inside the guaranteed region, the lowest share of correct splits is {worst:.3f}")
 
 
-def _gap_config(setting, dataset, examples, similarity):
+def _gap_config(setting, dataset, examples, similarity, eval_every):
     return Config(
         "cfl",
         dataset=dataset,
@@ -79,7 +79,7 @@ def _gap_config(setting, dataset, examples, similarity):
         tree_dim=0,
         similarity=similarity,
         track_gap=True,
-        eval_every=1,
+        eval_every=eval_every,
     )
 
 
@@ -92,7 +92,7 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
         for similarity in ("updates", "gradients"):
             gaps = []
             for examples in counts:
-                config = _gap_config(setting, dataset, examples, similarity)
+                config = _gap_config(setting, dataset, examples, similarity, setting["rounds"])
                 _, records = bench.run(f"{dataset}-{examples}-{similarity}", config)
                 gaps.append(_series(records, "separation_gap")[1][-1])
                 row = {"data": dataset, "examples": examples, "similarity of": similarity}
@@ -113,7 +113,7 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     panels = np.atleast_1d(figure.subplots(1, len(setting["examples"])))
     for axes, (dataset, examples) in zip(panels, setting["examples"].items(), strict=True):
         for similarity in ("updates", "gradients"):
-            config = _gap_config(setting, dataset, examples, similarity)
+            config = _gap_config(setting, dataset, examples, similarity, 1)
             _, records = bench.run(f"{dataset}-{similarity}", config)
             rounds, gaps = _series(records, "separation_gap")
             (line,) = axes.plot(rounds, gaps.mean(axis=1), label=similarity)
