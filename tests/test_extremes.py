@@ -172,8 +172,23 @@ def test_unsigned_sizes_are_refused():
         jfcl.simulate(jfcl.fedavg(BIAS, ONE_STEP), clients._replace(size=np.uint8([1, 1])), key=KEY, num_rounds=1)
 
 
-METHODS = """fedavg local_only oracle ditto knn_per one_shot hypcluster ifca cfl byzantine_cfl federated_clustering
-myopic_clustering momentum_clustering fesem flhc""".split()
+METHODS = [
+    "fedavg",
+    "local_only",
+    "oracle",
+    "ditto",
+    "knn_per",
+    "one_shot",
+    "hypcluster",
+    "ifca",
+    "cfl",
+    "byzantine_cfl",
+    "federated_clustering",
+    "myopic_clustering",
+    "momentum_clustering",
+    "fesem",
+    "flhc",
+]
 CLUSTERED = ("ifca", "hypcluster", "one_shot", "fesem", "flhc", "myopic_clustering", "momentum_clustering")
 MORE = {
     "oracle": {"cluster": np.zeros(4, np.int32)},
