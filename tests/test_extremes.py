@@ -8,6 +8,7 @@ import pytest
 
 import jfcl
 from jfcl import attacks, kernels
+from jfcl.algorithms import METHODS
 from jfcl.core import Adversary, Clients, Task
 
 KEY = jax.random.key(0)
@@ -172,23 +173,6 @@ def test_unsigned_sizes_are_refused():
         jfcl.simulate(jfcl.fedavg(BIAS, ONE_STEP), clients._replace(size=np.uint8([1, 1])), key=KEY, num_rounds=1)
 
 
-METHODS = [
-    "fedavg",
-    "local_only",
-    "oracle",
-    "ditto",
-    "knn_per",
-    "one_shot",
-    "hypcluster",
-    "ifca",
-    "cfl",
-    "byzantine_cfl",
-    "federated_clustering",
-    "myopic_clustering",
-    "momentum_clustering",
-    "fesem",
-    "flhc",
-]
 CLUSTERED = ("ifca", "hypcluster", "one_shot", "fesem", "flhc", "myopic_clustering", "momentum_clustering")
 MORE = {
     "oracle": {"cluster": np.zeros(4, np.int32)},
@@ -201,7 +185,7 @@ MORE = {
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_for_the_task_or_an_optimiser_for_the_training_is_refused(name):
     options = MORE.get(name, {}) | ({"num_clusters": 2} if name in CLUSTERED else {})
-    factory = getattr(jfcl, name)
+    factory = METHODS[name].make
     with pytest.raises(ValueError, match="training must be what jfcl"):
         factory(BIAS, optax.sgd(0.1), **options)
     with pytest.raises(ValueError, match="task must be a Task"):
