@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Adversary, PyTree
+from jfcl.core import Adversary, Clients, PyTree, attack_key, client_ids
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -134,6 +134,17 @@ def attacked(adversary: Adversary | None, key: jax.Array, updates: PyTree, ids: 
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
     updates = adversary.attack(key, updates, malicious, usable)
     return updates, usable & jax.vmap(is_finite)(updates)
+
+
+def attacked_models(
+    adversary: Adversary | None, clients_key: jax.Array, begin: PyTree, models: PyTree, clients: Clients, usable
+) -> tuple[PyTree, jax.Array]:
+    """`attacked` where clients send `models` `[N, ...]`: the attack is on what these add to `begin`."""
+    if adversary is None:
+        return models, usable
+    updates = jax.tree.map(jnp.subtract, models, begin)
+    updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), usable)
+    return jax.tree.map(jnp.add, begin, updates), usable
 
 
 def robust_cluster_mean(

@@ -193,6 +193,8 @@ def opposite() -> UpdateAttack:
 def force_split() -> UpdateAttack:
     """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split.
 
+    Of all clients alike: exactly with `weights="equal"`, before the first split; about so afterwards and by size.
+
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
       >>> force_split()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()

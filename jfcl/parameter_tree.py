@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,7 @@ def evaluate_paths(
     Cost: a forward pass over all examples for every level.
     """
     n = num_clients(clients)
+    _check_model(task, state.params)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
     ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
     depth = max(map(len, ways.values()))
@@ -342,10 +344,10 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
     file = file / "tree.npz" if file.is_dir() else file
     check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
     try:
-        with np.load(file) as arrays:
+        with file.open("rb") as f, np.load(f) as arrays:
             saved = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is not a parameter tree: {error}") from None
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
+        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
     missing = [name for name in (*_BOOKS, "born", "side", "updates") if name not in saved]
     check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
     shapes = jax.eval_shape(task.init, jax.random.key(0))
@@ -375,4 +377,4 @@ def _check_model(task: Task, params: PyTree) -> None:
         return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
 
     wanted, have = shapes(jax.eval_shape(task.init, jax.random.key(0)), True), shapes(params, False)
-    check(have == wanted, "state", have, f"of the task's model {[*wanted]}")
+    check(have == wanted, "state", have, f"of the task's model {wanted}")

@@ -251,6 +251,18 @@ def test_stable_identities_save_downloads_and_change_nothing_else():
     assert saving["bytes_up"].tolist() == metrics["bytes_up"].tolist()
 
 
+def test_the_first_round_does_not_prove_an_identity_stable():
+    """In round 1 the models are those that `init` chose by: nobody can have changed."""
+    clients = regression(9)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, stable_rounds=1)
+    state = algorithm.init(jax.random.key(0), clients)
+    state, first = algorithm.step(jax.random.key(1), state, clients)
+    assert state.unchanged.tolist() == [0] * 6
+    state, second = algorithm.step(jax.random.key(2), state, clients)
+    assert float(first["bytes_down"]) == float(second["bytes_down"]) == 6 * 2 * 4.0 * D
+
+
 def test_restarts_keep_the_best_and_cost_what_they_cost():
     clients = regression(10, n=8)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2)

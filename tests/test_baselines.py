@@ -1,5 +1,7 @@
 """Ditto, kNN-Per, HypCluster, one-shot, FL+HC and FeSEM against scikit-learn, SciPy and loops in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from sklearn.cluster import KMeans
 from sklearn.neighbors import NearestNeighbors
 
 import jfcl
-from jfcl.core import Clients, Task
+from jfcl import attacks
+from jfcl.core import Adversary, Clients, Task
 
 D = 3
 LINEAR = Task(
@@ -218,6 +221,24 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
     assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
 
 
+@pytest.mark.parametrize("name", ["one_shot", "flhc", "fesem"])
+def test_attackers_lie_where_the_clusters_are_found(name):
+    clients, malicious = regression(), np.arange(8) >= 6
+    make = partial(getattr(jfcl, name), LINEAR, TWO, num_clusters=2, init_params=START)
+
+    def found(attack, who):
+        algorithm = make(adversary=Adversary(attack, who))
+        return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=2)[0]
+
+    honest = jfcl.rollout(make(), clients, key=jax.random.key(0), num_rounds=2)[0]
+    nobody = found(attacks.gaussian(100.0), malicious & False)
+    np.testing.assert_allclose(nobody.params["w"], honest.params["w"], rtol=1e-5, atol=1e-6)
+    assert (nobody.cluster == honest.cluster).all()
+    first = make(adversary=Adversary(attacks.gaussian(100.0), malicious)).init(jax.random.key(0), clients)
+    assert not np.array_equal(first.cluster, make().init(jax.random.key(0), clients).cluster)
+    assert np.isfinite(found(attacks.nan(), malicious).params["w"]).all()
+
+
 def test_fesem_joins_the_nearest_model():
     clients = regression(6)
     algorithm = jfcl.fesem(LINEAR, TWO, num_clusters=2, init_params=START)
@@ -242,7 +263,8 @@ LABELLED, LABELS = classification()
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: jfcl.ditto(LINEAR, TWO, lam=-0.1), "lam must be 0 or more, got -0.1"),
+        (lambda: jfcl.ditto(LINEAR, TWO, lam=-0.1), "lam must be 0 or more, and finite, got -0.1"),
+        (lambda: jfcl.ditto(LINEAR, TWO, lam=np.inf), "lam must be 0 or more, and finite, got inf"),
         (lambda: jfcl.knn_per(LABELS, TWO, mixing=1.5), r"mixing must be in \[0, 1\], got 1.5"),
         (lambda: jfcl.knn_per(LABELS, TWO, mixings=(0.0, 2.0)), r"mixings must be in \[0, 1\]"),
         (lambda: jfcl.knn_per(LABELS, TWO, num_neighbours=0), "num_neighbours must be an integer, at least 1"),

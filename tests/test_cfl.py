@@ -378,6 +378,15 @@ def test_attackers_of_every_kind_are_shut_out():
         np.testing.assert_array_equal(state.excluded[7:], 1)
 
 
+@pytest.mark.parametrize("similarity", ["updates", "gradients"])
+def test_attackers_lie_in_whatever_is_compared(similarity):
+    clients = regression([[1, -1, 2]], np.zeros(10, int), noise=0.1)
+    adversary = jfcl.Adversary(jfcl.attacks.sign_flip(), np.arange(10) >= 7)
+    algorithm = jfcl.byzantine_cfl(TASK, TRAINING, adversary=adversary, similarity=similarity)
+    state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+    assert state.excluded.tolist() == [0] * 7 + [1] * 3
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -411,6 +420,12 @@ def test_bad_input_is_named(make, words):
 def test_thresholds_that_mislead_are_warned_of(options, words):
     with pytest.warns(UserWarning, match=words):
         jfcl.cfl(TASK, TRAINING, **options)
+
+
+def test_halves_too_small_for_any_split_are_warned_of():
+    algorithm = jfcl.cfl(TASK, TRAINING, min_size=5)
+    with pytest.warns(UserWarning, match="min_size is 5: 8 clients can never be split into two of that"):
+        jfcl.simulate(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=1)
 
 
 def test_true_clusters_must_fit():

@@ -153,15 +153,22 @@ def test_bad_input_is_named(tmp_path):
         parameter_tree.load_tree(tmp_path, NAMED)
     with pytest.raises(ValueError, match="file must be a parameter tree"):
         parameter_tree.load_tree(tmp_path / "no.npz", TASK)
-    (tmp_path / "bad.npz").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is not a parameter tree"):
-        parameter_tree.load_tree(tmp_path / "bad.npz", TASK)
+    whole = (tmp_path / "tree.npz").read_bytes()
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    array = (tmp_path / "array.npy").read_bytes()
+    for damaged in (b"nothing", b"", whole[: len(whole) // 2], array):
+        (tmp_path / "bad.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="is not a parameter tree, or is damaged"):
+            parameter_tree.load_tree(tmp_path / "bad.npz", TASK)
     np.savez(tmp_path / "other.npz", w=np.zeros(3))
     with pytest.raises(ValueError, match="this one lacks cluster"):
         parameter_tree.load_tree(tmp_path / "other.npz", TASK)
     key = jax.random.key(0)
-    with pytest.raises(ValueError, match="state must be of the task's model"):
+    with pytest.raises(ValueError, match=r"state must be of the task's model \{\"\['w'\]\": \(4,\)\}"):
         jfcl.assign_newcomer(OTHER, TRAINING, STATE, CLIENTS, key=key)
+    for other in (OTHER, NAMED):
+        with pytest.raises(ValueError, match="state must be of the task's model"):
+            parameter_tree.evaluate_paths(other, STATE, CLIENTS)
     with pytest.raises(ValueError, match="tree_dim must be above 0 in the run"):
         jfcl.assign_newcomer(TASK, TRAINING, run(tree_dim=0), CLIENTS, key=key)
     fedavg = jfcl.fedavg(TASK, TRAINING).init(key, CLIENTS)

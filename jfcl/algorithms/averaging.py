@@ -268,7 +268,8 @@ def averaging(
 
         present_size = jnp.asarray(present.size)
         real = present_size > 0
-        unchanged = jnp.where(chosen == last, unchanged + 1, jnp.zeros_like(unchanged))
+        stayed = (chosen == last) & (state.round > 0)  # in the first round nothing has moved since `start` chose
+        unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
         new = (chosen, unchanged, where_rows(finite & real, opt_states, client_states))
         if rows is not None:
             new = jax.tree.map(lambda o, x: o.at[rows].set(x), old, new)

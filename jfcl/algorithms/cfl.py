@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl import local, mapping
 from jfcl.algorithms.splitting import Rules, rounds
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check, check_count, is_concrete
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete
 from jfcl.theory import max_noise_of_split
 
 
@@ -142,7 +143,13 @@ def cfl(
         tree_dim=tree_dim,
         recursive=recursive,
     )
-    return rounds(
+
+    def can_split(clients: Clients) -> None:
+        some = int((np.asarray(clients.size) > 0).sum())
+        if 2 * min_size > some:
+            warnings.warn(f"min_size is {min_size}: {some} clients can never be split into two of that", stacklevel=3)
+
+    made = rounds(
         task,
         training,
         rules,
@@ -155,6 +162,7 @@ def cfl(
         adversary=adversary,
         client_axis=client_axis,
     )
+    return made._replace(check=can_split)
 
 
 def _warn_of_thresholds(eps_1, eps_2, relative, max_clusters):

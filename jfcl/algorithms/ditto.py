@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jfcl import local, mapping
@@ -86,7 +87,7 @@ def ditto(
     """
     local.check_parts(task, training)
     if is_concrete(lam):
-        check(lam >= 0, "lam", lam, "0 or more")
+        check(0 <= lam < np.inf, "lam", lam, "0 or more, and finite")
     client_axis = mapping.auto() if client_axis is None else client_axis
     common = fedavg(
         task,

@@ -125,7 +125,7 @@ def federated_clustering(
       threshold_rounds: rounds of Threshold-Clustering, `L`.
       quantile_rule: see `jfcl.kernels.threshold_clustering`.
       subgroup_size: cluster only random groups of so many clients, drawn anew each round (section 4.2); the last is
-        smaller where `N` is no multiple. Default: all together.
+        smaller where `N` is no multiple (one left over steps along its own gradient). Default: all together.
       weights: what a client counts in a mean: `"equal"` (the paper) or `"size"`.
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
       adversary: hostile clients; their attack is on the gradients that they send, for each model anew.

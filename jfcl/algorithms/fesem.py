@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_sent, divide_rows, is_finite, nothing_sent, num_bytes, where_rows
+from jfcl.aggregate import add_sent, attacked_models, divide_rows, is_finite, nothing_sent, num_bytes, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.personal import PersonalState
 from jfcl.core import (
+    Adversary,
     Algorithm,
     Clients,
     PyTree,
@@ -34,6 +35,7 @@ def fesem(
     local_rounds: int = 1,
     weights: str = "size",
     init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """EM in parameter space: a client trains its cluster's model and joins the model nearest to what came out.
@@ -45,10 +47,12 @@ def fesem(
       local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
         From random models nobody would ever leave its own. Their cost is in the metrics of the first round.
       init_params: one model that all start from.
+      adversary: attacks what clients' models add to the model that they began with.
       task, training, weights, client_axis: as in `jfcl.fedavg`.
 
     Returns:
-      `Algorithm` whose state has `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`.
+      `Algorithm` whose state has `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
+      memory `O(chunk D)`, with an adversary `O(N D)`.
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.
@@ -74,7 +78,7 @@ def fesem(
         n = num_clients(clients)
         check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
         params, cluster = cluster_local_models(
-            task, training, key, clients, num_clusters, local_rounds, weights, init_params, client_axis
+            task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
@@ -82,21 +86,33 @@ def fesem(
         m, size = max_examples(clients), jnp.asarray(clients.size)
         _, clients_key = jax.random.split(key)
 
-        def client(key, examples, size, cluster):
+        def train(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
             opt_state = local.optimizer_at(training, begin, (), state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
-            away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, trained.params, state.params)))
-            finite = is_finite(trained.params)
-            nearest = jnp.where(finite & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            weight = client_weight(weights, size) * finite.astype(jnp.float32)
-            return (trained.params, nearest, weight), (nearest, finite, trained.loss, trained.num_steps)
+            return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
-        train = mapping.map_reduce(client_axis, client, add_sent, nothing_sent(state.params))
-        (sums, weight), (cluster, finite, loss, steps) = train(
-            client_keys(clients_key, clients), clients.examples, size, state.cluster
-        )
-        real = size > 0
+        def join(model, size, cluster, usable):
+            away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, model, state.params)))
+            nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
+            return (model, nearest, client_weight(weights, size) * usable.astype(jnp.float32)), nearest
+
+        def train_and_join(key, examples, size, cluster):
+            model, finite, loss, steps = train(key, examples, size, cluster)
+            sent, nearest = join(model, size, cluster, finite)
+            return sent, (nearest, finite, loss, steps)
+
+        real, zero = size > 0, nothing_sent(state.params)
+        given = client_keys(clients_key, clients), clients.examples, size, state.cluster
+        if adversary is None:
+            rounds = mapping.map_reduce(client_axis, train_and_join, add_sent, zero)
+            (sums, weight), (cluster, finite, loss, steps) = rounds(*given)
+        else:
+            sent, finite, loss, steps = client_axis(train)(*given)
+            begin = jax.tree.map(lambda p: p[state.cluster], state.params)
+            sent, finite = attacked_models(adversary, clients_key, begin, sent, clients, finite & real)
+            joined = mapping.map_reduce(client_axis, join, add_sent, zero)
+            (sums, weight), cluster = joined(sent, size, state.cluster, finite)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)

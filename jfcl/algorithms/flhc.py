@@ -10,11 +10,22 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import ravel_clients
+from jfcl.aggregate import attacked, ravel_clients
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, check_count, num_clients
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    attack_key,
+    check_choice,
+    check_count,
+    client_ids,
+    num_clients,
+)
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
 LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
@@ -93,13 +104,15 @@ def flhc(
         alone = local_only(task, training, init_params=model, client_axis=client_axis)
         last_key = jax.random.fold_in(rounds_key, rounds_before)
         trained = alone.step(last_key, alone.init(start_key, clients), clients)[0].params
-        updates = ravel_clients(jax.tree.map(jnp.subtract, trained, params))[0]
-        real = jnp.asarray(clients.size) > 0
+        updates = jax.tree.map(jnp.subtract, trained, params)
+        has_examples = jnp.asarray(clients.size) > 0
+        updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), has_examples)
+        updates = ravel_clients(updates)[0]
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:
             similarity = 1.0 - jnp.sqrt(squared_distances(updates, mask=real))
-        # Clients without examples are twins of the first that has some, so that they are nobody's cluster.
+        # Clients without (finite) updates are twins of the first that has one, so that they are nobody's cluster.
         n = num_clients(clients)
         who = jnp.where(real, jnp.arange(n), jnp.argmax(real))
         similarity = similarity[who][:, who]

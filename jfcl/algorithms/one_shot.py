@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import cluster_mean, ravel_clients
+from jfcl.aggregate import attacked_models, cluster_mean, ravel_clients
 from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
@@ -62,7 +62,7 @@ def one_shot(
 
     def find(key: jax.Array, clients: Clients):
         return cluster_local_models(
-            task, training, key, clients, num_clusters, local_rounds, weights, init_params, client_axis
+            task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
 
     return clustered_once(
@@ -90,18 +90,24 @@ def cluster_local_models(
     num_rounds: int,
     weights: str,
     init_params: PyTree | None,
+    adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
 ) -> tuple[PyTree, jax.Array]:
-    """`(means [K, ...], cluster [N])`: k-means (Lloyd) on the parameters of the models that clients reach alone."""
+    """`(means [K, ...], cluster [N])`: k-means (Lloyd) on the parameters of the models that clients reach alone.
+
+    An `adversary` attacks what they send: how far they came from the common model.
+    """
     alone = local_only(task, training, init_params=init_params, client_axis=client_axis)
     start_key, rounds_key, means_key = jax.random.split(key, 3)
 
     def one_round(t, state):
         return alone.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
 
-    models = jax.lax.fori_loop(0, num_rounds, one_round, alone.init(start_key, clients)).params
+    start = alone.init(start_key, clients)
+    models = jax.lax.fori_loop(0, num_rounds, one_round, start).params
     size = jnp.asarray(clients.size)
-    found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=size > 0, implementation="device")
+    models, usable = attacked_models(adversary, rounds_key, start.params, models, clients, size > 0)
+    found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=usable, implementation="device")
     cluster = jnp.maximum(found.cluster, 0)
-    counts = client_weight(weights, size)
+    counts = client_weight(weights, size) * usable.astype(jnp.float32)
     return cluster_mean(models, cluster, counts, num_clusters, mapping.chunked(1)), cluster

@@ -470,7 +470,9 @@ def rounds(
                 begin = jax.tree.map(lambda p: p[cluster], state.params)
                 return hide(jax.grad(lambda p: local.mean_loss(task, p, examples, size))(begin))
 
-            return client_axis(gradient)(clients.examples, size, state.cluster)
+            gradients = client_axis(gradient)(clients.examples, size, state.cluster)
+            gradients_key = jax.random.fold_in(attack_key(clients_key), 1)
+            return attacked(adversary, gradients_key, gradients, client_ids(clients), usable)[0]
 
         books = state._replace(params=(), client=(), tree=state.tree._replace(model=()))
         books, served = serve(rules, client_axis, books, Sent(updates, usable, present, weight, gradients))

@@ -269,7 +269,8 @@ def _by_schedule(setting: dict[str, Any], **fixed: Any) -> Config:
 
 def figure_8(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """Label permutation on CIFAR-10: three splits."""
-    config = _by_schedule(setting, dataset="cifar10", heterogeneity="label_permutation", model="cnn5")
+    data = {"dataset": "cifar10", "heterogeneity": "label_permutation", "partition": setting["partition"]}
+    config = _by_schedule(setting, model="cnn5", **data)
     paper = {"split": "20 % before the first, gap > 0", "end": "4 clusters, close to 60 %, gap < 0"}
     return staged(bench, "run", config, paper, "accuracy")
 
@@ -351,6 +352,7 @@ RECIPES = {
         full=_TRAINING
         | {
             "examples_per_client": 2500,
+            "partition": "iid",
             "rounds": 200,
             "min_rounds": 50,
             "gamma_max": 0.6,
@@ -360,6 +362,7 @@ RECIPES = {
         small=_TRAINING
         | {
             "examples_per_client": 300,
+            "partition": "stratified",
             "batch_size": 50,
             "rounds": 64,
             "min_rounds": 16,

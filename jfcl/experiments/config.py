@@ -80,7 +80,9 @@ class Config:
     )
     batch_size: int | None = _option(None, "examples per local step; default: all of the client's", "training")
     lr: float = _option(0.1, "local learning rate", "training")
-    momentum: float = _option(0.0, "local momentum", "training")
+    momentum: float | None = _option(
+        None, "local momentum; default: none (momentum_clustering: 0.9, of the clients' gradients)", "training"
+    )
     lr_decay: float = _option(
         1.0, "factor on the learning rate after every round (for clients that do equal steps)", "training"
     )
@@ -237,7 +239,7 @@ def validate(config: Config) -> None:
         check(getattr(config, name) > 0, name, getattr(config, name), "positive")
     for name in ("weight_decay", "prox"):
         check(getattr(config, name) >= 0, name, getattr(config, name), "0 or more")
-    check(0 <= config.momentum < 1, "momentum", config.momentum, "in [0, 1)")
+    check(config.momentum is None or 0 <= config.momentum < 1, "momentum", config.momentum, "in [0, 1)")
     check(0 < config.test_fraction < 1, "test_fraction", config.test_fraction, "between 0 and 1")
     check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
     check_choice("sampling", config.sampling, SAMPLING)

@@ -82,7 +82,7 @@ def load_params(folder: str | Path) -> PyTree:
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
     params: dict[str, Any] = {}
     try:
-        with np.load(saved) as arrays:
+        with saved.open("rb") as f, np.load(f) as arrays:
             for path in arrays.files:
                 *parents, name = path.split("/")
                 node = params
@@ -118,7 +118,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {"client_axis": client_axis}
     options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
     options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
-    if config.momentum and "momentum" in method.options:
+    if config.momentum is not None and "momentum" in method.options:
         options["momentum"] = config.momentum
     if config.aggregator is not None and "radius" not in method.options:
         options.pop("radius", None)  # the aggregator's
