@@ -406,6 +406,9 @@ def _differences(folders: list[str]) -> list[str]:
     from jfcl.runs import read_json
 
     configs = [read_json(Path(folder) / "config.json") for folder in folders]
+    for config in configs:
+        if config.get("population") is not None or config.get("store") is not None:
+            config["clients"] = None  # it counts nothing there
     names = dict.fromkeys(name for config in configs for name in config)
     said = []
     for name in names:
@@ -608,9 +611,10 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             _compilation_cache()
         COMMANDS[args.command](args, console)
     except KeyboardInterrupt:
-        kept = getattr(args, "out", None)
-        how = f"; saved in {kept}, go on with the same command and --resume" if kept and args.command == "run" else ""
-        errors.print(f"\ninterrupted{how}", markup=False)
+        kept = getattr(args, "out", None) if getattr(args, "command", None) == "run" else None
+        begun = kept and (Path(kept) / "config.json").exists()
+        how = f"; saved in {kept}, go on with the same command and --resume" if begun else ""
+        errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
         return 130
     except Exception as error:
         from jfcl import hosts

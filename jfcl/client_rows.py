@@ -45,7 +45,10 @@ class ClientRows:
         resume: bool = False,
         in_memory: float = IN_MEMORY,
     ):
-        """Rows of `count` clients. `row`: the shape and type of each array's; `folder`: where large ones are kept."""
+        """Rows of `count` clients. `row`: the shape and type of each array's; `folder`: where large ones are kept.
+
+        With `resume` they are those of a checkpoint: `ValueError` for a file that is missing or was cut short.
+        """
         shapes = [(count, *r.shape) for r in row]
         self.mapped = (
             sum(np.prod(s, dtype=float) * r.dtype.itemsize for s, r in zip(shapes, row, strict=True)) > in_memory
@@ -92,6 +95,11 @@ class ClientRows:
         """What belongs into a checkpoint."""
         return {"seen": self.seen, "rows": [] if self.mapped else self.arrays}
 
+    def checkpointing(self, round_: int) -> None:
+        """A checkpoint of `round_` is about to be written: its journal is there before it."""
+        if self.folder is not None:
+            (self.folder / f"undo-{round_:08d}").write_bytes(b"")
+
     def checkpointed(self, round_: int) -> None:
         """A checkpoint of `round_` was written, with `saved` in it: the journal starts anew."""
         if self.folder is not None:
@@ -102,13 +110,16 @@ class ClientRows:
                     old.unlink()
 
     def restore(self, round_: int, saved: dict[str, Any]) -> None:
-        """Goes back to the checkpoint of `round_`."""
+        """Goes back to the checkpoint of `round_`; `ValueError` if its journal is missing."""
         self.seen[:] = saved["seen"]
         if not self.mapped:
             for array, values in zip(self.arrays, saved["rows"], strict=True):
                 array[:] = values
         elif self.folder is not None:
-            for record in reversed(_records(self.folder / f"undo-{round_:08d}")):
+            journal = self.folder / f"undo-{round_:08d}"
+            if not journal.exists():
+                raise ValueError(f"{journal} is missing: what clients had at that checkpoint is lost")
+            for record in reversed(_records(journal)):
                 for i, array in enumerate(self.arrays):
                     array[record["ids"]] = record[f"{i}"]
             self.checkpointed(round_)
@@ -118,8 +129,14 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
     arrays = []
     for i, (shape, r) in enumerate(zip(shapes, row, strict=True)):
         file = folder / f"rows-{i:02d}.npy"
-        if resume and file.exists():
-            array = np.lib.format.open_memmap(file, mode="r+")
+        if resume:
+            try:
+                np.lib.format.open_memmap(file, mode="r")  # "r+" would make a short file longer
+                array = np.lib.format.open_memmap(file, mode="r+")
+            except FileNotFoundError:
+                raise ValueError(f"{file} is missing: what clients had at the last checkpoint is lost") from None
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{file} was cut short or is damaged: {error}") from None
             if (array.shape, array.dtype) != (shape, r.dtype):
                 raise ValueError(f"{file} must hold {r.dtype} {shape}, got {array.dtype} {array.shape}")
         else:
@@ -130,7 +147,7 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
 
 def _records(journal: Path) -> list[dict[str, np.ndarray]]:
     """What a journal holds; its last record may have been cut short, and then nothing of it had been overwritten."""
-    data = journal.read_bytes() if journal.exists() else b""
+    data = journal.read_bytes()
     records, position = [], 0
     while position + 8 <= len(data):
         length = int.from_bytes(data[position : position + 8], "little")

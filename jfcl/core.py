@@ -7,7 +7,9 @@ Shape letters used in every docstring of the library: `N` clients, `M` examples 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -213,9 +215,42 @@ def take_clients(clients: Clients, rows: jax.Array) -> Clients:
     )
 
 
+def free_host_memory() -> float:
+    """Bytes that this machine, or the control group that it gives us, has left; infinite where nobody knows."""
+    free = [float("inf")]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(1024.0 * int(lines["MemAvailable"].split()[0]))
+    except (OSError, KeyError):
+        pass
+    group = Path("/sys/fs/cgroup")
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            stat = dict(line.split() for line in (group / limit).with_name("memory.stat").read_text().splitlines())
+            taken = int((group / used).read_text()) - int(stat[cached])
+            free.append(float(int((group / limit).read_text()) - taken))
+        except (OSError, KeyError, ValueError):  # of another version, or no limit ("max")
+            continue
+    return min(free)
+
+
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """`np.zeros` whose memory starts at a multiple of 64 bytes, so that jax on a CPU takes it over without a copy."""
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    """`np.zeros` whose memory starts at a multiple of 64 bytes, so that jax on a CPU takes it over without a copy.
+
+    `ValueError` for more than there is: an operating system may give it, and end the program when it is used.
+    """
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    if count > 2**27:  # of less, nobody runs out
+        free = free_host_memory()
+        check(
+            count < free,
+            "memory",
+            f"{count / 1e9:.1f} GB for clients' examples {shape}",
+            f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples",
+        )
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + count].view(dtype).reshape(shape)

@@ -6,11 +6,13 @@ the rest; a program that runs in one process goes through here unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check
 
+HELLO = "jfcl-hello"
 TIMEOUT = 60  # seconds that a process waits for the others to come, and for one that was lost to answer
 
 
@@ -32,7 +35,8 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
       process_id: which one this is, from 0.
 
     Raises:
-      ValueError: numbers that do not fit, or no coordinator that answers within `TIMEOUT` seconds.
+      ValueError: numbers that do not fit; a port that is taken; processes that do not come, or no coordinator that
+        answers, within `TIMEOUT` seconds.
     """
     if coordinator == "auto":
         try:
@@ -49,8 +53,13 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
     check(whole, "num_processes", num_processes, "an integer, at least 1, with a coordinator")
     fits = process_id is not None and 0 <= process_id < num_processes
     check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
-    if process_id > 0:
-        _await(host, int(port))
+    check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")
+    # First among ourselves: jax's own service and client end a process without a word that could be caught.
+    if process_id == 0:
+        _gather(int(port), num_processes)
+    else:
+        _announce(host, int(port), num_processes, process_id)
+        _await(host, int(port)).close()
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=TIMEOUT, heartbeat_timeout_seconds=TIMEOUT
@@ -62,13 +71,64 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
         ) from None
 
 
-def _await(host: str, port: int) -> None:
-    """Returns once something listens at `host:port`: jax's own client would end the process if nothing ever does."""
+def _gather(port: int, count: int) -> None:
+    """Process 0: waits at `port` until all others have said hello, and lets them go on; `ValueError` if some do not."""
+    two = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if two else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=two)
+    except OSError as error:
+        raise ValueError(f"coordinator: port {port} cannot be used ({error}); is another program at it?") from None
+    there: dict[int, socket.socket] = {}
+    until = time.monotonic() + TIMEOUT
+    with contextlib.ExitStack() as stack, server:
+        while len(there) < count - 1:
+            server.settimeout(max(until - time.monotonic(), 0.01))
+            try:
+                guest = stack.enter_context(server.accept()[0])
+                guest.settimeout(5)
+                word, who, of = guest.makefile().readline().split()
+                known = word == HELLO and int(of) == count and 0 < int(who) < count and int(who) not in there
+            except TimeoutError:
+                if time.monotonic() < until:
+                    continue
+                missing = ", ".join(str(i) for i in range(1, count) if i not in there)
+                raise ValueError(
+                    f"coordinator: of the {count} processes, {missing} did not come to port {port} within {TIMEOUT}"
+                    " seconds"
+                ) from None
+            except (OSError, ValueError):  # somebody else
+                continue
+            if known:
+                there[int(who)] = guest
+            elif word == HELLO:
+                guest.sendall(f"process {who} of {of} does not fit: there are {count}, each once\n".encode())
+        for guest in there.values():
+            guest.sendall(b"go\n")
+        for guest in there.values():  # they close first, so that the port is free for jax's service at once
+            with contextlib.suppress(OSError):
+                guest.recv(1)
+
+
+def _announce(host: str, port: int, count: int, process_id: int) -> None:
+    """The others: says hello to process 0, and waits until all have; `ValueError` if that does not answer."""
+    with _await(host, port) as guest:
+        guest.settimeout(TIMEOUT + 10)
+        try:
+            guest.sendall(f"{HELLO} {process_id} {count}\n".encode())
+            said = guest.makefile().readline().strip()
+        except OSError as error:
+            said = str(error)
+    if said != "go":
+        raise ValueError(f"coordinator: {host}:{port} is not (any more) a process 0 that waits for us: {said!r}")
+
+
+def _await(host: str, port: int) -> socket.socket:
+    """Connects as soon as something listens at `host:port`."""
     until = time.monotonic() + TIMEOUT
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
+            return socket.create_connection((host, port), timeout=5)
         except OSError as error:
             if time.monotonic() > until:
                 raise ValueError(
@@ -144,6 +204,25 @@ def same_everywhere(value: Any) -> Any:
     buffer = np.zeros(length, np.uint8)
     buffer[: len(text)] = text
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes().decode())
+
+
+def by_first(fn: Callable[[], Any]) -> Any:
+    """What `fn()` returns in the first process, None in the others; if it fails there, all of them say so.
+
+    Raises:
+      ValueError: what the first process's `fn` raised as `ValueError` or `OSError`.
+    """
+    found, error = None, None
+    try:
+        found = fn() if is_first() else None
+    except (ValueError, OSError) as raised:
+        if not several():
+            raise
+        error = str(raised)
+    error = same_everywhere(error)
+    if error is not None:
+        raise ValueError(error)
+    return found
 
 
 def same_arrays(tree: PyTree) -> PyTree:

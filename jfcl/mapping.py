@@ -15,7 +15,6 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids, free_host_memory, num_clients
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -364,11 +363,7 @@ def free_memory() -> float:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError):
-        return float("inf")
+    return free_host_memory()
 
 
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) -> int:
@@ -384,12 +379,15 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) 
     return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
 
 
-def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, state: PyTree) -> None:
+def check_memory(
+    algorithm: Algorithm, clients: Clients, client_axis: Mapping, state: PyTree, *, copies: int | None = None
+) -> None:
     """Says so if a run does not fit into memory, before anything is computed.
 
-    The data (unless the one device is the CPU, which takes them over where they are) and twice the state, old and new,
-    are added up; shapes will do. What the clients need while they train is asked of the
-    compiled program, but only where so many train at once that it might not fit: that costs a compilation.
+    The data and twice the state, old and new, are added up; shapes will do. `copies` of the data will be made: by
+    default one, or none where the one device is the CPU, which takes them over where they are. What the clients need
+    while they train is asked of the compiled program, but only where so many train at once that it might not fit: that
+    costs a compilation.
 
     Raises:
       ValueError: with what is needed, what is free, and how many clients at once would fit.
@@ -402,8 +400,9 @@ def check_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping, s
     def size(tree, skip=0):
         return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
-    there = jax.default_backend() == "cpu" and inner is client_axis
-    data = 0.0 if there else size(clients.examples) / parts
+    if copies is None:
+        copies = 0 if jax.default_backend() == "cpu" and inner is client_axis else 1
+    data = copies * size(clients.examples) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     check(
         data + 2 * models < free,

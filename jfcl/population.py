@@ -273,7 +273,7 @@ def _fresh(key, clients, *, join, split):
     return _strong(split.apart(join(jax.random.fold_in(key, 0), clients))[1])
 
 
-@partial(jax.jit, static_argnames=("step", "split"))
+@partial(jax.jit, static_argnames=("step", "split"), donate_argnames="common")
 def _round(key, t, common, rows, clients, *, step, split):
     state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
@@ -409,6 +409,9 @@ def simulate_population(
     join = algorithm.init if join is None else join
     client_axis = mapping.auto() if client_axis is None else client_axis
 
+    with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
+    mapping.check_memory(algorithm, example_shapes(store, cohort), client_axis, with_seed, copies=2)
+
     folder = None
     if out is not None:
         about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
@@ -417,7 +420,8 @@ def simulate_population(
         folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
     row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in split.apart(shapes)[1]]
     kept_in = None if folder is None else folder.path / "client_rows"
-    rows = ClientRows(n, row, folder=kept_in, resume=resume, in_memory=rows_in_memory)
+    goes_on = resume and folder.has_checkpoint()
+    rows = ClientRows(n, row, folder=kept_in, resume=goes_on, in_memory=rows_in_memory)
 
     # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
     even = mapping.num_rows(client_axis, cohort) == cohort
@@ -539,6 +543,7 @@ def simulate_population(
                 bar.update(line, completed=t, rate=rate, note=note)
                 due = time.perf_counter() - saved_at >= checkpoint_seconds
                 if folder is not None and (due or ctrl_c.heard or t == until):
+                    rows.checkpointing(t)
                     folder.save(t, {"common": done.common, **rows.saved()}, done.totals | {"time": clock()})
                     rows.checkpointed(t)
                     saved_at = time.perf_counter()

@@ -49,6 +49,14 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     return min(seconds) / n
 
 
+def _known(file: Path | None) -> str | None:
+    """The choice kept in `file`; None if there is none that can be read."""
+    try:
+        return None if file is None else json.loads(file.read_text())["fastest"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def fastest(
     make: Callable[[mapping.Mapping], Algorithm],
     clients: Clients,
@@ -85,7 +93,7 @@ def fastest(
     key = hashlib.sha256(json.dumps([about, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
     folder = cache_dir()
     file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
-    known = json.loads(file.read_text())["fastest"] if file is not None and file.exists() else None
+    known = _known(file)
     known = hosts.same_everywhere(known)
     console = Console(stderr=True, quiet=not (show and hosts.is_first()))
     if known in candidates:
@@ -112,6 +120,9 @@ def fastest(
         raise ValueError(f"memory: {limit / 1e9:.1f} GB are free, but a round needs {least:.1f} GB with every mapping")
     best = hosts.same_everywhere(min(found, key=found.get))
     if file is not None and hosts.is_first():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"fastest": best, "about": about, "seconds_per_client": found, **environment()})
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"fastest": best, "about": about, "seconds_per_client": found, **environment()})
+        except OSError as error:
+            console.print(f"mapping: the choice could not be kept for the next time ({error})")
     return candidates[best]

@@ -58,6 +58,14 @@ def finite_or_none(value: Any) -> Any:
     return value
 
 
+def _differ(name: str, old: Any, new: Any) -> str:
+    """In what `old` and `new` differ, of dicts only the parts that do."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+        return "; ".join(_differ(f"{name}.{n}", old.get(n), new.get(n)) for n in parts)
+    return f"{name}: it has {old!r}, asked for {new!r}"
+
+
 class _Unfit(ValueError):
     """A checkpoint that can be read, but is of something else."""
 
@@ -70,14 +78,22 @@ class RunFolder:
         self._manager = None
 
     @classmethod
+    def look(cls, path: str | Path, resume: bool) -> None:
+        """`ValueError` where a new run could not begin in `path`, or (`resume`) none could go on."""
+        config, there = Path(path) / "config.json", f"{path} holds no run to resume: config.json is missing"
+        if resume and not config.exists():
+            raise ValueError(there)
+        if not resume and config.exists():
+            raise ValueError(
+                f"{path} already holds a run: resume it (--resume on the command line, resume=True in Python), or"
+                " choose another folder"
+            )
+
+    @classmethod
     def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
         """A new run in `path`; `ValueError` if another one is there already."""
         folder = cls(path)
-        if (folder.path / "config.json").exists():
-            raise ValueError(
-                f"{folder.path} already holds a run: resume it (--resume on the command line, resume=True in Python),"
-                " or choose another folder"
-            )
+        cls.look(folder.path, False)
         if folder.path.exists() and not folder.path.is_dir():
             raise ValueError(f"{folder.path} is a file; the output folder must be a new or empty folder")
         there = [name for name in WRITTEN if (folder.path / name).exists()]
@@ -92,15 +108,13 @@ class RunFolder:
     def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
         """The run in `path`; `ValueError` if there is none or it was started with another configuration."""
         folder = cls(path)
-        try:
-            old = read_json(folder.path / "config.json")
-        except FileNotFoundError:
-            raise ValueError(f"{folder.path} holds no run to resume: config.json is missing") from None
+        cls.look(folder.path, True)
+        old = read_json(folder.path / "config.json")
         new = finite_or_none(config)
         missing = object()
         names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n, missing) != new.get(n, missing)]
         if names:
-            said = "; ".join(f"{n}: it has {old.get(n)!r}, asked for {new.get(n)!r}" for n in names)
+            said = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
             raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
         if new.get("num_rounds", 0) > old.get("num_rounds", 0):  # so that it can be resumed from its own file again
             write_json(folder.path / "config.json", old | {"num_rounds": new["num_rounds"]})
@@ -110,6 +124,10 @@ class RunFolder:
     def metrics_path(self) -> Path:
         """`metrics.jsonl`."""
         return self.path / "metrics.jsonl"
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything to restore, damaged or not."""
+        return bool(self.manager.all_steps())
 
     @property
     def manager(self):

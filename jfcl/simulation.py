@@ -375,9 +375,9 @@ def simulate(
         made.check(clients)
 
     folder = None
-    if out is not None and hosts.is_first():
+    if out is not None:
         config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
-        folder = (RunFolder.reopen if resume else RunFolder.create)(out, config)
+        folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
 
     with _CompileClock() as compiling, _Interruptible() as ctrl_c:
         started = time.perf_counter()
@@ -489,7 +489,7 @@ def simulate(
                 note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
                 bar.update(line, completed=done, rate=rate, note=note)
                 due = time.perf_counter() - saved_at >= checkpoint_seconds
-                due, stop = hosts.same_everywhere([due, ctrl_c.heard])
+                due, stop = hosts.same_everywhere(due), hosts.total(int(ctrl_c.heard)) > 0
                 if out is not None and (due or stop or done == until):
                     save()
                     saved_at = time.perf_counter()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -132,9 +133,69 @@ def test_a_coordinator_that_does_not_answer(monkeypatch):
         hosts.connect(f"localhost:{free_port()}", 2, 1)
 
 
+def test_processes_that_do_not_come(monkeypatch):
+    monkeypatch.setattr(hosts, "TIMEOUT", 0.5)
+    port = free_port()
+    with pytest.raises(ValueError, match=rf"of the 3 processes, 1, 2 did not come to port {port} within 0.5 seconds"):
+        hosts.connect(f"localhost:{port}", 3, 0)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port {port} cannot be used .* is another program at it\?"):
+            hosts.connect(f"localhost:{port}", 2, 0)
+
+
+def test_something_else_at_the_port():
+    """It answers, but not as process 0 does."""
+    with socket.create_server(("localhost", 0)) as other:
+
+        def answer():
+            guest = other.accept()[0]
+            guest.recv(100)
+            guest.sendall(b"HTTP/1.0 400 Bad request\n")
+            guest.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match=r"a process 0 that waits for us: 'HTTP/1.0 400"):
+            hosts.connect(f"localhost:{other.getsockname()[1]}", 2, 1)
+        thread.join()
+
+
+def test_processes_that_say_the_wrong_thing():
+    """Of another run, and twice the same: they are told, and those who fit go on."""
+    port = free_port()
+    zero = threading.Thread(target=hosts._gather, args=(port, 3))
+    zero.start()
+    with pytest.raises(ValueError, match="process 1 of 2 does not fit: there are 3, each once"):
+        hosts._announce("localhost", port, 2, 1)
+    first = threading.Thread(target=hosts._announce, args=("localhost", port, 3, 1))
+    first.start()
+    hosts._announce("localhost", port, 3, 2)
+    first.join()
+    zero.join()
+
+
+def test_what_the_first_process_refuses_all_refuse(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    processes = start(tmp_path, ["--rounds", "1"])
+    try:
+        assert [p.wait(timeout=100) for p in processes] == [2, 2]
+    finally:
+        for p in processes:
+            p.kill()
+    for i in range(2):
+        said = (tmp_path / f"log-{i}").read_text()
+        assert "already holds a run" in said and "stack trace" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("localhost:99999", 2, 1), "coordinator must be of a port from 1 to 65535"),
         (("nowhere", 2, 0), 'coordinator must be like "host:port"'),
         (("localhost:1", None, 0), "num_processes must be an integer, at least 1"),
         (("localhost:1", 2, 2), r"process_id must be in 0..1, got 2"),

@@ -277,7 +277,7 @@ class ClientStore:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = False) -> ClientStore:
-        """The store in `path`, memory-mapped: nothing is read but `store.json`.
+        """The store in `path`, memory-mapped: nothing is read but `store.json` and where clients' examples lie.
 
         Args:
           verify: read everything and compare its SHA-256.
@@ -311,6 +311,7 @@ class ClientStore:
             name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])
             for name, f in about["fields"].items()
         }
+        _check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
         return cls(
             path,
@@ -322,6 +323,16 @@ class ClientStore:
             about,
             digest.hexdigest()[:16],
         )
+
+
+def _check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count: int) -> None:
+    """`ValueError` if clients' examples were to lie where there are none: `gather` counts on it."""
+    ends = len(rows) if rows is not None else count
+    whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == ends and bool((np.diff(offsets) >= 0).all())
+    if not whole:
+        raise ValueError(f"{path / 'offsets.npy'} was changed: it does not divide {ends} examples among clients")
+    if rows is not None and len(rows) and rows.max() >= count:
+        raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
 
 
 def _check_cluster(cluster: Any, n: int) -> np.ndarray:

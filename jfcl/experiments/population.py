@@ -50,6 +50,7 @@ def run_population(
         and was made otherwise than asked for.
     """
     check(config.method not in NEED_ALL, "method", config.method, "one that does not compare all clients: --population")
+    check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
     check(config.partition != "writer", "partition", config.partition, "another with --population")

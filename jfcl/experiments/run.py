@@ -34,8 +34,8 @@ def run(
     Raises:
       ValueError: before anything is computed, for anything in `config` that does not fit.
     """
-    if out is not None and not resume and hosts.is_first() and (Path(out) / "config.json").exists():
-        RunFolder.create(out, {})  # refuses, before data are loaded
+    if out is not None:
+        hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded
     if of_population(config):
         with jax.default_matmul_precision(matmul_precision(config.precision)):
             return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)

@@ -266,7 +266,8 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     training = make_training(config, max_examples(federation.train))
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
-        said = [config.method, config.model, training.num_steps, training.num_epochs, training.batch_size]
+        costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
+        said = {name: value for name, value in dataclasses.asdict(config).items() if name not in costless}
         client_axis = probe.fastest(make, federation.train, candidates(config), about=said)
     algorithm = make(client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
