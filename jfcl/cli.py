@@ -628,7 +628,7 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         if isinstance(error, DivergedError):
             errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
             return 1
-        if isinstance(error, (ValueError, OSError)):  # OSError: a folder that cannot be written, a full disk
+        if isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: a folder not to be written, a full disk
             errors.print("[red]jfcl: error:[/]", end=" ")
             errors.print(str(error), markup=False)
             return 2

@@ -184,7 +184,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "momentum_clustering", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
         (["run", "fedavg", "--quantile", "0.2"], "method fedavg has no option quantile"),
         (["run", "fedavg", "--radius", "1"], "radius must be left out: fedavg without --aggregator has none"),
-        (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),
+        (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, and finite, got -1.0"),
         (["run", "knn_per", "--mixing", "1.5"], "mixing must be in [0, 1], got 1.5"),
         (["run", "knn_per", "--num-neighbours", "36"], "num_neighbours must be at most 28, the smallest client's"),
         (["run", "ifca", "--population", "0"], "population must be an integer, at least 1, got 0"),
@@ -474,3 +474,30 @@ def test_a_population(tmp_path, capsys):
     x.write_bytes(x.read_bytes()[:-7])
     assert cli.main(command) == 2
     assert "x.npy was cut short" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interruption_says_what_is_kept(begun, tmp_path, monkeypatch, capsys):
+    def interrupted(args, console):
+        if begun:
+            (tmp_path / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "run", interrupted)
+    assert cli.main(["run", "fedavg", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().err
+    assert ("--resume" in said, "nothing had begun" in said) == (begun, not begun)
+
+
+def test_nothing_to_resume_is_said_before_data_are_made(tmp_path, capsys):
+    assert cli.main(["run", "fedavg", "--population", "1000", "--out", str(tmp_path / "no"), "--resume"]) == 2
+    assert "holds no run to resume" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_momentum_of_zero_is_zero():
+    losses = [
+        run(jfcl.experiments.Config("momentum_clustering", clients=8, rounds=3, momentum=momentum))[1].clients["loss"]
+        for momentum in (None, 0.9, 0.0)
+    ]
+    np.testing.assert_array_equal(losses[0], losses[1])
+    assert not np.array_equal(losses[0], losses[2])

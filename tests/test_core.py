@@ -3,8 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jfcl import core
 from jfcl.core import (
     Clients,
+    aligned_zeros,
     check,
     check_choice,
     check_clients,
@@ -108,3 +110,25 @@ def test_stacking_takes_a_type_that_holds_every_clients_numbers():
         stack_clients([{"x": np.ones((2, 3))}, {"x": np.ones((2, 5))}])
     with pytest.raises(ValueError, match="client 1: its arrays are"):
         stack_clients([{"x": np.ones((2, 3))}, {"y": np.ones((2, 3))}])
+
+
+def test_what_does_not_fit_into_memory_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(core, "free_host_memory", lambda: 1e8)
+    with pytest.raises(ValueError, match=r"memory must be at most the 0.1 GB that are free; use fewer clients"):
+        aligned_zeros((1 << 10, 1 << 10, 64), np.float32)
+    assert aligned_zeros((3,), np.float32).tolist() == [0, 0, 0]
+
+
+def test_free_memory_is_what_the_control_group_leaves(monkeypatch):
+    files = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 400\n"}
+    files["meminfo"] = "MemTotal: 9 kB\nMemAvailable:       8 kB\n"
+
+    def read_text(path):
+        if path.name not in files or path.parent.name == "memory":
+            raise FileNotFoundError(path)
+        return files[path.name]
+
+    monkeypatch.setattr(core.Path, "read_text", read_text)
+    assert core.free_host_memory() == 2400
+    files["memory.max"] = "max"
+    assert core.free_host_memory() == 8192

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import jfcl
+from jfcl import mapping
 from jfcl.client_rows import ClientRows
 from jfcl.data import ClientStore
 from jfcl.population import make_sampler, split_state, who_answers
@@ -332,6 +334,39 @@ def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path
     for mine, wanted in zip(back.arrays, before[0], strict=True):
         np.testing.assert_array_equal(mine[before[1]], wanted[before[1]])
     np.testing.assert_array_equal(back.seen, before[1])
+
+
+@pytest.mark.parametrize("damage", ["cut short", "is missing", "journal"])
+def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
+    options = {"rows_in_memory": 0, "out": tmp_path / "run"}
+    population(METHODS["ditto"], stop_after=2, **options)
+    folder = tmp_path / "run" / "client_rows"
+    (journal,) = folder.glob("undo-*")
+    first = folder / "rows-00.npy"
+    if damage == "cut short":
+        first.write_bytes(first.read_bytes()[:-4])
+    else:
+        (journal if damage == "journal" else first).unlink()
+    words = {"journal": "undo-00000002 is missing", "cut short": "rows-00.npy was cut short"}
+    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    with pytest.raises(ValueError, match=words.get(damage, r"rows-00.npy is missing")):
+        population(METHODS["ditto"], resume=True, **options)
+    assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
+    options = {"rows_in_memory": 0, "out": tmp_path / "run"}
+    straight = population(METHODS["ditto"], out=tmp_path / "whole", rows_in_memory=0)
+    population(METHODS["ditto"], stop_after=1, **options)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first
+    same(straight.state, population(METHODS["ditto"], resume=True, **options).state)
+
+
+def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(mapping, "free_memory", lambda: 50.0)
+    with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
+        population(out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 SCRIPT = """

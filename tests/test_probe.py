@@ -38,8 +38,23 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
     assert "as an earlier probe found" in capsys.readouterr().err
     probe.fastest(make, clients, candidates, about="y", show=False)
     assert len(asked) == 6 and capsys.readouterr().err == ""
+    for file in (tmp_path / "mappings").iterdir():
+        whole = file.read_text()
+        file.write_text(whole[:20])  # whoever cannot be read is asked again
+        probe.fastest(make, clients, candidates, about="x", show=False)
+        probe.fastest(make, clients, candidates, about="y", show=False)
+        assert file.read_text() == whole
+    assert len(asked) == 12
     kept = [json.loads(f.read_text()) for f in (tmp_path / "mappings").iterdir()]
     assert len(kept) == 2 and all(k["fastest"] == "b" and k["seconds_per_client"]["c"] == 2.0 for k in kept)
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JFCL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(probe, "seconds_per_client", lambda *_: 1.0)
+    assert probe.fastest(make, problem()[0], {"a": jfcl.chunked(1)}, about="x") == jfcl.chunked(1)
+    assert "the choice could not be kept for the next time" in capsys.readouterr().err
 
 
 def test_mappings_that_do_not_fit_are_not_run(monkeypatch):

@@ -108,6 +108,22 @@ def test_files_cut_short_are_noticed(folder, name):
         ClientStore.open(folder)
 
 
+def test_examples_that_are_nowhere_are_noticed(folder, tmp_path):
+    def change(file, place, value):
+        array = np.load(file)
+        array[place] = value
+        np.save(file, array)
+
+    change(folder / "offsets.npy", 1, 7)  # behind the next client's
+    with pytest.raises(ValueError, match=r"offsets.npy was changed: it does not divide 6 examples among clients"):
+        ClientStore.open(folder)
+    base = [{"x": np.zeros((4, 1), np.float32)}]
+    ClientStore.create_indexed(tmp_path / "r", base, [np.array([0, 3]), np.array([1])])
+    change(tmp_path / "r" / "rows.npy", 2, 200)
+    with pytest.raises(ValueError, match=r"rows.npy was changed: row 200 of 4 examples"):
+        ClientStore.open(tmp_path / "r")
+
+
 def test_changed_files_are_noticed_when_asked(folder):
     file = folder / "x.npy"
     data = bytearray(file.read_bytes())

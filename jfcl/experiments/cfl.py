@@ -301,6 +301,7 @@ def figure_9(bench: Bench, setting: dict[str, Any]) -> Outcome:
 # examples of the labels that its cluster exchanges, which of 20 random ones one in eighty has not.
 _GAPS = {"models": {"mnist": "cnn_mnist", "cifar10": "cnn5"}, "rounds": 50, "lr": 0.1}
 _GAPS |= {"batch_size": {"mnist": 10, "cifar10": 100}, "partition": "stratified"}
+_WHOLE = {"mnist": 100, "cifar10": 100}
 _TRAINING = {"local_epochs": 3, "batch_size": 100, "lr": 0.1}
 _RELATIVE = {"eps_1": 0.25, "eps_2": 0.42, "min_rounds": 10}
 _LABEL_SWAP_FULL = _TRAINING | _RELATIVE | {"model": "cnn_mnist", "examples_per_client": 3000, "rounds": 100}
@@ -325,8 +326,8 @@ RECIPES = {
     "cfl.figure6": Recipe(
         "CFL, figure 6: separation gap by round, label swap",
         figure_6,
-        full=_GAPS | {"examples": {"mnist": 100, "cifar10": 1500}, "seeds": 5},
-        small=_GAPS | {"examples": {"mnist": 100}, "seeds": 2},
+        full=_GAPS | {"examples": {"mnist": 100, "cifar10": 1500}, "batch_size": _WHOLE, "seeds": 5},
+        small=_GAPS | {"examples": {"mnist": 100}, "batch_size": _WHOLE, "seeds": 2},
     ),
     "cfl.figure7": Recipe(
         "CFL, figure 7: update norms of incongruent and congruent clients",
