@@ -218,6 +218,10 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
 def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
     """`map_reduce` of `sharded` and `pmapped`: each device folds its own clients, and the totals are summed."""
+    if isinstance(mapping, sharded):
+        check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
+    nested = isinstance(mapping.inner, (sharded, pmapped))
+    check(not nested, "inner", mapping.inner, "the mapping of one device's clients: jax.vmap or jfcl.chunked(size)")
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)

@@ -122,3 +122,10 @@ def test_more_devices_than_there_are():
         client_mesh(3)
     with pytest.raises(ValueError, match=r"pmapped: num_devices must be at most the 2 devices"):
         pmapped(3)(lambda x: x)(jnp.zeros(3))
+
+
+def test_what_is_no_mesh_and_devices_inside_devices():
+    with pytest.raises(ValueError, match=r"sharded: mesh must be a mesh, such as jfcl.client_mesh\(\), got None"):
+        sharded(None)(lambda x: x)(jnp.zeros(2))
+    with pytest.raises(ValueError, match="inner must be the mapping of one device's clients"):
+        sharded(client_mesh(), pmapped())(lambda x: x)(jnp.zeros(2))
