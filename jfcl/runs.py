@@ -80,10 +80,10 @@ class RunFolder:
     @classmethod
     def look(cls, path: str | Path, resume: bool) -> None:
         """`ValueError` where a new run could not begin in `path`, or (`resume`) none could go on."""
-        config, there = Path(path) / "config.json", f"{path} holds no run to resume: config.json is missing"
-        if resume and not config.exists():
-            raise ValueError(there)
-        if not resume and config.exists():
+        there = (Path(path) / "config.json").exists()
+        if resume and not there:
+            raise ValueError(f"{path} holds no run to resume: config.json is missing")
+        if there and not resume:
             raise ValueError(
                 f"{path} already holds a run: resume it (--resume on the command line, resume=True in Python), or"
                 " choose another folder"
