@@ -36,7 +36,7 @@ MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
     "vmap": lambda: jax.vmap,
     "sharded(chunked(1))": lambda: mapping.sharded(mapping.client_mesh(), mapping.chunked(1)),
     "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
-    "pmap": lambda: mapping.pmapped(),
+    "pmap": mapping.pmapped,
 }
 METHODS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": lambda task, training, clusters, **options: fedavg(task, training, **options),

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -234,13 +234,18 @@ def same_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
-def total(count: int) -> int:
-    """The sum of every process's `count`."""
+def everybodys(values: Sequence[int]) -> np.ndarray:
+    """`[P, n]`: the `n` integers of every process, the first one's in front."""
     if not several():
-        return count
+        return np.array([values], np.int32)
     from jax.experimental import multihost_utils
 
-    return int(np.sum(multihost_utils.process_allgather(np.int32(count))))
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32)))
+
+
+def total(count: int) -> int:
+    """The sum of every process's `count`."""
+    return int(everybodys([count]).sum())
 
 
 def leave(status: int) -> None:

@@ -93,8 +93,7 @@ def fastest(
     key = hashlib.sha256(json.dumps([about, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
     folder = cache_dir()
     file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
-    known = _known(file)
-    known = hosts.same_everywhere(known)
+    known = hosts.same_everywhere(_known(file))
     console = Console(stderr=True, quiet=not (show and hosts.is_first()))
     if known in candidates:
         console.print(f"mapping: {known}, as an earlier probe found ({file})")

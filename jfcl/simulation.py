@@ -489,7 +489,8 @@ def simulate(
                 note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
                 bar.update(line, completed=done, rate=rate, note=note)
                 due = time.perf_counter() - saved_at >= checkpoint_seconds
-                due, stop = hosts.same_everywhere(due), hosts.total(int(ctrl_c.heard)) > 0
+                said = hosts.everybodys([due, ctrl_c.heard])
+                due, stop = said[0, 0], said[:, 1].any()  # the first one's clock, and whoever was interrupted
                 if out is not None and (due or stop or done == until):
                     save()
                     saved_at = time.perf_counter()

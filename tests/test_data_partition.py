@@ -36,28 +36,33 @@ def assert_partition(parts, num_clients, num_examples, *, complete=True, least=1
         assert len(count) == num_examples
 
 
+def fitting(n, clients, each):
+    """`(clients, examples of each)` for which `n` examples are enough."""
+    each = None if each is None else min(each, n)
+    return 1 + clients % (n // (each or 1)), each
+
+
+def assert_equal_parts(parts, clients, n, each):
+    assert_partition(parts, clients, n, complete=each is None)
+    sizes = {len(part) for part in parts}
+    assert sizes == {each} if each else max(sizes) - min(sizes) <= 1
+
+
 labelled = st.lists(st.integers(0, 4), min_size=1, max_size=120).map(np.array)
 
 
 @given(n=st.integers(1, 200), clients=st.integers(1, 30), each=st.none() | st.integers(1, 20), seed=seeds)
 def test_iid_law(n, clients, each, seed):
-    each = None if each is None else min(each, n)
-    clients = 1 + clients % (n // (each or 1))
-    parts = iid(n, clients, seed=seed, examples_per_client=each)
-    assert_partition(parts, clients, n, complete=each is None)
-    sizes = {len(part) for part in parts}
-    assert sizes == {each} if each else max(sizes) - min(sizes) <= 1
+    clients, each = fitting(n, clients, each)
+    assert_equal_parts(iid(n, clients, seed=seed, examples_per_client=each), clients, n, each)
 
 
 @given(labels=labelled, clients=st.integers(1, 30), each=st.none() | st.integers(1, 20), seed=seeds)
 def test_stratified_law(labels, clients, each, seed):
     n = len(labels)
-    each = None if each is None else min(each, n)
-    clients = 1 + clients % (n // (each or 1))
+    clients, each = fitting(n, clients, each)
     parts = stratified(labels, clients, seed=seed, examples_per_client=each)
-    assert_partition(parts, clients, n, complete=each is None)
-    sizes = {len(part) for part in parts}
-    assert sizes == {each} if each else max(sizes) - min(sizes) <= 1
+    assert_equal_parts(parts, clients, n, each)
     for label in np.unique(labels):
         counts = np.array([(labels[part] == label).sum() for part in parts])
         share = (labels == label).sum() / n * (each or n / clients)

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfcl import local, mapping
-from jfcl.algorithms.splitting import Rules, rounds
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete
+from jfcl.algorithms.splitting import CFLState, Rules, rounds
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
 from jfcl.theory import max_noise_of_split
 
 
@@ -144,11 +144,6 @@ def cfl(
         recursive=recursive,
     )
 
-    def can_split(clients: Clients) -> None:
-        some = int((np.asarray(clients.size) > 0).sum())
-        if 2 * min_size > some:
-            warnings.warn(f"min_size is {min_size}: {some} clients can never be split into two of that", stacklevel=3)
-
     made = rounds(
         task,
         training,
@@ -162,7 +157,14 @@ def cfl(
         adversary=adversary,
         client_axis=client_axis,
     )
-    return made._replace(check=can_split)
+
+    def init(key: jax.Array, clients: Clients) -> CFLState:
+        n = num_clients(clients)
+        if 2 * min_size > n:
+            warnings.warn(f"min_size is {min_size}: {n} clients can never be split into two of that", stacklevel=1)
+        return made.init(key, clients)
+
+    return made._replace(init=init)
 
 
 def _warn_of_thresholds(eps_1, eps_2, relative, max_clusters):

@@ -15,7 +15,9 @@ from jfcl.core import check, check_count
 Seed = int | Sequence[int]
 
 
-def _check_enough(num_examples: int, num_clients: int, each: int = 1) -> None:
+def _check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
+    each = 1 if examples_per_client is None else examples_per_client
+    check_count("examples_per_client", each)
     check_count("num_clients", num_clients)
     check_count("num_examples", num_examples)
     if num_clients * each > num_examples:
@@ -59,12 +61,10 @@ def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client:
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    each = 1 if examples_per_client is None else examples_per_client
-    check_count("examples_per_client", each)
-    _check_enough(num_examples, num_clients, each)
+    _check_enough(num_examples, num_clients, examples_per_client)
     order = np.random.default_rng(seed).permutation(num_examples)
     if examples_per_client is not None:
-        order = order[: num_clients * each]
+        order = order[: num_clients * examples_per_client]
     return [np.sort(part) for part in np.array_split(order, num_clients)]
 
 
@@ -91,13 +91,11 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
       [[4, 2, 2], [4, 2, 2]]
     """
     labels = _as_labels(labels)
-    each = 1 if examples_per_client is None else examples_per_client
-    check_count("examples_per_client", each)
-    _check_enough(len(labels), num_clients, each)
+    _check_enough(len(labels), num_clients, examples_per_client)
     rng = np.random.default_rng(seed)
     order = _sorted_by(labels, rng)
     if examples_per_client is not None:
-        wanted = num_clients * each
+        wanted = num_clients * examples_per_client
         order = order[np.arange(wanted) * len(order) // wanted]
     return [np.sort(order[i::num_clients]) for i in rng.permutation(num_clients)]
 
