@@ -80,7 +80,7 @@ def local_training(
         momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
         (`O(N D)` memory).
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
-        same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that takes fewer operations; `"never"`;
+        same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that costs less; `"never"`;
         `"always"`, or a `ValueError` that says why it cannot be.
 
     Raises:
@@ -251,8 +251,8 @@ def trains_in_span(
         return False
     steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
     counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
-    fewer = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
-    return fewer and outside_span(task, training, params, anchor) is None
+    less = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
+    return less and outside_span(task, training, params, anchor) is None
 
 
 def train(
