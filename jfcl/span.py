@@ -25,9 +25,9 @@ import optax
 
 from jfcl.core import DenseStart, PyTree, get_parameter, is_concrete, set_parameter
 
-# What reading and writing one weight in a step takes, in multiply-adds. Measured on a CPU with a device per core (13 cases:
-# d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): the costs below then tell the faster way, or one within 15 % of
-# it. With one device for both cores the span is up to 1.8 times as fast where they say that the two are level.
+# What reading and writing one weight in a step takes, in multiply-adds. Measured on a CPU with a device per core, in 13
+# cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): the costs below then tell the faster way, or one within
+# 15 % of it. With one device for both cores the span is up to 1.8 times as fast where they say that the two are level.
 PASS = 25
 TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far below what a non-linearity does
 
