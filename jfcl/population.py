@@ -32,6 +32,7 @@ from jfcl.simulation import (
     _Interruptible,
     _progress_bar,
     _stop_if_diverged,
+    _stop_if_nothing_came,
     _warn_once,
     finite_mean,
     found_clusters,
@@ -528,7 +529,8 @@ def simulate_population(
                     key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
                 )
                 mine, values, finite = jax.device_get((mine, values, finite))
-                _stop_if_diverged(finite[None], {k: v[None] for k, v in values.items()}, t, [seed], folder)
+                _stop_if_diverged(finite[None], t, [seed], folder)
+                _stop_if_nothing_came({k: v[None] for k, v in values.items()}, t, [seed], folder)
                 result = _Result(t, new, mine, values, drawn)
                 done = commit(result)
                 if t % eval_every == 0 or t == num_rounds:

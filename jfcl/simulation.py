@@ -44,6 +44,7 @@ SUMMED = (
     "client_steps",
     "nonfinite",
 )  # over rounds; of all else a record has the last round's
+BLOCK_SECONDS = 1.0  # of rounds in one call of the compiled program, about: so often the bar moves, and Ctrl-C is heard
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
 
 
@@ -149,6 +150,17 @@ def finite_mean(values):
     return jnp.nanmean(jnp.where(jnp.isfinite(values), values, jnp.nan))
 
 
+def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`total` and what was lost of it to rounding (Knuth's two-sum), plus `x`: of whole numbers, exact up to 2^48.
+
+    So it does not matter how many rounds are added up in one go.
+    """
+    high, low = total
+    new = high + x
+    part = new - high
+    return new, low + ((high - (new - part)) + (x - part))
+
+
 @partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
 def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
@@ -162,12 +174,12 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
         def one_round(t, carry):
             state, _, sums = carry
             state, values = algorithm.step(jax.random.fold_in(key, t), state, clients)
-            sums = {name: sums[name] + values[name].astype(jnp.float32) for name in sums}
+            sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
             return state, values, sums
 
         like = jax.eval_shape(algorithm.step, key, state, clients)[1]
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        sums = {name: jnp.zeros(()) for name in SUMMED if name in like}
+        sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         state, last, sums = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums))
         return state, shorten(last), sums, is_finite(state.params)
 
@@ -209,7 +221,7 @@ class _CompileClock:
 
 
 class _Interruptible:
-    """Between blocks of rounds, `heard` says whether Ctrl-C was pressed; a second one is not waited with."""
+    """`heard`: whether Ctrl-C was pressed. While jax computes nothing is heard; a second one is not waited with."""
 
     def __enter__(self):
         self.heard = False
@@ -323,7 +335,7 @@ def simulate(
     Raises:
       ValueError: bad input, before anything is compiled.
       DivergedError: a model went non-finite, or no client sent a finite update; the last good checkpoint stays.
-      KeyboardInterrupt: on Ctrl-C, once the rounds up to the next evaluation are done and saved; at once on a second.
+      KeyboardInterrupt: on Ctrl-C, once the rounds at work (about a second's, at least one) are done and saved.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -467,17 +479,22 @@ def simulate(
         with _progress_bar(progress and hosts.is_first()) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
             until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+            at_most = 1  # rounds at once: a first one tells how long they take
             while done < until:
-                count = min(eval_every - done % eval_every, until - done)
+                count = min(eval_every - done % eval_every, until - done, at_most)
+                began = time.perf_counter() - compiling.seconds
                 state, values, sums, finite = jax.block_until_ready(
                     _advance(keys, state, np.int32(done + 1), np.int32(count), clients, hyperparams, **static)
                 )
+                took = time.perf_counter() - compiling.seconds - began
+                at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
                 done += count
-                _stop_if_diverged(finite, values, done, seeds, folder)
-                for name, v in hosts.fetch(sums).items():
+                _stop_if_diverged(finite, done, seeds, folder)
+                for name, (high, low) in hosts.fetch(sums).items():
                     old = totals.get(name, [0.0] * len(seeds))
-                    totals[name] = [a + float(b) for a, b in zip(old, v, strict=True)]
+                    totals[name] = [a + (float(h) + float(l)) for a, h, l in zip(old, high, low, strict=True)]
                 if done % eval_every == 0 or done == num_rounds:
+                    _stop_if_nothing_came(values, done, seeds, folder)
                     rows = judge(state, done, values, sums)
                     records += rows
                     if folder is not None:
@@ -489,8 +506,9 @@ def simulate(
                 note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
                 bar.update(line, completed=done, rate=rate, note=note)
                 due = time.perf_counter() - saved_at >= checkpoint_seconds
-                said = hosts.everybodys([due, ctrl_c.heard])
-                due, stop = said[0, 0], said[:, 1].any()  # the first one's clock, and whoever was interrupted
+                said = hosts.everybodys([due, at_most, ctrl_c.heard])
+                due, at_most = said[0, :2].tolist()  # by the first one's clock
+                stop = said[:, 2].any()
                 if out is not None and (due or stop or done == until):
                     save()
                     saved_at = time.perf_counter()
@@ -524,16 +542,21 @@ def found_clusters(state: Any) -> Any:
     return getattr(state, "group", state.cluster)
 
 
-def _stop_if_diverged(finite, values, t: int, seeds: list, folder: RunFolder | None) -> None:
-    kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
-    remedy = "a lower learning rate usually helps"
-    for s, ok in enumerate(np.asarray(finite)):
-        if not ok:
-            raise DivergedError(f"round {t}, seed {seeds[s]}: a model is no longer finite; {remedy}{kept}")
+def _stop_if_diverged(finite, t: int, seeds: list, folder: RunFolder | None) -> None:
+    for s in np.flatnonzero(~np.asarray(finite)):
+        raise _diverged(t, seeds[s], "a model is no longer finite", folder)
+
+
+def _stop_if_nothing_came(values, t: int, seeds: list, folder: RunFolder | None) -> None:
     if "nonfinite" in values and "participants" in values:
         bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
         for s in np.flatnonzero((bad == present) & (present > 0)):
-            raise DivergedError(f"round {t}, seed {seeds[s]}: no client sent a finite update; {remedy}{kept}")
+            raise _diverged(t, seeds[s], "no client sent a finite update", folder)
+
+
+def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedError:
+    kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
+    return DivergedError(f"round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
 
 
 def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int) -> None:

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jfcl
+from jfcl import simulation
 from jfcl.core import Algorithm, Clients
 from jfcl.mapping import chunked
 from jfcl.testing import count_compilations, problem
@@ -136,6 +137,34 @@ def test_kill_minus_nine_and_resume(tmp_path):
         for folder, how in (("a", "resume"), ("b", "new"))
     ]
     assert outputs[0] == outputs[1] and outputs[0].endswith(" 2000\n")
+
+
+def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
+    """The program is called for about a second's rounds: sums of large whole numbers come out the same, and exact."""
+
+    def step(key, state, clients):
+        state, metrics = IFCA.step(key, state, clients)
+        return state, metrics | {"bytes_up": jnp.float32(90_000_001.0) + 8 * state.round.astype(jnp.float32)}
+
+    seen, advance = [], simulation._advance
+    for seconds in (0.0, 1e6):
+        monkeypatch.setattr(simulation, "BLOCK_SECONDS", seconds)
+        algorithm = Algorithm(IFCA.init, step, TASK)
+        counts = []
+
+        def counted(*args, counts=counts, **options):
+            counts.append(int(args[3]))
+            return advance(*args, **options)
+
+        monkeypatch.setattr(simulation, "_advance", counted)
+        history = sim(algorithm=algorithm, num_rounds=40, eval_every=20)
+        seen.append((counts, history))
+    (ones, short), (blocks, long) = seen
+    assert ones == [1] * 40 and blocks == [1, 19, 20]
+    assert equal(short.state, long.state)
+    assert [r["bytes_up"] for r in short.records] == [r["bytes_up"] for r in long.records]
+    exact = sum(float(np.float32(90_000_001.0) + np.float32(8 * t)) for t in range(1, 41))
+    assert short.records[-1]["bytes_up"] == exact
 
 
 def test_ctrl_c_saves(tmp_path):
