@@ -433,8 +433,8 @@ def simulate(
             axes = {"seed_axis": seed_axis, "client_axis": client_axis}
             return _evaluate(state.params, state.cluster, data, task=task, by_loss=by_loss, **axes)
 
-        def judge(state, t: int, values, sums) -> list[dict[str, Any]]:
-            """The records of round `t`, one per seed."""
+        def judge(state, t: int, values, sums) -> tuple[list[dict[str, Any]], Any]:
+            """The records of round `t`, one per seed, and what `assess` says of the test clients."""
             held_out, new, values, cluster, excluded = hosts.fetch(
                 (
                     assess(state, test_clients, by_loss=False),
@@ -464,7 +464,7 @@ def simulate(
                     if excluded is not None:
                         row["excluded"] = excluded[s].tolist()
                 rows.append(row)
-            return rows
+            return rows, held_out
 
         def clock() -> tuple[float, float]:
             elapsed = time.perf_counter() - started - compiling.seconds
@@ -476,6 +476,7 @@ def simulate(
                 folder.save(done, kept, totals | {"time": clock()})
 
         latest: dict[str, Any] = {}
+        held_out = None  # of the present state, once it was judged
         with _progress_bar(progress and hosts.is_first()) as bar:
             line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
             until = num_rounds if stop_after is None else min(num_rounds, stop_after)
@@ -488,14 +489,14 @@ def simulate(
                 )
                 took = time.perf_counter() - compiling.seconds - began
                 at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-                done += count
+                done, held_out = done + count, None
                 _stop_if_diverged(finite, done, seeds, folder)
                 for name, (high, low) in hosts.fetch(sums).items():
                     old = totals.get(name, [0.0] * len(seeds))
                     totals[name] = [a + (float(h) + float(l)) for a, h, l in zip(old, high, low, strict=True)]
                 if done % eval_every == 0 or done == num_rounds:
                     _stop_if_nothing_came(values, done, seeds, folder)
-                    rows = judge(state, done, values, sums)
+                    rows, held_out = judge(state, done, values, sums)
                     records += rows
                     if folder is not None:
                         folder.append(rows)
@@ -514,7 +515,8 @@ def simulate(
                     saved_at = time.perf_counter()
                 if stop:
                     raise KeyboardInterrupt
-        final = {"cluster": found_clusters(state)} | (assess(state, test_clients, by_loss=False) or {})
+        held_out = assess(state, test_clients, by_loss=False) if held_out is None else held_out
+        final = {"cluster": found_clusters(state)} | (held_out or {})
         final["examples"] = jnp.broadcast_to(clients.size, (num_seeds, len(clients.size)))
         final = {name: np.asarray(value)[:, :n] for name, value in hosts.fetch(final).items()}
         seconds, compile_seconds = clock()
