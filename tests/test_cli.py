@@ -324,6 +324,17 @@ def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
     assert json.loads(Path(run, "summary.json").read_text())["num_rounds"] == rounds + 2
 
 
+def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    splits = ["--eps-1", "inf", "--eps-2", "1e-30", "--min-rounds", "2"]
+    assert cli.main(["run", "cfl", *QUICK, *splits, "--out", run]) == 0
+    again = ["run", "--config", f"{run}/config.json", "--quiet"]
+    assert cli.main([*again, "--out", run, "--resume"]) == 0
+    assert cli.main([*again, "--out", f"{run}-2"]) == 0
+    first, second = (Path(folder, "metrics.jsonl").read_text() for folder in (run, f"{run}-2"))
+    assert first == second and '"num_clusters": 1' not in first.splitlines()[-1]
+
+
 def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished, tmp_path / "runs")
     runs = [str(p) for p in sorted((tmp_path / "runs").glob("*")) if (p / "summary.json").exists()]
@@ -333,6 +344,13 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     monkeypatch.chdir(runs[0])
     assert cli.main(["compare", "."]) == 0
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
+
+
+def test_aggregators_are_told_of_the_cohorts_share_of_attackers(tmp_path):
+    run = ["run", "fedavg", "--population", "60", "--cohort", "10", "--rounds", "2", "--quiet"]
+    attacked = [*run, "--attack", "sign_flip", "--malicious", "0.2", "--aggregator"]
+    for aggregator in ("trimmed_mean", "krum"):  # of 60, 12 would be too many for a cohort of 10
+        assert cli.main([*attacked, aggregator, "--out", str(tmp_path / aggregator)]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.* held NaN or infinity")

@@ -47,6 +47,10 @@ def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch):
         assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
     (tmp_path / "oracle" / "summary.json").unlink()  # as if stopped in the middle
     assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
+    other = r"out must be a new folder: another experiment was begun there \(rounds: 2, asked for 3\)"
+    with pytest.raises(ValueError, match=other):
+        reproduce("toy", recipes=SMALL, out=tmp_path, full=True)
+    (tmp_path / "setting.json").unlink()
     with pytest.raises(ValueError, match="out must be a new folder: fedavg there differs in rounds"):
         reproduce("toy", recipes=SMALL, out=tmp_path, full=True)
 

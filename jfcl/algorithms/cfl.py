@@ -54,7 +54,7 @@ def cfl(
 
     Args:
       task, training: the model and how a client trains it.
-      eps_1: `ε₁`, above 0; default 0.4. Infinity leaves it to `min_rounds` and `gamma_max` to decide.
+      eps_1: `ε₁`, above 0; default 0.4. Infinity, with a tiny `eps_2`, leaves it to `min_rounds` and `gamma_max`.
       eps_2: `ε₂`, above 0; a cluster whose clients' updates are all shorter is finished. Default: 0.5, or 1.6 (with 0.4
         those of the authors' demonstration, 10 clients with EMNIST) where the thresholds are absolute.
       relative: measure `ε₁` in mean update norms of the first round, and `ε₂` in largest ones, which hardly depend on

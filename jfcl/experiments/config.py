@@ -5,6 +5,7 @@ from it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import optax
@@ -106,7 +107,7 @@ class Config:
     stragglers: float = _option(0.0, "share of a --population's cohort that is asked besides, the slowest being cut")
     server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
     server_lr: float = _option(1.0, "the server's learning rate")
-    num_models: int | None = _option(None, "number of models, if not --clusters (ifca)")
+    num_models: int | None = _option(None, "number of models, if not --clusters (methods that are told how many)")
     average: str = _option("models", "models (option II) or gradients (option I; needs --local-steps 1) (ifca)")
     share: str | None = _option(None, "share parameters whose path starts with one of these, comma separated (ifca)")
     identity_batch: int | None = _option(
@@ -115,8 +116,11 @@ class Config:
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
-    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4 --relative (cfl)")
-    eps_2: float | None = _option(None, "and whose longest update is longer; default: 0.5 --relative (cfl)")
+    eps_1: float | None = _option(
+        None,
+        "split clusters whose mean update is shorter; default: 0.4 (cfl)",
+    )
+    eps_2: float | None = _option(None, "and whose longest is longer; default: 0.5 if --relative, else 1.6 (cfl)")
     relative: bool = _option(False, "measure both in the first round's update norms; default if neither is given (cfl)")
     gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
     recursive: bool = _option(False, "clusters that stand still and are not split train no more (cfl)")
@@ -179,7 +183,7 @@ class Config:
     )
     precision: str = _option(
         "float32",
-        "inside matrix products, training's and the server's: float32, tf32 or bfloat16; no effect on a CPU",
+        "inside training's matrix products: float32, tf32 or bfloat16; no effect on a CPU",
         "run",
     )
 
@@ -187,6 +191,7 @@ class Config:
 def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     """`config` as it stands in a run's `config.json`, beside the fingerprint of the split."""
     saved = dataclasses.asdict(config) | {"split_hash": split_hash}
+    saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
     return saved | {"num_rounds": saved.pop("rounds")}
 
 
@@ -194,6 +199,7 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     """The options of `Config` in what a run's `config.json` holds: those that are not None."""
     options = saved | {"rounds": saved.get("num_rounds")}
     others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
+    options = {name: float(v) if v in ("inf", "-inf") else v for name, v in options.items()}  # JSON has no infinity
     return {name: value for name, value in options.items() if value is not None and name not in others}
 
 

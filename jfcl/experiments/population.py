@@ -174,7 +174,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
     client_axis = mapping_of(config)
 
     def make(**changes):
-        changed = dataclasses.replace(config, cohort=None, **changes)
+        changed = dataclasses.replace(config, **changes)
         return make_algorithm(changed, task, training, sample._replace(cluster=np.asarray(cluster)), client_axis)
 
     join = None  # new clients are not worth the restarts, or the warm rounds, of the first cohort

@@ -7,8 +7,6 @@ nothing twice.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -19,10 +17,10 @@ from matplotlib.figure import Figure
 
 from jfcl import plots
 from jfcl.core import check, check_choice, check_count
-from jfcl.experiments.config import Config
+from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.runs import finite_or_none, write_json
+from jfcl.runs import finite_or_none, read_json, write_json
 from jfcl.simulation import environment
 
 Row = dict[str, Any]
@@ -39,9 +37,9 @@ class Bench(NamedTuple):
         """`(summary, records)` of `config`: read from `out/name` if it has run there, resumed if it was stopped."""
         folder = self.out / name
         if (folder / "summary.json").exists():
-            saved = json.loads((folder / "config.json").read_text())
-            wanted = finite_or_none(dataclasses.asdict(config))
-            differ = [k for k, v in wanted.items() if saved.get("num_rounds" if k == "rounds" else k) != v]
+            saved = read_json(folder / "config.json")
+            wanted = finite_or_none(to_saved(config, saved["split_hash"]))
+            differ = [k.removeprefix("num_") for k, v in wanted.items() if saved.get(k) != v]
             check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
         else:
             started = (folder / "config.json").exists()
@@ -113,6 +111,7 @@ def reproduce(
         setting[entry] = value
     out = Path(out or Path("runs") / "reproduce" / f"{name}-{'full' if full else 'small'}")
     out.mkdir(parents=True, exist_ok=True)
+    _check_setting(out, {"name": name} | finite_or_none(setting))
     started = time.perf_counter()
     outcome = recipe.make(Bench(out, data_dir, progress), setting)
     result = {
@@ -129,3 +128,12 @@ def reproduce(
     write_json(out / "result.json", result)
     plots.save(outcome.figure, out / "figure.png")
     return result
+
+
+def _check_setting(out: Path, asked: dict[str, Any]) -> None:
+    """Notes in `out` what is done there; `ValueError` if it was something else, whose parts would be taken for ours."""
+    file = out / "setting.json"
+    there = read_json(file) if file.exists() else asked
+    differ = [f"{k}: {there.get(k)}, asked for {asked.get(k)}" for k in asked | there if there.get(k) != asked.get(k)]
+    check(not differ, "out", str(out), f"a new folder: another experiment was begun there ({'; '.join(differ)})")
+    write_json(file, asked)

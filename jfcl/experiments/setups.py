@@ -27,7 +27,7 @@ from jfcl.core import (
     max_examples,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, validate
+from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, validate
 from jfcl.local import LocalTraining, local_training, most_steps
 
 # Options of methods that are handed on where they are given, under their own name; three go by another.
@@ -118,6 +118,8 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {"client_axis": client_axis}
     options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
     options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
+    if of_population(config):
+        options.pop("cohort", None)  # all that are on the device
     if config.momentum is not None and "momentum" in method.options:
         options["momentum"] = config.momentum
     if config.aggregator is not None and "radius" not in method.options:
