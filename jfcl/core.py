@@ -111,6 +111,8 @@ class Algorithm(NamedTuple):
       task: the task whose parameters the state holds; the simulation evaluates with it.
       check: `(clients on the host) -> None`: a `ValueError` for clients that the method cannot do with, where shapes do
         not tell; the simulation asks before anything is compiled.
+      refresh: `(state, clients) -> state`: what is kept of each client but follows from what all have in common, made
+        anew; asked of a population's clients, most of whom took no part in the last round.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
@@ -122,6 +124,7 @@ class Algorithm(NamedTuple):
     step: Callable[[jax.Array, Any, Clients], tuple[Any, dict[str, jax.Array]]]
     task: Task | None = None
     check: Callable[[Clients], None] | None = None
+    refresh: Callable[[Any, Clients], Any] | None = None
 
 
 class Adversary(NamedTuple):

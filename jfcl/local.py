@@ -78,7 +78,7 @@ def local_training(
       augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
       keep: what a client carries to its next round: `"nothing"` restarts momentum and schedules, `"schedule"` restarts
         momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
-        (`O(N D)` memory).
+        (`O(N D)` memory). A schedule that counts on counts every round, also those in which the client has no part.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
         same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that costs less; `"never"`;
         `"always"`, or a `ValueError` that says why it cannot be.
@@ -169,15 +169,28 @@ def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int)
 def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Array) -> PyTree:
     """A fresh optimiser state whose schedule, under `keep="schedule"`, already counts `steps_done` steps."""
     state = training.optimizer.init(params)
-    if training.keep != "schedule":
+    return at_step(state, steps_done) if training.keep == "schedule" else state
+
+
+def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
+    """`opt_state` whose schedules count `steps_done` steps. Adam's own count belongs to its moments, and is left."""
+    injected = optax.InjectStatefulHyperparamsState
+    steps_done = jnp.asarray(steps_done, jnp.int32)
+
+    def one(state):
+        if isinstance(state, optax.ScaleByScheduleState):
+            return state._replace(count=steps_done)
+        if isinstance(state, injected):
+            counting = {name: s for name, s in state.hyperparams_states.items() if "count" in getattr(s, "_fields", ())}
+            counting = {name: s._replace(count=steps_done) for name, s in counting.items()}
+            return state._replace(
+                count=steps_done,
+                hyperparams_states=state.hyperparams_states | counting,
+                inner_state=at_step(state.inner_state, steps_done),
+            )
         return state
-    # Only the schedules' counters: Adam's own count belongs to its moments, which do restart.
-    schedules = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
-    return jax.tree.map(
-        lambda s: s._replace(count=steps_done.astype(jnp.int32)) if isinstance(s, schedules) else s,
-        state,
-        is_leaf=lambda s: isinstance(s, schedules),
-    )
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda s: isinstance(s, (optax.ScaleByScheduleState, injected)))
 
 
 def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Array:
@@ -203,9 +216,10 @@ def optimizer_at(
     training: LocalTraining, params: PyTree, opt_state: PyTree, rounds: jax.Array, size: jax.Array, max_examples: int
 ) -> PyTree:
     """The optimiser's state with which one client begins a round after `rounds` of them; `opt_state` is its last."""
-    if training.keep == "everything":
-        return opt_state
-    return start_optimizer(training, params, rounds * steps_per_round(training, size, max_examples))
+    steps_done = rounds * steps_per_round(training, size, max_examples)
+    if training.keep == "everything":  # schedules count the rounds that it sat out too
+        return at_step(opt_state, steps_done)
+    return start_optimizer(training, params, steps_done)
 
 
 def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:

@@ -27,6 +27,11 @@ from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids
 Mapping = Callable[..., Callable[..., Any]]
 
 
+# Chunks whose sums are added up by themselves. In float32, a sum that grows by one client at a time is off by 3e-5
+# after 10,000 of them, and by a hundredth after a million.
+BLOCK = 1024
+
+
 class chunked(NamedTuple):
     """A mapping that takes `size` clients at a time: `vmap` inside, a sequential loop outside.
 
@@ -204,14 +209,30 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
             sent, kept = some(first, size)
             return fold(total, sent), kept
 
-        # Scanning over row numbers, not over rows: the data, never reshaped, are then not copied into the loop.
-        total, kept = jax.lax.scan(one_chunk, jax.tree.map(jnp.asarray, zero), jnp.arange(n // size) * size)
-        kept = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), kept)
+        def in_turn(step, total, first, count, stride):
+            # Scanning over row numbers, not over rows: the data, never reshaped, are then not copied into the loop.
+            total, kept = jax.lax.scan(step, total, first + jnp.arange(count) * stride)
+            return total, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), kept)
+
+        def one_block(total, first):
+            part, kept = in_turn(one_chunk, nothing, first, BLOCK, size)
+            return jax.tree.map(jnp.add, total, part), kept
+
+        nothing = jax.tree.map(jnp.asarray, zero)
+        total, parts, chunks = nothing, [], n // size
+        blocks = chunks // BLOCK if chunks > 8 * BLOCK and jax.tree.leaves(zero) else 0
+        if blocks:
+            total, kept = in_turn(one_block, nothing, 0, blocks, BLOCK * size)
+            parts.append(kept)
+        if chunks > blocks * BLOCK:
+            part, kept = in_turn(one_chunk, nothing, blocks * BLOCK * size, chunks - blocks * BLOCK, size)
+            total = jax.tree.map(jnp.add, total, part) if blocks else part
+            parts.append(kept)
         if n % size:
-            sent, rest = some(n - n % size, n % size)
+            sent, kept = some(n - n % size, n % size)
             total = fold(total, sent)
-            kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), kept, rest)
-        return total, kept
+            parts.append(kept)
+        return total, parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return reduced
 

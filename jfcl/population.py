@@ -463,6 +463,8 @@ def simulate_population(
             tests = jax.device_put(test_store.gather(evaluated))
             learners = jax.device_put(store.gather(evaluated)) if by_rows or num_models > 1 else None
 
+        refresh = algorithm.refresh and jax.jit(algorithm.refresh)
+
         def start_rows(ids: np.ndarray, clients: Clients) -> list | None:
             """What those of `ids` that never took part start with."""
             return None if rows.all_seen(ids) else jax.device_get(_fresh(key, clients, join=join, split=split))
@@ -472,6 +474,7 @@ def simulate_population(
             ask = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
             mine = rows.take(evaluated, start_rows(evaluated, learners)) if by_rows else [0] * sum(split.of_clients)
             state = split.together(common, mine)
+            state = state if refresh is None else refresh(state, learners)
             found = jnp.zeros(len(evaluated), jnp.int32)
             if split.personal:
                 served = jnp.arange(len(evaluated), dtype=jnp.int32)

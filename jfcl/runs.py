@@ -180,8 +180,8 @@ class RunFolder:
     def restore(self, like: PyTree, *, any_round: bool = True) -> tuple[int, PyTree, dict[str, Any]] | None:
         """The latest checkpoint as `(round, state of the structure of like, totals)`; `None` if there is none.
 
-        Where that is damaged, the one before it (unless `any_round` is False), with a warning. Lines of `metrics.jsonl`
-        from after it are dropped: those rounds are run again.
+        Where that is damaged, it goes, and the one before it is taken (unless `any_round` is False), with a warning.
+        Lines of `metrics.jsonl` from after it are dropped: those rounds are run again.
 
         Raises:
           ValueError: checkpoints of another model or number of clients; only damaged ones.
@@ -200,6 +200,8 @@ class RunFolder:
                 damage = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 warnings.warn(f"the checkpoint of round {round_} in {self.path} is damaged ({damage})", stacklevel=3)
                 continue
+            for later in rounds[: rounds.index(round_)]:  # damaged: as long as they are there, orbax saves no others
+                self.manager.delete(later)
             self._truncate(round_)
             return round_, state, totals
         raise ValueError(f"no checkpoint in {self.path} can be read: {damage}; nothing was changed")

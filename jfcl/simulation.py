@@ -445,6 +445,8 @@ def simulate(
                 )
             )
             cluster, excluded = cluster[:, :n], None if excluded is None else excluded[:, :n]
+            padded = num_clients(clients)  # with the clients behind, which do not count
+            values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
             rows = []
             for s, seed in enumerate(seeds):
                 row = {"seed": seed, "round": t}
@@ -558,7 +560,7 @@ def _stop_if_nothing_came(values, t: int, seeds: list, folder: RunFolder | None)
 
 def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedError:
     kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
-    return DivergedError(f"round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
+    return DivergedError(f"by round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
 
 
 def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int) -> None:

@@ -221,6 +221,16 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
     assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
 
 
+def test_flhc_leaves_alone_whose_distance_overflows():
+    y = np.repeat(np.float32([[0, 10], [0, 13], [50, 0], [53, 0], [1e25, -1e25]])[:, None], 3, axis=1)
+    clients = Clients({"x": np.zeros((5, 3, 2), np.float32), "y": y}, np.full(5, 3, np.int32))
+    task = jfcl.models.task(lambda _: {"b": jnp.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+    training = jfcl.local_training(optax.sgd(0.25), num_steps=1)
+    algorithm = jfcl.flhc(task, training, num_clusters=3, distance="euclidean", rounds_before=0)
+    cluster = algorithm.init(jax.random.key(0), clients).cluster.tolist()
+    assert cluster[0] == cluster[1] != cluster[2] == cluster[3] and cluster.count(cluster[4]) == 1
+
+
 @pytest.mark.parametrize("name", ["one_shot", "flhc", "fesem"])
 def test_attackers_lie_where_the_clusters_are_found(name):
     clients, malicious = regression(), np.arange(8) >= 6

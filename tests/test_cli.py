@@ -17,8 +17,8 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.experiments import run
-from jfcl.experiments.setups import matmul_precision
+from jfcl.experiments import Config, run
+from jfcl.experiments.setups import make_training, matmul_precision
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -183,7 +183,17 @@ def test_list_and_help_name_everything(capsys):
         (["run", "momentum_clustering", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
         (["run", "momentum_clustering", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
         (["run", "fedavg", "--quantile", "0.2"], "method fedavg has no option quantile"),
-        (["run", "fedavg", "--radius", "1"], "radius must be left out: fedavg without --aggregator has none"),
+        (["run", "fedavg", "--radius", "1"], "radius must be left out: no option of fedavg, got 1.0"),
+        (["run", "fedavg", "--radius", "1", "--aggregator", "krum"], "no option of fedavg or --aggregator krum"),
+        (["run", "fedavg", "--weights", "equal", "--aggregator", "krum"], "weights must be left out with --aggregator"),
+        (
+            ["run", "momentum_clustering", "--radius", "1", "--quantile-rule", "linear"],
+            "quantile_rule must be left out with --radius, got 'linear'",
+        ),
+        (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
+        (["run", "fedavg", "--mapping", "auto", "--chunk", "8"], "chunk must be left out with --mapping auto"),
+        (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
+        (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
         (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, and finite, got -1.0"),
         (["run", "knn_per", "--mixing", "1.5"], "mixing must be in [0, 1], got 1.5"),
         (["run", "knn_per", "--num-neighbours", "36"], "num_neighbours must be at most 28, the smallest client's"),
@@ -307,6 +317,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     assert cli.main([*command, "3", "--resume"]) == 0
     assert "the checkpoint of round 3" in capsys.readouterr().err
     assert files(run)["metrics.jsonl"] == whole["metrics.jsonl"]
+    assert cli.main([*command, "3", "--resume"]) == 0
+    assert "the checkpoint of round 3" not in capsys.readouterr().err  # a good one is in its place
     for file in (run / "checkpoints").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
@@ -510,6 +522,18 @@ def test_an_interruption_says_what_is_kept(begun, tmp_path, monkeypatch, capsys)
 def test_nothing_to_resume_is_said_before_data_are_made(tmp_path, capsys):
     assert cli.main(["run", "fedavg", "--population", "1000", "--out", str(tmp_path / "no"), "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("method", "options", "steps"), [("fedavg", {}, 2), ("cfl", {"validation": 0.5}, 1)])
+def test_the_rate_falls_after_every_round_also_with_examples_kept_aside(method, options, steps):
+    config = Config(method, lr=1.0, lr_decay=0.5, local_epochs=1, batch_size=5, **options)
+    training = make_training(config, 10)
+    gradient = {"w": np.float32(1)}
+    state, moved = training.optimizer.init(gradient), []
+    for _ in range(2 * steps):
+        update, state = training.optimizer.update(gradient, state)
+        moved.append(-float(update["w"]))
+    assert moved == [1.0] * steps + [0.5] * steps
 
 
 def test_momentum_of_zero_is_zero():

@@ -191,3 +191,12 @@ def test_wide_updates_are_not_copied():
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_row_near_the_largest_float_costs_the_others_no_digits():
+    x = 100 + 0.01 * normal((20, 8), 0)
+    x[3] = 3e38
+    got = np.asarray(squared_distances(x))
+    others = np.delete(np.arange(20), 3)
+    true = cdist(x[others].astype(np.float64), x[others].astype(np.float64), "sqeuclidean")
+    np.testing.assert_allclose(got[np.ix_(others, others)], true, rtol=1e-3, atol=1e-9)

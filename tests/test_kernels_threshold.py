@@ -238,3 +238,18 @@ def test_stacked_pytrees_are_their_matrix(form):
         np.testing.assert_allclose(ours["w"][..., 0, :], truth[..., 1:], atol=1e-6)
     with pytest.raises(ValueError, match="centers must be a tree like points"):
         threshold_clustering(as_tree, points[:2], **options)
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+@pytest.mark.parametrize("limit", [{"quantile": 0.8}, {"quantile": 1.0}, {"radius": "three_means"}])
+def test_a_point_whose_distance_overflows_is_outside(form, limit):
+    points = np.float32([[1, 0], [1.1, 0], [0.9, 0], [1, 0.1], [1e25, 1e25]])
+    center = threshold_clustering(points, points[:1], num_rounds=3, form=form, **limit)
+    assert np.abs(center).max() < 1.2
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_a_point_at_the_quantile_is_inside_in_float32_too(form):
+    points = np.arange(101, dtype=np.float32)[:, None]
+    center = threshold_clustering(points, points[:1], num_rounds=1, quantile=0.53, form=form)
+    np.testing.assert_allclose(center, [[np.arange(54).sum() / 101]], rtol=1e-5)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jfcl.core import Task
-from jfcl.local import local_training, mean_loss, start_optimizer, steps_per_round, train
+from jfcl.local import local_training, mean_loss, optimizer_at, start_optimizer, steps_per_round, train
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},
@@ -207,3 +207,20 @@ def test_mean_loss_masks():
 def test_refuses(options, words):
     with pytest.raises(ValueError, match=words):
         local_training(optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("keep", ["schedule", "everything"])
+@pytest.mark.parametrize("injected", [False, True])
+def test_schedules_count_the_rounds_that_a_client_sits_out(keep, injected):
+    schedule = optax.exponential_decay(1.0, 2, 0.5, staircase=True)  # a round has two steps
+    optimizer = optax.inject_hyperparams(optax.sgd)(schedule) if injected else optax.sgd(schedule, momentum=0.0)
+    training = local_training(optimizer, num_steps=2, keep=keep)
+    params = {"w": jnp.zeros(16)}
+    examples, opt_state = {"x": np.zeros(4, np.int32)}, start_optimizer(training, params, jnp.zeros((), jnp.int32))
+    moved = []
+    for done in (0, 1, 3):  # it sits out the third round
+        begin = optimizer_at(training, params, opt_state, jnp.int32(done), jnp.int32(4), 4)
+        out = do(COUNTING, training, params, examples, 4, opt_state=begin)
+        moved.append(-float(out.params["w"][0]))
+        opt_state = out.opt_state if keep == "everything" else opt_state
+    np.testing.assert_allclose(moved, [2.0, 1.0, 0.25])

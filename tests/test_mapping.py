@@ -36,6 +36,17 @@ def test_map_reduce_sums_what_is_sent_and_stacks_what_is_kept(n, size):
         np.testing.assert_allclose(kept, x.astype(np.float64).sum(axis=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("n", [9_000, 9_216])
+def test_sums_over_many_clients_one_at_a_time_keep_their_digits(n):
+    def client(x):
+        return 21 * x, x + 1
+
+    x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
+    total, kept = jax.jit(map_reduce(chunked(1), client, lambda total, sent: total + sent[0], 0.0))(x)
+    np.testing.assert_allclose(total, 21 * x.astype(np.float64).sum(), rtol=3e-6)
+    np.testing.assert_array_equal(kept, x + np.float32(1))
+
+
 def test_chunks_bound_the_memory():
     """Temporaries grow with the chunk, not with the number of clients."""
 

@@ -82,6 +82,15 @@ def test_knn_per_too():
     assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
 
 
+def test_knn_per_serves_the_present_model_to_those_who_took_no_part():
+    clients, _, task, training = problem("classification")
+    store = ClientStore.from_clients(clients)
+    options = {"num_rounds": 4, "cohort": 2, "test_store": store}
+    mixed = population(jfcl.knn_per(task, training, num_neighbours=2, mixing=0.0), store, **options)
+    common = population(jfcl.fedavg(task, training), store, **options)  # the same model, and no neighbours
+    assert [r["accuracy"] for r in mixed.records] == [r["accuracy"] for r in common.records]
+
+
 # ---- A cohort at a time --------------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,14 @@ def test_kill_minus_nine_and_resume(tmp_path):
     assert outputs[0] == outputs[1] and outputs[0].endswith(" 2000\n")
 
 
+def test_records_leave_out_the_clients_that_fill_up_devices():
+    clients, _, task, training = problem("classification")
+    axis = jfcl.sharded(jfcl.client_mesh(2))
+    algorithm = jfcl.knn_per(task, training, num_neighbours=2, client_axis=axis)
+    record = sim(algorithm=algorithm, clients=clients, test_clients=clients, num_rounds=1, client_axis=axis).records[0]
+    assert len(record["mixing"]) == len(clients.size) == 7 and all(0 <= m <= 1 for m in record["mixing"])
+
+
 def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
     """The program is called for about a second's rounds: sums of large whole numbers come out the same, and exact."""
 

@@ -205,7 +205,7 @@ def federated_clustering(
             updates, opt_state = training.optimizer.update(along, opt_state, params)
             new, loss = optax.apply_updates(params, updates), losses[mine]
             if rest is not None:
-                trained = local.train(task, rest, jax.random.fold_in(key, 1), new, examples, size, opt_state)
+                trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
                 new, opt_state = trained.params, trained.opt_state
                 loss = (loss + trained.loss * rest.num_steps) / training.num_steps
             return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()

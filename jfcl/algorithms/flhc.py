@@ -28,6 +28,8 @@ from jfcl.core import (
 )
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
+FARTHEST = 1e30  # stands for a distance whose square overflows, which the kernels would take for a missing one
+
 LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
 DISTANCES = ("cosine", "euclidean")
 
@@ -111,7 +113,8 @@ def flhc(
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:
-            similarity = 1.0 - jnp.sqrt(squared_distances(updates, mask=real))
+            apart = jnp.sqrt(squared_distances(updates, mask=real))
+            similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
         # Clients without (finite) updates are twins of the first that has one, so that they are nobody's cluster.
         n = num_clients(clients)
         who = jnp.where(real, jnp.arange(n), jnp.argmax(real))

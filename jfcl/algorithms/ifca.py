@@ -140,6 +140,7 @@ def ifca(
     check_count("num_clusters", num_clusters)
     check_choice("average", average, AVERAGE)
     check_count("restarts", restarts)
+    check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:

@@ -208,10 +208,14 @@ def knn_per(
         new = KnnPerState(personal(model, clients), state.cluster, state.round + 1, shared)
         return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
 
+    def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
+        model = jax.tree.map(lambda p: p[0], state.common.params)
+        return state._replace(params=personal(model, clients))
+
     mixed = Task(
         init=task.init,
         loss=mixture_loss,
         predict=lambda params, x: jnp.log(jnp.maximum(probabilities(params, x), LEAST)),
         correct=mixture_right,
     )
-    return Algorithm(init, step, mixed, enough_neighbours)
+    return Algorithm(init, step, mixed, enough_neighbours, refresh)

@@ -5,6 +5,7 @@ from it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -283,5 +284,16 @@ def validate(config: Config) -> None:
         check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
     if config.radius is not None:
         check(config.radius > 0, "radius", config.radius, "above 0")
-        used = config.aggregator is not None or "radius" in METHODS[config.method].options
-        check(used, "radius", config.radius, f"left out: {config.method} without --aggregator has none")
+        users = [config.method] if config.aggregator is None else [config.method, f"--aggregator {config.aggregator}"]
+        fn = kernels.AGGREGATORS.get(config.aggregator)
+        takes = inspect.signature(fn).parameters if fn else ()
+        used = "radius" in takes or "radius" in METHODS[config.method].options
+        check(used, "radius", config.radius, f"left out: no option of {' or '.join(users)}")
+        check(config.quantile_rule is None, "quantile_rule", config.quantile_rule, "left out with --radius")
+    if config.aggregator is not None:
+        check(config.weights is None, "weights", config.weights, "left out with --aggregator, which counts all alike")
+    if not config.validation:
+        given = config.fallback_rounds
+        check(given is None, "fallback_rounds", given, "left out without --validation")
+    if config.mapping == "auto":
+        check(config.chunk is None, "chunk", config.chunk, "left out with --mapping auto, which tries several")

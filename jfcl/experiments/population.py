@@ -35,6 +35,10 @@ COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
 NEED_ALL = ("cfl", "byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
 
 
+def _cohort(config: Config, num_clients: int) -> int:
+    return min(COHORT, num_clients) if config.cohort is None else config.cohort
+
+
 def run_population(
     config: Config,
     out: str | Path | None,
@@ -63,7 +67,7 @@ def run_population(
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
         store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
         asked = config
-        config = dataclasses.replace(config, clients=len(store), cohort=config.cohort or min(COHORT, len(store)))
+        config = dataclasses.replace(config, clients=len(store), cohort=_cohort(config, len(store)))
         validate(config)
         malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
@@ -141,7 +145,7 @@ def make_stores(
         texts = config.model in LANGUAGE_MODELS
         return store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
-    cohort = config.cohort or min(COHORT, config.population)
+    cohort = _cohort(config, config.population)
     validate(dataclasses.replace(config, clients=config.population, cohort=cohort))
     dataset, vocab_size = load_dataset(config, data_dir)
     if progress:

@@ -65,6 +65,10 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     )
     lr: Any = config.lr
     if config.lr_decay != 1:
+        if config.mixing is None:  # examples that are held back are not trained on
+            of_method = inspect.signature(METHODS[config.method].make).parameters.get("validation")
+            share = of_method.default if of_method and config.validation is None else config.validation
+            largest = max(largest - int(np.float32(share or 0) * np.float32(largest)), 1)
         lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
         if training.keep == "nothing":
             training = training._replace(keep="schedule")
@@ -138,7 +142,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         prefixes = tuple(p.strip() for p in config.share.split(","))
         paths = models.parameter_paths(task)
         for prefix in prefixes:
-            known = any(path.startswith(prefix) for path in paths)
+            known = prefix and any(path.startswith(prefix) for path in paths)
             check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
         options["shared"] = lambda path: path.startswith(prefixes)
     if config.restarts != 1:

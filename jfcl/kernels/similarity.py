@@ -245,7 +245,8 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
 
     def distances(candidate):
         squares = jnp.square(sketch - sketch[candidate][None, :]).sum(axis=1)
-        return jnp.where(usable & usable[candidate], squares, far)
+        counts = usable & usable[candidate] & ~jnp.isnan(squares)  # NaN: of a row whose sums overflow
+        return jnp.where(counts, squares, far)
 
     to_all = jax.lax.map(distances, candidates)  # [64, N]
     half = jnp.maximum((usable.sum() - 1) // 2, 0)

@@ -138,7 +138,7 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
     count = usable.sum()
     ordered = jnp.sort(distances, axis=1)
     if rule == THREE_MEANS:
-        return _three_means(ordered, count)
+        return _three_means(ordered)
 
     def pick(place):
         place = jnp.clip(place.astype(jnp.int32), 0, jnp.maximum(count - 1, 0))
@@ -146,6 +146,8 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
 
     if rule == "linear":
         place = limit * (count - 1).astype(limit.dtype)
+        whole = jnp.round(place)  # 0.53 of 100 is 53, also in float32
+        place = jnp.where(jnp.abs(place - whole) <= 4 * jnp.finfo(limit.dtype).eps * place, whole, place)
         low = jnp.floor(place)
         part = place - low
         below, above = pick(low), pick(low + 1.0)
@@ -154,11 +156,12 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
     return 0.99 * radius if rule == "index_shrunk" else radius
 
 
-def _three_means(ordered: jax.Array, count: jax.Array, num_iters: int = 50) -> jax.Array:
-    """`[K]`: the mean of the two larger of 3 means of each row's first `count` numbers (Lloyd from its sextiles)."""
-    usable = jnp.arange(ordered.shape[1])[None, :] < count
+def _three_means(ordered: jax.Array, num_iters: int = 50) -> jax.Array:
+    """`[K]`: the mean of the two larger of 3 means of each row's finite numbers (Lloyd from its sextiles)."""
+    usable = jnp.isfinite(ordered)
     values = jnp.where(usable, ordered, 0.0)
-    starts = (jnp.array([1, 3, 5]) * jnp.maximum(count - 1, 0)) // 6
+    last = jnp.maximum(usable.sum(axis=1) - 1, 0)
+    starts = jnp.array([1, 3, 5])[None, :] * last[:, None] // 6
 
     def lloyd(_, means):  # [K, 3]
         nearest = jnp.argmin(jnp.abs(values[:, :, None] - means[:, None, :]), axis=2)
@@ -167,7 +170,7 @@ def _three_means(ordered: jax.Array, count: jax.Array, num_iters: int = 50) -> j
         sums = (members * values[:, :, None]).sum(axis=1)
         return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1.0), means)
 
-    means = jax.lax.fori_loop(0, num_iters, lloyd, ordered[:, starts])
+    means = jax.lax.fori_loop(0, num_iters, lloyd, jnp.take_along_axis(values, starts, axis=1))
     return (means.sum(axis=1) - means.min(axis=1)) / 2.0
 
 
@@ -175,7 +178,7 @@ def _inside(distances, usable, limit, rule):
     """`[K, N]` floats: 1 for the points inside each centre's radius."""
     radius = _radii(distances, usable, limit, rule)[:, None]
     inside = distances < radius if rule == "index_strict" else distances <= radius
-    return (inside & usable[None, :]).astype(distances.dtype)
+    return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype)  # overflown: far from all
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
