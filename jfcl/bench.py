@@ -146,7 +146,7 @@ def floor_gflop(case: Case) -> float:
       True
     """
     first, *rest = multiply_adds(MODELS[case.model][0](NUM_CLASSES), INPUT_SHAPE)
-    training = case.steps * (case.batch or case.examples) * (2 * first + 3 * sum(rest))
+    training = case.steps * min(case.batch or case.examples, case.examples) * (2 * first + 3 * sum(rest))
     choosing = case.clusters * case.examples * (first + sum(rest)) if case.method == "ifca" else 0
     return 2 * case.clients * (training + choosing) / 1e9
 

@@ -20,6 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 EXAMPLES = """examples:
   jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
@@ -271,7 +272,7 @@ def _bytes(value: float) -> str:
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """One row per run: mean ± standard deviation over seeds. Narrow enough for a terminal of 80 columns."""
     look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}  # columns stand one blank apart
-    table = Table(title=title, title_justify="left", title_style="", header_style="bold", **look)
+    table = Table(title=Text(title), title_justify="left", title_style="", header_style="bold", **look)
     table.add_column("run", overflow="fold")
     words = any("perplexity" in summary["mean"] for summary in summaries.values())
     heads = (
@@ -298,7 +299,7 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         if found and len(found) < len(recovered):
             rounds += f"\n({len(found)} of {len(recovered)})"
         table.add_row(
-            name,
+            Text(name),
             cell("perplexity", 1, 1) if words else cell("accuracy", 100, 1),
             *[cell(metric, 100, 1) for metric in ("worst_client_accuracy", "cluster_accuracy")],
             cell("adjusted_rand", 1, 2),
@@ -372,7 +373,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
             f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
         )
     if args.out:
-        console.print(f"kept in {args.out}: summary.json, metrics.jsonl, clients.csv, plots/")
+        console.print(f"kept in {args.out}: summary.json, metrics.jsonl, clients.csv, plots/", markup=False)
 
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
@@ -382,14 +383,14 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
     runs = {}
     for folder in args.runs:
-        name = Path(folder).resolve().name
-        runs[name if name not in runs else str(folder)] = read_run(folder)
+        path = Path(folder).resolve()
+        runs[path.name if path.name not in runs else str(path)] = read_run(folder)
     summaries = {name: summary for name, (summary, _) in runs.items()}
     seeds = sorted({_say_seeds(summary) for summary in summaries.values()})
     console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
     differ = _differences(args.runs)
     if differ:
-        console.print(f"they differ in {', '.join(differ)}")
+        console.print(f"they differ in {', '.join(differ)}", markup=False)
     splits = {summary["split_hash"] for summary in summaries.values()}
     if len(splits) > 1:
         console.print(f"note: these runs are on {len(splits)} different splits of the data")
@@ -398,7 +399,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     records = {name: rows for name, (_, rows) in runs.items()}
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
-    console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}")
+    console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
 
 
 def _differences(folders: list[str]) -> list[str]:
@@ -406,6 +407,8 @@ def _differences(folders: list[str]) -> list[str]:
     from jfcl.runs import read_json
 
     configs = [read_json(Path(folder) / "config.json") for folder in folders]
+    for config, folder in zip(configs, folders, strict=True):  # done, not asked for
+        config["num_rounds"] = read_json(Path(folder) / "summary.json")["num_rounds"]
     for config in configs:
         if config.get("population") is not None or config.get("store") is not None:
             config["clients"] = None  # it counts nothing there
@@ -467,12 +470,12 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
         table.add_row(*[_cell(row.get(name)) for name in columns])
     console.print(table)
     if result["notes"]:
-        console.print(result["notes"])
+        console.print(result["notes"], markup=False)
     console.print(f"{result['size']} setting: {', '.join(f'{k} {v}' for k, v in result['setting'].items())}")
     console.print(f"{result['seconds']:.0f} s on {result['device']}")
     out = args.out or f"runs/reproduce/{result['name']}-{result['size']}"
     kept = "result.json, figure.png, and what was run" if any(Path(out).glob("*/")) else "result.json, figure.png"
-    console.print(f"kept in {out}: {kept}")
+    console.print(f"kept in {out}: {kept}", markup=False)
 
 
 def _cell(value: Any) -> str:
@@ -542,7 +545,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     out.mkdir(parents=True)
     write_json(out / "bench.json", found)
     plots.save(plots.throughput(found["rows"]), out / "throughput.png")
-    console.print(f"kept in {out}: bench.json, throughput.png")
+    console.print(f"kept in {out}: bench.json, throughput.png", markup=False)
 
 
 def command_demo(args: argparse.Namespace, console: Console) -> None:
@@ -589,7 +592,7 @@ def main(argv: list[str] | None = None) -> int:
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
         console = Console(highlight=False, width=120)
-    warnings.showwarning = lambda message, *_, **__: errors.print(f"[yellow]note:[/] {message}")
+    warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
     status = _main(argv, console, errors)
     if status:
         from jfcl import hosts
@@ -626,7 +629,8 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             errors.print(f"jfcl: stopped: another process was lost{how} ({said})", markup=False)
             return 1
         if isinstance(error, DivergedError):
-            errors.print(f"[red]jfcl: stopped:[/] {error}", markup=True)
+            errors.print("[red]jfcl: stopped:[/]", end=" ")
+            errors.print(str(error), markup=False)
             return 1
         if isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: a folder not to be written, a full disk
             errors.print("[red]jfcl: error:[/]", end=" ")

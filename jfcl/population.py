@@ -561,7 +561,8 @@ def simulate_population(
         final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
         if tests is not None:
             found, held_out = assess(done.common)
-            final |= {name: np.asarray(v)[None] for name, v in (held_out | {"cluster": found}).items()}
+            held_out = held_out | {"cluster": found, "model": held_out["cluster"]}
+            final |= {name: np.asarray(v)[None] for name, v in held_out.items()}
         seconds, compile_seconds = clock()
     steps = done.totals.get("client_steps", 0.0)
     return PopulationHistory(records, state, final, done.round, seconds, compile_seconds, steps, rows)

@@ -37,6 +37,8 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     some, n = num_clients(clients), hosts.total(num_clients(clients))
     if n > 2 * MOST_CLIENTS * jax.process_count():  # then every process has as many as it takes
         some, n = MOST_CLIENTS, MOST_CLIENTS * jax.process_count()
+    if not _takes(algorithm, clients, n):  # it was told something of all of them: a cohort, true clusters, groups
+        some, n = num_clients(clients), hosts.total(num_clients(clients))
     placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
     step = jax.jit(algorithm.step)
     state = jax.jit(algorithm.init)(jax.random.key(0), placed)
@@ -47,6 +49,17 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
         jax.block_until_ready(step(jax.random.key(t), state, placed))
         seconds.append(time.perf_counter() - started)
     return min(seconds) / n
+
+
+def _takes(algorithm: Algorithm, clients: Clients, n: int) -> bool:
+    """Whether `algorithm` does with `n` such clients."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+    try:
+        jax.eval_shape(algorithm.step, key, jax.eval_shape(algorithm.init, key, some), some)
+    except ValueError:
+        return False
+    return True
 
 
 def _known(file: Path | None) -> str | None:

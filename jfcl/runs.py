@@ -116,7 +116,9 @@ class RunFolder:
         if names:
             said = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
             raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
-        if new.get("num_rounds", 0) > old.get("num_rounds", 0):  # so that it can be resumed from its own file again
+        if new.get("num_rounds", 0) > old.get("num_rounds", 0):
+            (folder.path / "summary.json").unlink(missing_ok=True)  # it is no longer finished
+            # So that it can be resumed from its own file again.
             write_json(folder.path / "config.json", old | {"num_rounds": new["num_rounds"]})
         return folder
 
@@ -153,15 +155,23 @@ class RunFolder:
             f.write("".join(json.dumps(finite_or_none(r), allow_nan=False) + "\n" for r in records))
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out."""
+        """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out.
+
+        Raises:
+          ValueError: it is missing, or another line than the last is damaged.
+        """
         if not self.metrics_path.exists():
             raise ValueError(f"{self.metrics_path} is missing")
-        records = []
-        for line in self.metrics_path.read_text().splitlines():
+        records, lines = [], self.metrics_path.read_text(errors="replace").splitlines()
+        for i, line in enumerate(lines, 1):
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError:
-                break
+                record = None
+            if isinstance(record, dict) and "round" in record:
+                records.append(record)
+            elif i < len(lines) or record is not None:
+                raise ValueError(f"{self.metrics_path} is damaged: line {i} is no record; nothing was changed")
         return records
 
     def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:

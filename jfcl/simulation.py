@@ -518,7 +518,9 @@ def simulate(
                 if stop:
                     raise KeyboardInterrupt
         held_out = assess(state, test_clients, by_loss=False) if held_out is None else held_out
-        final = {"cluster": found_clusters(state)} | (held_out or {})
+        held_out = dict(held_out or {})
+        served = {"model": held_out.pop("cluster")} if "cluster" in held_out else {}
+        final = {"cluster": found_clusters(state)} | served | held_out
         final["examples"] = jnp.broadcast_to(clients.size, (num_seeds, len(clients.size)))
         final = {name: np.asarray(value)[:, :n] for name, value in hosts.fetch(final).items()}
         seconds, compile_seconds = clock()

@@ -17,8 +17,9 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.experiments import Config, run
+from jfcl.experiments import Config, load_run, run
 from jfcl.experiments.setups import make_training, matmul_precision
+from jfcl.runs import RunFolder
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -192,6 +193,10 @@ def test_list_and_help_name_everything(capsys):
         ),
         (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
         (["run", "fedavg", "--mapping", "auto", "--chunk", "8"], "chunk must be left out with --mapping auto"),
+        (
+            ["run", "fedavg", "--augment", "tutorial", "--model", "cnn_cifar"],
+            "augment must be with --model cnn_cifar24",
+        ),
         (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
         (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, and finite, got -1.0"),
@@ -287,7 +292,10 @@ def test_damaged_runs_are_named(finished, tmp_path, capsys):
         ("config.json", "[1, 2]", ["run", "--config", "RUN/config.json"]),
         ("config.json", "{x", ["run", "ifca", *QUICK, "--out", "RUN", "--resume"]),
         ("summary.json", "{x", ["compare", "RUN"]),
+        ("summary.json", "{}", ["compare", "RUN"]),
         ("metrics.jsonl", "", ["compare", "RUN"]),
+        ("metrics.jsonl", '{"round": 1}\ngarbage\n{"round": 3}\n', ["compare", "RUN"]),
+        ("metrics.jsonl", "null", ["compare", "RUN"]),
         ("metrics.jsonl", None, ["compare", "RUN"]),
         ("params.npz", "PK", ["run", "ifca", *QUICK, "--init-from", "RUN"]),
     ]:
@@ -345,6 +353,57 @@ def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
     assert cli.main([*again, "--out", f"{run}-2"]) == 0
     first, second = (Path(folder, "metrics.jsonl").read_text() for folder in (run, f"{run}-2"))
     assert first == second and '"num_clusters": 1' not in first.splitlines()[-1]
+
+
+def test_compare_tells_runs_of_one_name_apart_and_takes_names_as_they_are(finished, tmp_path, capsys):
+    folders = [tmp_path / "a" / "out[k=4]", tmp_path / "b" / "out[k=4]"]
+    for folder, method in zip(folders, ("ifca", "fedavg"), strict=True):
+        shutil.copytree(finished / method, folder)
+    assert cli.main(["compare", *map(str, folders), "--out", str(tmp_path / "brk[/k]")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 runs" in printed and "out[k=4]" in printed.replace("\n", "") and (tmp_path / "brk[/k]").exists()
+
+
+def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "fedavg", run)
+    more = ["run", "fedavg", *QUICK[:4], "--rounds", "9", *QUICK[6:], "--seeds", "2", "--out", str(run), "--resume"]
+    RunFolder.reopen(run, json.loads((run / "config.json").read_text()) | {"num_rounds": 9})  # and then it is killed
+    assert cli.main(["compare", str(run)]) == 2
+    assert "holds no finished run" in capsys.readouterr().err
+    assert cli.main(more) == 0 and cli.main(["compare", str(run)]) == 0
+
+
+def test_a_json_file_of_ones_own(tmp_path):
+    (tmp_path / "own.json").write_text('{"method": "fedavg", "clients": 8, "clusters": 2, "rounds": 3}')
+    assert cli.main(["run", "--config", str(tmp_path / "own.json"), "--quiet", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_rounds"] == 3
+
+
+def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished, tmp_path, capsys):
+    start = ["--init-from", str(finished / "fedavg"), "--out", str(tmp_path / "run")]
+    assert cli.main(["run", "local", *QUICK, *start]) == 0
+    assert cli.main(["run", "ifca", *QUICK, *start[:2]]) == 2  # all clients would choose the first of equals
+    assert "must have shape" in capsys.readouterr().err
+
+
+def test_found_clusters_and_served_models_are_told_apart(tmp_path):
+    run = tmp_path / "run"
+    assert cli.main(["run", "momentum_clustering", *QUICK, "--local-steps", "1", "--out", str(run)]) == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "clients.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert [int(row["cluster"]) for row in rows] == last["cluster"]
+    assert [int(row["model"]) for row in rows] == list(range(8)) == load_run(run).cluster.tolist()
+
+
+def test_a_store_is_what_it_is(tmp_path, capsys):
+    store = ["--store", str(tmp_path / "store"), "--rounds", "1", "--quiet", "--cohort", "5", "--clusters", "2"]
+    assert cli.main(["run", "fedavg", *store, "--population", "20", "--partition", "dirichlet", "--alpha", "5"]) == 0
+    assert cli.main(["run", "fedavg", *store, "--population", "20", "--partition", "dirichlet"]) == 2
+    assert "alpha: it has 5.0, asked for 0.5" in capsys.readouterr().err
+    assert cli.main(["run", "fedavg", *store, "--dataset", "mnist", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["dataset"] == "digits"
 
 
 def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path, monkeypatch, capsys):

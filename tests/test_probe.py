@@ -170,3 +170,12 @@ def test_placed_runs_equal_others():
         np.testing.assert_allclose(a["newcomer_loss"], b["newcomer_loss"], rtol=1e-5)
     one, other = (jax.tree.map(jnp.shape, h.state) for h in found)
     assert one == other
+
+
+@pytest.mark.parametrize("options", [{"cohort": 100}, {"cohort": None}])
+def test_a_method_that_was_told_of_all_clients_is_asked_with_all(options):
+    clients = jax.tree.map(lambda x: np.repeat(x, 20, axis=0), problem()[0])  # 140, of which 64 would do
+    _, _, task, training = problem()
+    algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap, **options)
+    assert probe._takes(algorithm, clients, 64) == (options["cohort"] is None)
+    assert probe.seconds_per_client(algorithm, clients, jax.vmap) > 0

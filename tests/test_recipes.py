@@ -198,7 +198,7 @@ def test_the_sweep_of_figure_3_is_ifca():
     starts = rng.standard_normal((4, 3, 5)).astype(np.float32)
     cell, lr = np.array([0, 1, 1, 0]), np.float32([0.5, 0.1, 1.0, 0.01])
     found = ifca.advance(starts, cell, lr, jnp.asarray(x), jnp.asarray(y), rounds=7)
-    line = models.task(lambda key: {"w": jnp.zeros(5)}, lambda p, x: x @ p["w"], kind="regression", half=True)
+    line = models.task(lambda key: {"w": jnp.zeros(5)}, lambda p, x: x @ p["w"], kind="regression")
     for p in range(4):
         algorithm = jfcl.ifca(
             line,
@@ -258,3 +258,13 @@ def test_recipes_on_real_data(name, tmp_path, data_dir):
     assert all(any(column.startswith("paper") for column in row) for row in result["rows"])
     for run in tmp_path.glob("*/config.json"):
         assert set(asdict(Config("cfl"))) - {"rounds"} <= set(json.loads(run.read_text()))
+
+
+def test_a_recipe_that_could_not_begin_leaves_the_folder_free(tmp_path):
+    def fails(bench, setting):
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        reproduce("toy", recipes={"toy": Recipe("a toy", fails, full={"rounds": 3}, small={"rounds": 2})}, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert reproduce("toy", recipes=SMALL, out=tmp_path, rounds=1)["rows"]

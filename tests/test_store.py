@@ -271,3 +271,23 @@ def test_bad_populations_leave_nothing(tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
         generate_store(Path(tmp_path / "p"), "digits", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_later_clients_are_not_rounded_to_the_firsts_type(tmp_path):
+    y = np.zeros(1, np.int32)
+    for i, (first, later, words) in enumerate(
+        [
+            (np.int32([[1, 2]]), np.float32([[0.5, 1.7]]), "client 1: x must be whole numbers"),
+            (np.float32([[1, 2]]), np.float64([[1e300, 0]]), "client 1: x must be what"),
+        ]
+    ):
+        with pytest.raises(ValueError, match=words):
+            ClientStore.create(tmp_path / str(i), [{"x": first, "y": y}, {"x": later, "y": y}])
+
+
+def test_a_damaged_description_is_named(tmp_path):
+    ClientStore.create(tmp_path / "s", [{"x": np.float32([[1, 2]]), "y": np.zeros(1, np.int32)}])
+    for text in ('{"format": 1}', "[]"):
+        (tmp_path / "s" / "store.json").write_text(text)
+        with pytest.raises(ValueError, match=r"store|format"):
+            ClientStore.open(tmp_path / "s")

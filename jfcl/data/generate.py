@@ -54,6 +54,7 @@ def generate_store(
     alpha: float = 0.5,
     exponent: float = 1.0,
     min_size: int = 1,
+    about: dict[str, Any] | None = None,
     data_dir: str | None = None,
 ) -> tuple[ClientStore, ClientStore]:
     """Divides a data set among any number of clients with known clusters. Client `i` is in cluster `i mod K`.
@@ -69,6 +70,7 @@ def generate_store(
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.
       num_clusters, heterogeneity, partition, test_fraction, seed, labels_per_client, alpha, exponent, min_size: as in
         `jfcl.data.build`; `partition` may not be "writer".
+      about: what else `store.about["made"]` is to say, JSON-like.
       layout: "index": each cluster's data set is kept once, clients as rows of it. "rows": every client's examples are
         written out.
 
@@ -179,7 +181,8 @@ def generate_store(
                 "test_fraction": test_fraction,
                 "seed": seed,
             }
-            | options,
+            | options
+            | (about or {}),
         }
         if layout == "index":
             starts = np.concatenate([[0], np.cumsum([len(pool) for pool in pools])])

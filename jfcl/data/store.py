@@ -56,9 +56,16 @@ def encode(field: Field, values: np.ndarray, name: str, where: str) -> np.ndarra
     if values.dtype.kind == "f":
         check(np.isfinite(values).all(), f"{where}: {name}", "NaN or infinity", "finite")
     if np.dtype(field.stored).kind not in "iu":
-        return values.astype(field.stored, casting="same_kind")
-    levels = values if field.per_unit == 1 and field.offset == 0 else (values - field.offset) * field.per_unit
-    levels = np.rint(levels) if levels.dtype.kind == "f" else levels
+        with np.errstate(over="ignore"):
+            stored = values.astype(field.stored, casting="same_kind")
+        check(np.isfinite(stored).all(), f"{where}: {name}", "too large a number", f"what {field} can hold")
+        return stored
+    as_given = field.per_unit == 1 and field.offset == 0
+    levels = values if as_given else (values - field.offset) * field.per_unit
+    if levels.dtype.kind == "f":
+        whole = not as_given or field.dtype != field.stored or (levels == np.rint(levels)).all()
+        check(whole, f"{where}: {name}", "fractions", f"whole numbers, as of the first client ({field.stored})")
+        levels = np.rint(levels)
     limits = np.iinfo(field.stored)
     fits = not levels.size or (levels.min() >= limits.min and levels.max() <= limits.max)
     check(fits, f"{where}: {name}", (values.min(), values.max()) if not fits else None, f"what {field} can hold")
@@ -292,7 +299,10 @@ class ClientStore:
             raise ValueError(f"{path} holds no store of clients: store.json is missing") from None
         except ValueError as error:
             raise ValueError(f"{path / 'store.json'} is not readable: {error}") from None
-        check(about.get("format") == FORMAT, f"format of {path}", about.get("format"), f"{FORMAT}, what jfcl writes")
+        found = about.get("format") if isinstance(about, dict) else None
+        check(found == FORMAT, f"format of {path}", found, f"{FORMAT}, what jfcl writes")
+        missing = [name for name in ("files", "fields") if not isinstance(about.get(name), dict)]
+        check(not missing, f"{path / 'store.json'}", f"none of {missing}", "whole: files and fields")
         arrays = {}
         for name, wanted in about["files"].items():
             file = path / f"{name}.npy"

@@ -198,7 +198,7 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     """The options of `Config` in what a run's `config.json` holds: those that are not None."""
-    options = saved | {"rounds": saved.get("num_rounds")}
+    options = saved | {"rounds": saved.get("num_rounds", saved.get("rounds"))}
     others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
     options = {name: float(v) if v in ("inf", "-inf") else v for name, v in options.items()}  # JSON has no infinity
     return {name: value for name, value in options.items() if value is not None and name not in others}
@@ -223,6 +223,8 @@ def validate(config: Config) -> None:
         check_choice("augment", config.augment, AUGMENTATIONS)
         images = config.model not in models.LANGUAGE_MODELS
         check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
+        fits = config.augment != "tutorial" or config.model == "cnn_cifar24"
+        check(fits, "augment", config.augment, "with --model cnn_cifar24, which looks at 24 x 24, or another")
     counts = ("clients", "clusters", "rounds", "seeds", "restarts", "restart_rounds")
     maybe = (
         "examples_per_client",

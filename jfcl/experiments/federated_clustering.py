@@ -424,8 +424,9 @@ def _compare(bench: Bench, configs: dict[str, Config], paper: dict[str, str], ti
         row = {"run": name, "accuracy %": float(np.mean(accuracies)), "std": float(np.std(accuracies))}
         rows.append(row | {"paper": paper.get(name, "")})
         first = [r for r in records if r["seed"] == records[0]["seed"]]
-        axes.plot([r["round"] for r in first], [100 * r["accuracy"] for r in first], label=name, lw=1)
-    axes.set(xlabel="round", ylabel="accuracy %", title=title)
+        steps = [r["round"] * (config.local_steps or 1) for r in first]
+        axes.plot(steps, [100 * r["accuracy"] for r in first], label=name, lw=1)
+    axes.set(xlabel="local steps", ylabel="accuracy %", title=title)
     axes.legend(fontsize=7)
     return Outcome(rows, figure)
 

@@ -28,7 +28,7 @@ LOT = 60  # trajectories in one program: the data are read once for all of them
 def advance(models: jax.Array, cell: jax.Array, lr: jax.Array, x: jax.Array, y: jax.Array, rounds: int) -> jax.Array:
     """`rounds` of IFCA's gradient averaging for `P` trajectories: models `[P, K, d]`, `cell` and `lr` `[P]`.
 
-    What `jfcl.ifca(average="gradients")` does with linear models and half squared errors (a test compares them). All
+    What `jfcl.ifca(average="gradients")` does with linear models and squared errors (a test compares them). All
     trajectories have the clients' inputs in common, so that residuals and gradients of all clients, models and
     trajectories are one matrix product each: `4 N n d P K` operations a round.
 
@@ -44,11 +44,12 @@ def advance(models: jax.Array, cell: jax.Array, lr: jax.Array, x: jax.Array, y: 
         losses = jnp.square(residuals).sum(axis=1)
         chosen = jax.nn.one_hot(losses.argmin(axis=2), models.shape[1])[:, None]  # [N, 1, P, K]
         gradients = ((residuals * chosen).reshape(len(rows), -1).T @ rows).reshape(models.shape)
-        return models - lr[:, None, None] * gradients / (n * num_clients)
+        return models - lr[:, None, None] * 2.0 * gradients / (n * num_clients)
 
     return jax.lax.fori_loop(0, rounds, one_round, models)
 
 
+@np.errstate(all="ignore")  # of diverging trajectories
 def sweep_trial(
     seed: int, cells: list[tuple[float, float]], num_clusters: int, num_clients: int, examples: int, setting: dict
 ) -> np.ndarray:
@@ -87,16 +88,19 @@ def sweep_trial(
     enough = np.where(sigma > 0, 0.6 * sigma, 0.01 * radius)
     done = np.zeros(len(cells), bool)
     alive, last = np.ones(len(grid), bool), np.full(len(grid), np.nan)
-    for left in reversed(range(setting["rounds"] // BLOCK)):
+    for begun in range(0, setting["rounds"], BLOCK):
+        block = min(BLOCK, setting["rounds"] - begun)
+        left = (setting["rounds"] - begun - block) / BLOCK
         rows = np.flatnonzero(alive)
         for part in np.array_split(rows, -(-len(rows) // LOT)) if len(rows) else []:
             lot = np.resize(part, LOT)  # repeated to one length, so that one program does
-            moved = np.asarray(advance(now[lot], cell[lot], np.float32(rates)[rate[lot]], x, y, BLOCK))[: len(part)]
+            moved = np.asarray(advance(now[lot], cell[lot], np.float32(rates)[rate[lot]], x, y, block))[: len(part)]
             away = distance_to_truth(moved, truth[None] * radius[cell[part]][:, None, None], setting["to"])
             close = away <= enough[cell[part]]
             done[cell[part[close & near[part]]]] = True
             near[part] = close
-            still = np.abs(moved - now[part]).max(axis=(1, 2)) <= 1e-6 * np.maximum(1e-3, np.abs(moved).max())
+            size = np.maximum(1e-3, np.abs(moved).max(axis=(1, 2)))
+            still = np.abs(moved - now[part]).max(axis=(1, 2)) <= 1e-6 * size
             pace = np.nan_to_num(np.minimum(away / last[part], 1.0))  # 0 at the first look
             hopeless = away * pace ** (2 * left) > enough[cell[part]]
             alive[part] = ~still & ~hopeless & np.isfinite(moved).all(axis=(1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,10 @@ def run_population(
         store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
         asked = config
         config = dataclasses.replace(config, clients=len(store), cohort=_cohort(config, len(store)))
+        if config.population is None:  # a store that is there is what it is
+            dealt = store.about.get("made", {})
+            known = {name: dealt[name] for name in ("dataset", "heterogeneity", "partition") if name in dealt}
+            config = dataclasses.replace(config, **known)
         validate(config)
         malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
@@ -133,16 +138,20 @@ def make_stores(
         "test_fraction": config.test_fraction,
         "seed": config.data_seed,
     }
-    extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
-    made |= {name: value for name, value in extra.items() if value is not None}
+    texts = config.model in LANGUAGE_MODELS
+    of_texts = {"vocab_size": config.vocab_size, "length": config.length} if texts else {}
+    defaults = inspect.signature(data.generate_store).parameters
+    for name in ("alpha", "exponent", "labels_per_client"):
+        given = getattr(config, name)
+        made[name] = defaults[name].default if given is None else given
     if folder.exists():
         store, tests = data.open_stores(folder)
         found = store.about.get("made", {"num_clients": len(store)})
-        other = {name: found.get(name) for name, value in made.items() if name in found and found[name] != value}
+        asked = made | of_texts
+        other = {name: found[name] for name, value in asked.items() if name in found and found[name] != value}
         if config.population is not None and other:
-            said = "; ".join(f"{name}: it has {value!r}, asked for {made[name]!r}" for name, value in other.items())
+            said = "; ".join(f"{name}: it has {value!r}, asked for {asked[name]!r}" for name, value in other.items())
             raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
-        texts = config.model in LANGUAGE_MODELS
         return store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
@@ -151,7 +160,7 @@ def make_stores(
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
     options = {name: value for name, value in made.items() if name != "dataset"}
-    return *data.generate_store(folder, dataset, **options), vocab_size
+    return *data.generate_store(folder, dataset, about=of_texts, **options), vocab_size
 
 
 def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):

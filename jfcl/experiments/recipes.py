@@ -113,7 +113,12 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     _check_setting(out, {"name": name} | finite_or_none(setting))
     started = time.perf_counter()
-    outcome = recipe.make(Bench(out, data_dir, progress), setting)
+    try:
+        outcome = recipe.make(Bench(out, data_dir, progress), setting)
+    except BaseException:
+        if [file.name for file in out.iterdir()] == ["setting.json"]:  # nothing was begun
+            (out / "setting.json").unlink()
+        raise
     result = {
         "name": name,
         "title": recipe.title,

@@ -63,8 +63,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
 
 
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
-    """`summary.json`, `clients.csv`, `params.npz` and the plots of one run."""
-    write_json(out / "summary.json", summary)
+    """`clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
     federation = parts.federation
     names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
     with (out / "clients.csv").open("w", newline="") as f:
@@ -74,6 +73,9 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
             extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
         if hasattr(history.state, "excluded"):
             extra["excluded_in_round"] = np.asarray(history.state.excluded)
+        model = history.clients.get("model", history.clients["cluster"])
+        if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
+            extra["model"] = model
         table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
         # With several processes this one holds some clients only; a federation's are then numbered as they come.
         ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
@@ -100,6 +102,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         plots.save(plots.tree(parameter_tree.nodes(one), federation.cluster), out / "plots" / "tree.png")
     if "cluster" in history.records[0]:
         plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
+    write_json(out / "summary.json", summary)
 
 
 class LoadedRun(NamedTuple):
@@ -147,7 +150,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     with (folder / "clients.csv").open() as f:
         rows = [row for row in csv.DictReader(f) if int(row["seed"]) == parts.seeds[0]]
-    return LoadedRun(config, parts, load_params(folder), np.array([int(row["cluster"]) for row in rows], np.int32))
+    served = np.array([int(row.get("model", row["cluster"])) for row in rows], np.int32)
+    return LoadedRun(config, parts, load_params(folder), served)
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -156,6 +160,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
+    if not summary.get("per_seed"):
+        raise ValueError(f"{folder / 'summary.json'} is damaged: it does not say what each seed reached")
     if not records:
         raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
     return summary, records

@@ -148,13 +148,16 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if config.restarts != 1:
         options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
     if config.init_from is not None:
-        options["init_params"] = load_params(config.init_from)
+        found = load_params(config.init_from)
+        alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found)) and "num_clusters" not in method.options
+        options["init_params"] = jax.tree.map(lambda leaf: leaf[0], found) if alone else found  # everybody's first
     if config.num_models is not None:
         options["num_clusters"] = config.num_models
     unknown = sorted(set(options) - set(method.options))
     if unknown:
         takers = {o: [name for name, m in METHODS.items() if o in m.options] for o in unknown}
         called = {"num_clusters": "num_models", "shared": "share", "init_params": "init_from"}  # on the command line
+        called |= {"true_cluster": "track_gap", "server_optimizer": "server_optimizer or server_lr"}
         said = "; ".join(f"{called.get(o, o)} (only {', '.join(names)})" for o, names in takers.items())
         raise ValueError(f"method {config.method} has no option {said}")
     if "num_clusters" in method.options:

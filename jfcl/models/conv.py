@@ -78,18 +78,20 @@ def _weight_gradient(x, g, kernel, strides, padding):
 
     def of_group(x, g):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
-        return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides)
+        return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
-    size = min(GROUP, len(x))
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
+    size = min(GROUP, max(len(x), 1))
     groups = len(x) // size
     rest = slice(groups * size, None)
-    total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), x.dtype)
+    total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), wide)
 
     def add(i, total):
         group = (lax.dynamic_slice_in_dim(v, i * size, size) for v in (x, g))
         return total + of_group(*group)
 
-    return lax.fori_loop(0, groups, add, total, unroll=min(groups, UNROLLED)).transpose(1, 2, 0, 3)
+    total = lax.fori_loop(0, groups, add, total, unroll=max(min(groups, UNROLLED), 1))
+    return total.transpose(1, 2, 0, 3).astype(x.dtype)
 
 
 def _weight_gradient_patches(x, g, kernel, strides, padding):
