@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import shutil
 import sys
@@ -424,3 +425,29 @@ def test_files_that_are_there_are_not_asked_for(no_network, tmp_path):
     source.check_reachable("x", ["https://host.example/a.gz"], tmp_path)
     with pytest.raises(ValueError, match=r"b.gz cannot be reached"):
         source.check_reachable("x", ["https://host.example/a.gz", "https://host.example/b.gz"], tmp_path)
+
+
+def test_femnist_is_read_as_leaf_writes_it(tmp_path):
+    rng = np.random.default_rng(0)
+    images = {name: rng.random((n, 784)).round(3) for name, n in (("ann", 3), ("bob", 2), ("cy", 4))}
+    for split, groups in (("train", [["ann", "bob"], ["cy"]]), ("test", [["cy", "ann", "bob"]])):
+        (tmp_path / "femnist" / split).mkdir(parents=True)
+        for i, names in enumerate(groups):
+            people = {name: {"x": images[name].tolist(), "y": list(range(len(images[name])))} for name in names}
+            file = tmp_path / "femnist" / split / f"all_data_{i}_niid_0_keep_0_{split}_9.json"
+            file.write_text(json.dumps({"users": names, "num_samples": [], "user_data": people}))
+    found = load("femnist", tmp_path)
+    assert found.train["x"].shape == (9, 28, 28, 1) and found.num_classes == 62
+    assert found.writer["train"].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert found.writer["test"].tolist() == [2, 2, 2, 2, 0, 0, 0, 1, 1]  # the same numbers for the same people
+    np.testing.assert_allclose(found.test["x"][4:7].reshape(3, 784), images["ann"], atol=1e-6)
+    assert found.train["y"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    fed = build("femnist", num_clients=2, partition="writer", data_dir=tmp_path)
+    assert fed.train.size.max() == 3 and fed.num_classes == 62  # cy's, less the one that is kept for the test
+    file.write_text('{"user_data": {"ann": {"x": [[1, 2]], "y": [0]}}}')
+    with pytest.raises(ValueError, match="is not as LEAF writes it"):
+        load("femnist", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"femnist/train/\*.json and femnist/test/\*.json, got .*LEAF's data/femnist/preproc"
+    ):
+        load("femnist", tmp_path / "nowhere")

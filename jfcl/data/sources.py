@@ -6,6 +6,7 @@ import csv
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import os
 import zlib
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from jfcl.core import check
 
 
 class Dataset(NamedTuple):
@@ -153,6 +156,32 @@ def _ag_news(data_dir) -> Dataset:
     return Dataset("ag_news", train, official("test.csv"), 4, None, DATASETS["ag_news"][1])
 
 
+def _femnist(data_dir) -> Dataset:
+    """What LEAF's `preprocess.sh` leaves in `femnist/data`: `train/*.json` and `test/*.json`, examples by writer."""
+    folder = None if data_dir is None else data_dir / "femnist"
+    files = {split: sorted(folder.glob(f"{split}/*.json")) if folder else [] for split in ("train", "test")}
+    if not all(files.values()):
+        raise ValueError(
+            "data set 'femnist' is read from LEAF's files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
+            f" femnist/train/*.json and femnist/test/*.json, got {data_dir}. " + _HOW["femnist"]
+        )
+    splits, writers, numbers = {}, {}, {}
+    for split, paths in files.items():
+        x, y, who = [], [], []
+        for path in paths:
+            try:
+                people = json.loads(path.read_text())["user_data"]
+                for name, examples in people.items():
+                    x.append(np.asarray(examples["x"], np.float32).reshape(-1, 28, 28, 1))
+                    y.append(np.asarray(examples["y"], np.int32))
+                    who.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
+                    check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
+        splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(who)
+    return Dataset("femnist", splits["train"], splits["test"], 62, writers, DATASETS["femnist"][1])
+
+
 def _from_tfds(name: str) -> Dataset:
     from jfcl.data.tfds_source import load_tfds
 
@@ -168,6 +197,7 @@ DATASETS = {
         "70,000 pieces of clothing, 28x28, 10 kinds",
     ),
     "emnist_letters": (_emnist_letters, "145,600 handwritten letters, 28x28, upper and lower case merged"),
+    "femnist": (_femnist, "805,263 handwritten letters and digits, 28x28, by writer (LEAF's files)"),
     "cifar10": (_cifar10, "60,000 colour photographs, 32x32, 10 kinds"),
     "ag_news": (_ag_news, "news of 4 topics, as text (see jfcl.data.tokenize)"),
 }
@@ -182,6 +212,8 @@ _PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress, "": bytes}
 _HOW = {
     "mnist": "the four files are at https://storage.googleapis.com/cvdf-datasets/mnist/",
     "fashion_mnist": "the four files are at https://github.com/zalandoresearch/fashion-mnist",
+    "femnist": "run LEAF's data/femnist/preprocess.sh -s niid -t sample (github.com/TalwalkarLab/leaf), and put its"
+    " data/train and data/test there",
     "cifar10": "unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz there",
     "qmnist_writers": "the label files are at https://github.com/facebookresearch/qmnist",
     "emnist_letters": "the files are in gzip.zip, see nist.gov/itl/products-and-services/emnist-dataset",

@@ -274,7 +274,7 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """By writer: IFCA with shared layers, one-shot, global and local models.
 
-    FEMNIST is read where the user has it through tensorflow-datasets; without it the writers of MNIST stand in, and
+    FEMNIST is read where the user has LEAF's files; without them the writers of MNIST stand in, and
     the papers' numbers are not theirs.
     """
     femnist = setting["dataset"] == "femnist"
