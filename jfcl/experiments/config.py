@@ -117,10 +117,7 @@ class Config:
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
-    eps_1: float | None = _option(
-        None,
-        "split clusters whose mean update is shorter; default: 0.4 (cfl)",
-    )
+    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4 (cfl)")
     eps_2: float | None = _option(None, "and whose longest is longer; default: 0.5 if --relative, else 1.6 (cfl)")
     relative: bool = _option(False, "measure both in the first round's update norms; default if neither is given (cfl)")
     gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
