@@ -35,10 +35,11 @@ def cache_dir() -> Path | None:
 def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> float:
     """The faster of two rounds with some of the clients, after one that compiles, divided by their number."""
     some, n = num_clients(clients), hosts.total(num_clients(clients))
-    if n > 2 * MOST_CLIENTS * jax.process_count():  # then every process has as many as it takes
-        some, n = MOST_CLIENTS, MOST_CLIENTS * jax.process_count()
-    if not _takes(algorithm, clients, n):  # it was told something of all of them: a cohort, true clusters, groups
-        some, n = num_clients(clients), hosts.total(num_clients(clients))
+    few = MOST_CLIENTS * jax.process_count()
+    # Of twice as many every process has as many as it takes. But a method may have been told something of all of them:
+    # a cohort, true clusters, the size of groups.
+    if n > 2 * few and _takes(algorithm, clients, few):
+        some, n = MOST_CLIENTS, few
     placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
     step = jax.jit(algorithm.step)
     state = jax.jit(algorithm.init)(jax.random.key(0), placed)

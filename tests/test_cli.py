@@ -184,8 +184,8 @@ def test_list_and_help_name_everything(capsys):
         (["run", "momentum_clustering", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
         (["run", "momentum_clustering", "--num-models", "41"], "num_clusters must be at most the 40 clients"),
         (["run", "fedavg", "--quantile", "0.2"], "method fedavg has no option quantile"),
-        (["run", "fedavg", "--radius", "1"], "radius must be left out: no option of fedavg, got 1.0"),
-        (["run", "fedavg", "--radius", "1", "--aggregator", "krum"], "no option of fedavg or --aggregator krum"),
+        (["run", "fedavg", "--radius", "1"], "radius must be left out: neither method nor aggregator has"),
+        (["run", "fedavg", "--radius", "1", "--aggregator", "krum"], "radius must be left out: neither"),
         (["run", "fedavg", "--weights", "equal", "--aggregator", "krum"], "weights must be left out with --aggregator"),
         (
             ["run", "momentum_clustering", "--radius", "1", "--quantile-rule", "linear"],

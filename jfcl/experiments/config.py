@@ -279,18 +279,15 @@ def validate(config: Config) -> None:
     if config.restarts == 1:
         given, default = config.restart_rounds, Config(config.method).restart_rounds
         check(given == default, "restart_rounds", given, "left out without --restarts")
+    options = set(METHODS[config.method].options)
     if config.aggregator is not None:
         check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
+        check(config.weights is None, "weights", config.weights, "left out with --aggregator, which counts all alike")
+        options |= set(inspect.signature(kernels.AGGREGATORS[config.aggregator]).parameters)
     if config.radius is not None:
         check(config.radius > 0, "radius", config.radius, "above 0")
-        users = [config.method] if config.aggregator is None else [config.method, f"--aggregator {config.aggregator}"]
-        fn = kernels.AGGREGATORS.get(config.aggregator)
-        takes = inspect.signature(fn).parameters if fn else ()
-        used = "radius" in takes or "radius" in METHODS[config.method].options
-        check(used, "radius", config.radius, f"left out: no option of {' or '.join(users)}")
+        check("radius" in options, "radius", config.radius, "left out: neither method nor aggregator has one")
         check(config.quantile_rule is None, "quantile_rule", config.quantile_rule, "left out with --radius")
-    if config.aggregator is not None:
-        check(config.weights is None, "weights", config.weights, "left out with --aggregator, which counts all alike")
     if not config.validation:
         given = config.fallback_rounds
         check(given is None, "fallback_rounds", given, "left out without --validation")
