@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jfcl.simulation import environment
+from jfcl.runs import environment
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"

@@ -30,7 +30,8 @@ from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.parameter_tree import assign_newcomer
 from jfcl.population import PopulationHistory, simulate_population
-from jfcl.simulation import DivergedError, History, rollout, simulate
+from jfcl.simulation import History, rollout, simulate
+from jfcl.watch import DivergedError
 
 __all__ = [
     "Adversary",

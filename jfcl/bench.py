@@ -26,7 +26,7 @@ from jfcl.algorithms import fedavg, ifca, local_only
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.local import LocalTraining, local_training
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
-from jfcl.simulation import environment
+from jfcl.runs import environment
 
 # Called only when a mapping is used: some ask for devices.
 MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {

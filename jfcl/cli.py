@@ -621,7 +621,7 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         return 130
     except Exception as error:
         from jfcl import hosts
-        from jfcl.simulation import DivergedError
+        from jfcl.watch import DivergedError
 
         if hosts.is_of_a_lost_process(error):
             how = "; go on with --resume, with any number of processes" if getattr(args, "out", None) else ""

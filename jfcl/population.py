@@ -6,7 +6,6 @@ on the host for the client's next turn; a thread gathers the next cohort from th
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,24 +20,13 @@ import numpy as np
 from jfcl import mapping, metrics
 from jfcl.aggregate import is_finite
 from jfcl.client_rows import IN_MEMORY, ClientRows
+from jfcl.cohorts import make_sampler, who_answers
 from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key, check_state
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.runs import RunFolder
-from jfcl.simulation import (
-    MOST_CLUSTERS_KEPT,
-    SUMMED,
-    History,
-    _CompileClock,
-    _Interruptible,
-    _progress_bar,
-    _stop_if_diverged,
-    _stop_if_nothing_came,
-    _warn_once,
-    finite_mean,
-    found_clusters,
-)
+from jfcl.simulation import MOST_CLUSTERS_KEPT, SUMMED, History, finite_mean, found_clusters
+from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
 
-SAMPLING = ("uniform", "size", "stratified")
 SERVE = ("loss", "state")
 _COHORT, _EVALUATED = range(2)  # streams of random numbers
 
@@ -67,78 +55,6 @@ class PopulationHistory(NamedTuple):
     series = History.series
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Cohorts.
-
-
-def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", strata: Any = None):
-    """`(rng) -> [count]` ids in ascending order, drawn without replacement.
-
-    Args:
-      sampling: "uniform"; "size": one after the other, each with a probability proportional to its number of examples
-        among those left; "stratified": uniformly within strata, from each its share of the clients.
-      strata: `[N]` integers; default: the store's true clusters.
-
-    Returns:
-      A function that costs `O(count)` for "uniform" and "stratified", `O(count log N)` for "size" (`O(N)` where the
-      cohort is a large part of the population, or a few clients have most of the examples).
-
-    Raises:
-      ValueError: unknown `sampling`, `strata` of another length or where they are not used, `count` clients that there
-        are not.
-    """
-    n = len(store)
-    check_choice("sampling", sampling, SAMPLING)
-    check_cohort(store, count)
-    if sampling == "stratified":
-        strata = store.cluster if strata is None else strata
-        check(strata is not None, "strata", None, "given: the store knows no clusters")
-        strata = np.asarray(strata)
-        fits = strata.shape == (n,) and strata.dtype.kind in "iu"
-        check(fits, "strata", f"{strata.dtype} {strata.shape}", f"integers of shape ({n},), one for every client")
-        members = np.argsort(strata, kind="stable")
-        edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
-        shares = np.diff(edges) * count / n
-        quota = np.floor(shares + 1e-9).astype(np.int64)
-        quota[np.argsort(quota - shares, kind="stable")[: count - quota.sum()]] += 1  # the largest remainders
-
-        def stratified(rng):
-            drawn = [
-                members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
-                for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)
-                if q
-            ]
-            return np.sort(np.concatenate(drawn))
-
-        return stratified
-    check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
-    if sampling == "uniform":
-        return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))
-
-    nonempty = int((store.sizes() > 0).sum())
-    check(count <= nonempty, "cohort", count, f"at most {nonempty}, the clients with examples, when drawn by size")
-    total = int(store.offsets[-1])
-
-    def by_size(rng):
-        # An example drawn at random is a client drawn by its size; one drawn before does not count.
-        drawn = np.empty(0, np.int64)
-        for _ in range(8 if count * 4 < nonempty else 0):
-            owners = np.searchsorted(store.offsets, rng.integers(0, total, 2 * count), side="right") - 1
-            drawn = np.concatenate([drawn, owners])
-            drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
-            if len(drawn) >= count:
-                return np.sort(drawn[:count])
-        # The others by the same law in one pass: the first to ring of exponential clocks whose rates are the sizes.
-        size = store.sizes().astype(np.float64)
-        size[drawn] = 0
-        rings = np.full(n, np.inf)
-        rings[size > 0] = rng.standard_exponential(int((size > 0).sum())) / size[size > 0]
-        rest = np.argpartition(rings, count - len(drawn) - 1)[: count - len(drawn)]
-        return np.sort(np.concatenate([drawn, rest]))
-
-    return by_size
-
-
 class Cohort(NamedTuple):
     """One round's clients.
 
@@ -155,26 +71,6 @@ class Cohort(NamedTuple):
     asked: int
     dropped: int
     cut: int
-
-
-def who_answers(
-    rng: np.random.Generator, asked: int, cohort: int, dropout: float
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """`(rows [cohort], answered [cohort] bool, dropped)`: which of the `asked` clients make up the round.
-
-    Everybody fails to answer with probability `dropout`; the first `cohort` of those who answer, in random order, are
-    in. Where fewer do, the round has places for clients that did not.
-
-    Example:
-      >>> rows, answered, dropped = who_answers(np.random.default_rng(0), 6, 4, 0.0)
-      >>> len(rows), answered.tolist(), dropped
-      (4, [True, True, True, True], 0)
-    """
-    answers = rng.random(asked) >= dropout
-    order = rng.permutation(asked)
-    order = order[np.argsort(~answers[order], kind="stable")]
-    rows = np.sort(order[:cohort])
-    return rows, answers[rows], int((~answers).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -300,6 +196,64 @@ class _Done(NamedTuple):
     round: int
     common: list
     totals: dict[str, Any]
+
+
+class _Judge:
+    """Evaluates some clients, always the same, under the models that they would be served.
+
+    Attributes:
+      num_models: those that the method has for all clients; 1 where every client has its own.
+    """
+
+    def __init__(self, algorithm, split, shapes, store, test_store, evaluated, serve, client_axis, rows_of):
+        self.num_models = 1 if split.personal else jax.tree.leaves(shapes.params)[0].shape[0]
+        self._split, self._evaluated, self._rows_of = split, evaluated, rows_of
+        self._by_rows = split.personal or (serve == "state" and self.num_models > 1)
+        self._tests = self._learners = self._true = None
+        if test_store is not None and algorithm.task is not None:
+            self._tests = jax.device_put(test_store.gather(evaluated))
+            if self._by_rows or self.num_models > 1:
+                self._learners = jax.device_put(store.gather(evaluated))
+            if store.cluster is not None:
+                self._true = store.cluster[evaluated]
+        self._ask = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
+        self._refresh = jax.jit(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
+
+    def _assess(self, common: list) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The clusters of the evaluated clients, and how good the models are that they are served."""
+        split, ids, learners = self._split, self._evaluated, self._learners
+        mine = self._rows_of(ids, learners) if self._by_rows else [0] * sum(split.of_clients)
+        state = self._refresh(split.together(common, mine), learners)
+        found = served = jnp.zeros(len(ids), jnp.int32)
+        if split.personal:
+            served = jnp.arange(len(ids), dtype=jnp.int32)
+            found = getattr(state, "group", served)
+        elif self.num_models > 1:
+            found = served = state.cluster if self._by_rows else self._ask(state.params, learners, None)["cluster"]
+        return jax.device_get((found, self._ask(state.params, self._tests, served)))
+
+    def record(self, result: _Result) -> dict[str, Any]:
+        """What is to be said of a round."""
+        row: dict[str, Any] = {"round": result.round}
+        if self._tests is not None:
+            found, held_out = self._assess(result.common)
+            row |= metrics.summarize(held_out, np.asarray(self._tests.size))
+        else:
+            found = np.asarray(found_clusters(self._split.together(result.common, result.rows)))
+        row |= {"train_loss": float(result.values["loss"]), "clusters_in_use": len(np.unique(found))}
+        if self._true is not None:
+            row |= metrics.cluster_recovery(found, self._true)
+        row |= {name: v.tolist() for name, v in result.values.items() if name != "loss" and name not in SUMMED}
+        if self._tests is not None and len(found) <= MOST_CLUSTERS_KEPT:
+            row["cluster"] = found.tolist()
+        return row
+
+    def final(self, common: list) -> dict[str, np.ndarray]:
+        """Of every evaluated client the cluster, the model it is served, and how good that is; `{}` without tests."""
+        if self._tests is None:
+            return {}
+        found, held_out = self._assess(common)
+        return held_out | {"cluster": found, "model": held_out["cluster"]}
 
 
 def simulate_population(
@@ -439,8 +393,9 @@ def simulate_population(
         cut = max(asked - dropped - cohort, 0)
         return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)
 
-    with _CompileClock() as compiling, _Interruptible() as ctrl_c:
-        started = time.perf_counter()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort")
+    watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
+    with watch, thread:
         done, records = _Done(0, [], {}), []
         common_shapes = split.apart(shapes)[0]
         restored = (
@@ -452,54 +407,15 @@ def simulate_population(
             rows.restore(round_, saved)
             done = _Done(round_, [jnp.asarray(x) for x in saved["common"]], totals)
             records = folder.records()
-        before = done.totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
-        resumed_at = done.round
-        saved_at = time.perf_counter()
+            watch.go_on(round_, totals.pop("time", (0.0, 0.0)))
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-        num_models = 1 if split.personal else jax.tree.leaves(shapes.params)[0].shape[0]
-        by_rows = split.personal or (serve == "state" and num_models > 1)
-        tests = learners = None
-        if test_store is not None and algorithm.task is not None:
-            tests = jax.device_put(test_store.gather(evaluated))
-            learners = jax.device_put(store.gather(evaluated)) if by_rows or num_models > 1 else None
 
-        refresh = algorithm.refresh and jax.jit(algorithm.refresh)
+        def rows_of(ids: np.ndarray, clients: Clients) -> list:
+            """What is kept of the clients `ids`; those that never took part start here."""
+            fresh = None if rows.all_seen(ids) else jax.device_get(_fresh(key, clients, join=join, split=split))
+            return rows.take(ids, fresh)
 
-        def start_rows(ids: np.ndarray, clients: Clients) -> list | None:
-            """What those of `ids` that never took part start with."""
-            return None if rows.all_seen(ids) else jax.device_get(_fresh(key, clients, join=join, split=split))
-
-        def assess(common: list) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-            """The clusters of the evaluated clients, and how good the models are that they are served."""
-            ask = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
-            mine = rows.take(evaluated, start_rows(evaluated, learners)) if by_rows else [0] * sum(split.of_clients)
-            state = split.together(common, mine)
-            state = state if refresh is None else refresh(state, learners)
-            found = jnp.zeros(len(evaluated), jnp.int32)
-            if split.personal:
-                served = jnp.arange(len(evaluated), dtype=jnp.int32)
-                found = getattr(state, "group", served)
-            elif num_models > 1:
-                served = found = state.cluster if by_rows else ask(state.params, learners, None)["cluster"]
-            else:
-                served = found
-            return jax.device_get((found, ask(state.params, tests, served)))
-
-        def judge(result: _Result) -> dict[str, Any]:
-            """The record of a round."""
-            row: dict[str, Any] = {"seed": seed, "round": done.round}
-            found = np.asarray(found_clusters(split.together(done.common, result.rows)))
-            if tests is not None:
-                found, held_out = assess(done.common)
-                row |= metrics.summarize(held_out, np.asarray(tests.size))
-            row |= {"train_loss": float(result.values["loss"]), "clusters_in_use": len(np.unique(found))}
-            if tests is not None and store.cluster is not None:
-                row |= metrics.cluster_recovery(found, store.cluster[evaluated])
-            row |= {name: v.tolist() for name, v in result.values.items() if name != "loss" and name not in SUMMED}
-            row |= done.totals | {"seen": int(rows.seen.sum())}
-            if tests is not None and len(evaluated) <= MOST_CLUSTERS_KEPT:
-                row["cluster"] = found.tolist()
-            return row
+        judge = _Judge(algorithm, split, shapes, store, test_store, evaluated, serve, client_axis, rows_of)
 
         def commit(result: _Result) -> _Done:
             """Puts a round's results in their places."""
@@ -510,60 +426,47 @@ def simulate_population(
             totals = {name: done.totals.get(name, 0.0) + value for name, value in added.items()}
             return _Done(result.round, result.common, totals)
 
-        def clock() -> list[float]:
-            elapsed = time.perf_counter() - started - compiling.seconds
-            return [before[0] + elapsed, before[1] + compiling.seconds]
-
         result: _Result | None = None
         warned: set[str] = set()
-        with ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort") as thread, _progress_bar(progress) as bar:
-            line = bar.add_task(description, total=num_rounds, completed=done.round, rate="", note="")
-            coming = thread.submit(prepare, min(done.round + 1, until))
-            while done.round < until:
-                t = done.round + 1
-                drawn = coming.result()  # raises what the thread raised
-                if t < until:
-                    coming = thread.submit(prepare, t + 1)
-                if t == 1:
-                    common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
-                else:
-                    common, mine = done.common, rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
-                new, mine, values, finite = _round(
-                    key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
-                )
-                mine, values, finite = jax.device_get((mine, values, finite))
-                _stop_if_diverged(finite[None], t, [seed], folder)
-                _stop_if_nothing_came({k: v[None] for k, v in values.items()}, t, [seed], folder)
-                result = _Result(t, new, mine, values, drawn)
-                done = commit(result)
-                if t % eval_every == 0 or t == num_rounds:
-                    records.append(judge(result))
-                    if folder is not None:
-                        folder.append(records[-1:])
-                    _warn_once(warned, records[-1:], num_models, cohort)
-                elapsed = time.perf_counter() - started - compiling.seconds
-                rate = f"{(t - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
-                latest = records[-1] if records else {}
-                note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
-                bar.update(line, completed=t, rate=rate, note=note)
-                due = time.perf_counter() - saved_at >= checkpoint_seconds
-                if folder is not None and (due or ctrl_c.heard or t == until):
-                    rows.checkpointing(t)
-                    folder.save(t, {"common": done.common, **rows.saved()}, done.totals | {"time": clock()})
-                    rows.checkpointed(t)
-                    saved_at = time.perf_counter()
-                if ctrl_c.heard:
-                    raise KeyboardInterrupt
-            if result is None:  # a run that had already ended: its last cohort again
-                drawn = coming.result()
-            mine = rows.take(drawn.ids, start_rows(drawn.ids, drawn.clients))
+        watch.show(done.round)
+        coming = thread.submit(prepare, min(done.round + 1, until))
+        while done.round < until:
+            t = done.round + 1
+            drawn = coming.result()  # raises what the thread raised
+            if t < until:
+                coming = thread.submit(prepare, t + 1)
+            if t == 1:
+                common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
+            else:
+                common, mine = done.common, rows_of(drawn.ids, drawn.clients)
+            new, mine, values, finite = _round(
+                key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
+            )
+            mine, values, finite = jax.device_get((mine, values, finite))
+            stop_if_diverged(finite[None], t, [seed], folder)
+            stop_if_nothing_came({k: v[None] for k, v in values.items()}, t, [seed], folder)
+            result = _Result(t, new, mine, values, drawn)
+            done = commit(result)
+            if t % eval_every == 0 or t == num_rounds:
+                records.append({"seed": seed, **judge.record(result), **done.totals, "seen": int(rows.seen.sum())})
+                if folder is not None:
+                    folder.append(records[-1:])
+                warn_once(warned, records[-1:], judge.num_models, cohort)
+            watch.advance(t, records[-1] if records else {})
+            if folder is not None and (watch.due() or watch.interrupted or t == until):
+                rows.checkpointing(t)
+                folder.save(t, {"common": done.common, **rows.saved()}, done.totals | {"time": watch.clock()})
+                rows.checkpointed(t)
+                watch.saved()
+            if watch.interrupted:
+                raise KeyboardInterrupt
+        if result is None:  # a run that had already ended: its last cohort again
+            drawn = coming.result()
+        mine = rows_of(drawn.ids, drawn.clients)
         state = split.together(done.common, jax.tree.map(jnp.asarray, mine))
         final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
-        if tests is not None:
-            found, held_out = assess(done.common)
-            held_out = held_out | {"cluster": found, "model": held_out["cluster"]}
-            final |= {name: np.asarray(v)[None] for name, v in held_out.items()}
-        seconds, compile_seconds = clock()
+        final |= {name: np.asarray(value)[None] for name, value in judge.final(done.common).items()}
+        seconds, compile_seconds = watch.clock()
     steps = done.totals.get("client_steps", 0.0)
     return PopulationHistory(records, state, final, done.round, seconds, compile_seconds, steps, rows)
 

@@ -18,8 +18,7 @@ from rich.table import Table
 from jfcl import hosts, mapping
 from jfcl.aggregate import num_bytes
 from jfcl.core import Algorithm, Clients, num_clients
-from jfcl.runs import write_json
-from jfcl.simulation import environment
+from jfcl.runs import environment, write_json
 
 MOST_CLIENTS = 64  # in a probe: enough for every mapping to show its pace
 

@@ -236,3 +236,15 @@ class RunFolder:
         scratch = self.metrics_path.with_name("metrics.jsonl.tmp")
         scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(scratch, self.metrics_path)
+
+
+def environment() -> dict[str, Any]:
+    """The device and versions that a figure was measured on: `{"device": ..., "versions": {...}}`."""
+    import platform
+    from importlib.metadata import version
+
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
+    names = ("jfcl", "jax", "jaxlib", "flax", "optax", "numpy")
+    versions = {name: version(name) for name in names} | {"python": platform.python_version()}
+    return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}

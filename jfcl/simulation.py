@@ -6,11 +6,6 @@ that was stopped and resumed, or evaluated at other rounds, equals one that was 
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import hosts, mapping, metrics
 from jfcl.aggregate import is_finite
 from jfcl.core import (
     Algorithm,
     Clients,
+    Task,
     check,
     check_clients,
     check_count,
@@ -37,6 +31,7 @@ from jfcl.core import (
     num_clients,
 )
 from jfcl.runs import RunFolder
+from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
 
 SUMMED = (
     "bytes_up",
@@ -46,10 +41,6 @@ SUMMED = (
 )  # over rounds; of all else a record has the last round's
 BLOCK_SECONDS = 1.0  # of rounds in one call of the compiled program, about: so often the bar moves, and Ctrl-C is heard
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
-
-
-class DivergedError(RuntimeError):
-    """A model, or everything that the clients sent in a round, is no longer finite."""
 
 
 class History(NamedTuple):
@@ -196,48 +187,21 @@ def _evaluate(params, cluster, clients, *, task, seed_axis, client_axis, by_loss
     return seed_axis(one_seed)(params, cluster)
 
 
-class _CompileClock:
-    """`seconds`: how long jax has been tracing, lowering and compiling while this is open."""
-
-    def __enter__(self):
-        self.seconds, self._spans = 0.0, []
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def _listen(self, event: str, duration: float, **_):
-        if event.startswith("/jax/core/compile/"):
-            end = time.perf_counter()
-            begin = end - duration
-            # Functions are traced inside of others: what lies within this span has been counted.
-            while self._spans and self._spans[-1][0] >= begin:
-                inner = self._spans.pop()
-                self.seconds -= inner[1] - inner[0]
-            begin = max(begin, self._spans[-1][1]) if self._spans else begin
-            self._spans.append((begin, end))
-            self.seconds += end - begin
-
-    def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-
-class _Interruptible:
-    """`heard`: whether Ctrl-C was pressed. While jax computes nothing is heard; a second one is not waited with."""
-
-    def __enter__(self):
-        self.heard = False
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._hear)
-        return self
-
-    def _hear(self, *_):
-        if self.heard:
-            raise KeyboardInterrupt
-        self.heard = True
-
-    def __exit__(self, *_):
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
+def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> int:
+    """How many clients there are in all processes; `ValueError` where what belongs to them does not fit."""
+    check_clients(clients)
+    spread = isinstance(client_axis, mapping.sharded)
+    check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
+    n = _check_rows(client_axis, clients, "clients")
+    for name, extra in (("test_clients", test_clients), ("newcomers", newcomers)):
+        if extra is not None:
+            check_clients(extra, name=name, allow_empty=True)
+    if test_clients is not None:
+        rows = _check_rows(client_axis, test_clients, "test_clients")
+        check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
+    if true_cluster is not None:
+        check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
+    return n
 
 
 def _check_rows(client_axis, clients: Clients, name: str) -> int:
@@ -263,20 +227,98 @@ def _with_rows_behind(small: Any, whole: Any, n: int, client_axis: mapping.shard
     return jax.tree.map(put, small, whole)
 
 
-def _progress_bar(shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        disable=not shown,
-        transient=True,
-    )
+class _Judge(NamedTuple):
+    """Evaluates states, and says in records what it found.
+
+    Attributes:
+      task: what the clients are asked; None: nothing.
+      seeds: names of the keys.
+      num_clients: without those that fill up devices.
+      true_cluster: `[N]` or None.
+      tests, newcomers: on the devices, or None.
+      test_size, new_size: `[N]`, `[N']`, their numbers of examples.
+      seed_axis, client_axis: mappings.
+    """
+
+    task: Task | None
+    seeds: list
+    num_clients: int
+    true_cluster: np.ndarray | None
+    tests: Clients | None
+    test_size: np.ndarray | None
+    newcomers: Clients | None
+    new_size: np.ndarray | None
+    seed_axis: mapping.Mapping
+    client_axis: mapping.Mapping
+
+    @classmethod
+    def place(cls, task, seeds, n, true_cluster, tests, newcomers, seed_axis, client_axis) -> _Judge:
+        """A judge whose test clients and newcomers lie where they are evaluated."""
+        test_size = new_size = None
+        if tests is not None:
+            tests = mapping.place(client_axis, tests, n)
+            test_size = np.asarray(hosts.fetch(tests.size))[:n]
+        if newcomers is not None:
+            new_size = np.asarray(newcomers.size)
+            if jax.process_count() > 1:  # every process was given all of them
+                own = mapping.own_rows(client_axis, len(new_size))
+                newcomers = jax.tree.map(lambda x: x[own], newcomers)
+            newcomers = mapping.place(client_axis, newcomers, len(new_size))
+        true_cluster = None if true_cluster is None else np.asarray(true_cluster)
+        return cls(task, seeds, n, true_cluster, tests, test_size, newcomers, new_size, seed_axis, client_axis)
+
+    def assess(self, state: Any, data: Clients | None, *, by_loss: bool = False) -> dict[str, jax.Array] | None:
+        """Loss and accuracy of `data`'s clients, `[R, ...]` each, under the models that they are served."""
+        if data is None or self.task is None:
+            return None
+        axes = {"seed_axis": self.seed_axis, "client_axis": self.client_axis}
+        return _evaluate(state.params, state.cluster, data, task=self.task, by_loss=by_loss, **axes)
+
+    def records(self, state: Any, t: int, values: dict[str, Any], totals: dict[str, list]) -> tuple[list[dict], Any]:
+        """The records of round `t`, one per seed, and what `assess` says of the test clients.
+
+        `values` are the round's metrics `[R, ...]`; those in `SUMMED` are taken from `totals`.
+        """
+        n, padded = self.num_clients, state.cluster.shape[1]  # with the clients behind, which do not count
+        held_out, new, values, cluster, excluded = hosts.fetch(
+            (
+                self.assess(state, self.tests),
+                self.assess(state, self.newcomers, by_loss=True),
+                values,
+                found_clusters(state),
+                getattr(state, "excluded", None),
+            )
+        )
+        cluster, excluded = cluster[:, :n], None if excluded is None else excluded[:, :n]
+        values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
+        rows = []
+        for s, seed in enumerate(self.seeds):
+            row = {"seed": seed, "round": t}
+            if held_out is not None:
+                row |= metrics.summarize({k: v[s, :n] for k, v in held_out.items()}, self.test_size)
+            if new is not None:
+                summary = metrics.summarize({k: v[s, : len(self.new_size)] for k, v in new.items()}, self.new_size)
+                row |= {f"newcomer_{name}": value for name, value in summary.items()}
+            row["train_loss"] = float(values["loss"][s])
+            row["clusters_in_use"] = len(np.unique(cluster[s]))
+            if self.true_cluster is not None:
+                row |= metrics.cluster_recovery(cluster[s], self.true_cluster)
+            row |= {name: v[s].tolist() for name, v in values.items() if name != "loss" and name not in SUMMED}
+            row |= {name: totals[name][s] for name in SUMMED if name in totals}
+            if n <= MOST_CLUSTERS_KEPT:
+                row["cluster"] = cluster[s].tolist()
+                if excluded is not None:
+                    row["excluded"] = excluded[s].tolist()
+            rows.append(row)
+        return rows, held_out
+
+    def final(self, state: Any, size: jax.Array, held_out: dict[str, Any] | None) -> dict[str, np.ndarray]:
+        """What `History.clients` holds; `held_out` is what `assess` said of the test clients, if it was asked."""
+        held_out = dict((self.assess(state, self.tests) if held_out is None else held_out) or {})
+        served = {"model": held_out.pop("cluster")} if "cluster" in held_out else {}
+        final = {"cluster": found_clusters(state)} | served | held_out
+        final["examples"] = jnp.broadcast_to(size, (len(self.seeds), len(size)))
+        return {name: np.asarray(value)[:, : self.num_clients] for name, value in hosts.fetch(final).items()}
 
 
 def simulate(
@@ -349,29 +391,16 @@ def simulate(
     check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
-    check_clients(clients)
     client_axis = mapping.auto() if client_axis is None else client_axis
-    one_of_many = jax.process_count() > 1
-    spread = isinstance(client_axis, mapping.sharded)
-    check(spread or not one_of_many, "client_axis", client_axis, "jfcl.sharded, with several processes")
-    n = _check_rows(client_axis, clients, "clients")
-    for name, extra in (("test_clients", test_clients), ("newcomers", newcomers)):
-        if extra is not None:
-            check_clients(extra, name=name, allow_empty=True)
-    if test_clients is not None:
-        rows = _check_rows(client_axis, test_clients, "test_clients")
-        check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
-    if true_cluster is not None:
-        true_cluster = np.asarray(true_cluster)
-        check(true_cluster.shape == (n,), "true_cluster", true_cluster.shape, f"of shape ({n},)")
+    n = _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     single = key.ndim == 0
-    num_seeds = 1 if single else len(key)
-    seeds = list(range(num_seeds)) if seeds is None else list(seeds)
-    check(len(seeds) == num_seeds, "seeds", seeds, f"one name for each of the {num_seeds} keys")
     keys = key[None] if single else key
+    seeds = list(range(len(keys))) if seeds is None else list(seeds)
+    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
+    spread = isinstance(client_axis, mapping.sharded)
     mesh = client_axis.mesh if spread else None
     keys = hosts.replicate(keys, mesh)
     if hyperparams is not None:
@@ -379,7 +408,7 @@ def simulate(
         hyperparams = hosts.replicate(hyperparams, mesh)
 
     made = _made(algorithm, hyperparams)
-    if made.task is not None and made.task.num_classes is not None and not one_of_many:
+    if made.task is not None and made.task.num_classes is not None and jax.process_count() == 1:
         for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
             if part is not None:
                 check_labels(part, made.task.num_classes, name=name)
@@ -391,28 +420,19 @@ def simulate(
         config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
         folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
 
-    with _CompileClock() as compiling, _Interruptible() as ctrl_c:
-        started = time.perf_counter()
-        task = made.task
+    shown = progress and hosts.is_first()
+    with Watch(num_rounds, description=description, progress=shown, checkpoint_seconds=checkpoint_seconds) as watch:
         static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
-        test_size, new_size = (None if c is None else np.asarray(c.size) for c in (test_clients, newcomers))
-        if one_of_many and test_clients is not None:
-            test_size = np.asarray(hosts.fetch(mapping.place(client_axis, test_clients, n).size))[:n]
-        if one_of_many and newcomers is not None:  # every process was given all of them
-            rows = mapping.own_rows(client_axis, len(new_size))
-            newcomers = jax.tree.map(lambda x: x[rows], newcomers)
-            newcomers = mapping.place(client_axis, newcomers, len(new_size))
-        elif newcomers is not None:
-            newcomers = mapping.place(client_axis, newcomers)
         # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
         like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
         mapping.check_memory(made, shapes, client_axis, like)
+        judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, seed_axis, client_axis)
         clients = mapping.place(client_axis, clients, n)
-        test_clients = test_clients and mapping.place(client_axis, test_clients, n)
-        done, totals, records = 0, {}, []
+
         restored = _restore(folder, like) if resume else None
         if restored is None:
+            done, totals, records = 0, {}, []
             state = _init(keys, clients, hyperparams, **static)
         else:
             done, state, totals, records = restored
@@ -420,110 +440,50 @@ def simulate(
             rows = num_clients(clients)
             state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
-        resumed_at = done
-        before = totals.pop("time", [0.0, 0.0])  # seconds running and compiling before this call
-        saved_at = time.perf_counter()
+            watch.go_on(done, totals.pop("time", (0.0, 0.0)))
+
         # Methods that start with one cluster and split it have not collapsed while they have one.
         num_models = 1 if hasattr(state, "active") else jax.tree.leaves(state.params)[0].shape[1]
-        warned = set()
-
-        def assess(state, data: Clients | None, *, by_loss: bool):
-            if data is None or task is None:
-                return None
-            axes = {"seed_axis": seed_axis, "client_axis": client_axis}
-            return _evaluate(state.params, state.cluster, data, task=task, by_loss=by_loss, **axes)
-
-        def judge(state, t: int, values, sums) -> tuple[list[dict[str, Any]], Any]:
-            """The records of round `t`, one per seed, and what `assess` says of the test clients."""
-            held_out, new, values, cluster, excluded = hosts.fetch(
-                (
-                    assess(state, test_clients, by_loss=False),
-                    assess(state, newcomers, by_loss=True),
-                    values,
-                    found_clusters(state),
-                    getattr(state, "excluded", None),
-                )
-            )
-            cluster, excluded = cluster[:, :n], None if excluded is None else excluded[:, :n]
-            padded = num_clients(clients)  # with the clients behind, which do not count
-            values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
-            rows = []
-            for s, seed in enumerate(seeds):
-                row = {"seed": seed, "round": t}
-                if held_out is not None:
-                    row |= metrics.summarize({k: v[s, :n] for k, v in held_out.items()}, test_size)
-                if new is not None:
-                    summary = metrics.summarize({k: v[s, : len(new_size)] for k, v in new.items()}, new_size)
-                    row |= {f"newcomer_{name}": value for name, value in summary.items()}
-                row["train_loss"] = float(values["loss"][s])
-                row["clusters_in_use"] = len(np.unique(cluster[s]))
-                if true_cluster is not None:
-                    row |= metrics.cluster_recovery(cluster[s], true_cluster)
-                row |= {name: v[s].tolist() for name, v in values.items() if name != "loss" and name not in SUMMED}
-                row |= {name: totals[name][s] for name in sums}
-                if n <= MOST_CLUSTERS_KEPT:
-                    row["cluster"] = cluster[s].tolist()
-                    if excluded is not None:
-                        row["excluded"] = excluded[s].tolist()
-                rows.append(row)
-            return rows, held_out
-
-        def clock() -> tuple[float, float]:
-            elapsed = time.perf_counter() - started - compiling.seconds
-            return before[0] + elapsed, before[1] + compiling.seconds
-
-        def save() -> None:
-            kept = hosts.fetch(_cut(state, like))
-            if folder is not None:
-                folder.save(done, kept, totals | {"time": clock()})
-
+        warned: set[str] = set()
         latest: dict[str, Any] = {}
-        held_out = None  # of the present state, once it was judged
-        with _progress_bar(progress and hosts.is_first()) as bar:
-            line = bar.add_task(description, total=num_rounds, completed=done, rate="", note="")
-            until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-            at_most = 1  # rounds at once: a first one tells how long they take
-            while done < until:
-                count = min(eval_every - done % eval_every, until - done, at_most)
-                began = time.perf_counter() - compiling.seconds
-                state, values, sums, finite = jax.block_until_ready(
-                    _advance(keys, state, np.int32(done + 1), np.int32(count), clients, hyperparams, **static)
-                )
-                took = time.perf_counter() - compiling.seconds - began
-                at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-                done, held_out = done + count, None
-                _stop_if_diverged(finite, done, seeds, folder)
-                for name, (high, low) in hosts.fetch(sums).items():
-                    old = totals.get(name, [0.0] * len(seeds))
-                    totals[name] = [a + (float(h) + float(l)) for a, h, l in zip(old, high, low, strict=True)]
-                if done % eval_every == 0 or done == num_rounds:
-                    _stop_if_nothing_came(values, done, seeds, folder)
-                    rows, held_out = judge(state, done, values, sums)
-                    records += rows
-                    if folder is not None:
-                        folder.append(rows)
-                    _warn_once(warned, rows, num_models, n)
-                    latest = rows[0]
-                elapsed = time.perf_counter() - started - compiling.seconds
-                rate = f"{(done - resumed_at) / max(elapsed, 1e-9):.1f} rounds/s"
-                note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
-                bar.update(line, completed=done, rate=rate, note=note)
-                due = time.perf_counter() - saved_at >= checkpoint_seconds
-                said = hosts.everybodys([due, at_most, ctrl_c.heard])
-                due, at_most = said[0, :2].tolist()  # by the first one's clock
-                stop = said[:, 2].any()
-                if out is not None and (due or stop or done == until):
-                    save()
-                    saved_at = time.perf_counter()
-                if stop:
-                    raise KeyboardInterrupt
-        held_out = assess(state, test_clients, by_loss=False) if held_out is None else held_out
-        held_out = dict(held_out or {})
-        served = {"model": held_out.pop("cluster")} if "cluster" in held_out else {}
-        final = {"cluster": found_clusters(state)} | served | held_out
-        final["examples"] = jnp.broadcast_to(clients.size, (num_seeds, len(clients.size)))
-        final = {name: np.asarray(value)[:, :n] for name, value in hosts.fetch(final).items()}
-        seconds, compile_seconds = clock()
+        held_out = None  # what the test clients say of the present state, once they were asked
+        until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+        at_most = 1  # rounds at once: a first one tells how long they take
+        watch.show(done)
+        while done < until:
+            count = min(eval_every - done % eval_every, until - done, at_most)
+            began = watch.seconds()
+            state, values, sums, finite = jax.block_until_ready(
+                _advance(keys, state, np.int32(done + 1), np.int32(count), clients, hyperparams, **static)
+            )
+            took = watch.seconds() - began
+            at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
+            done, held_out = done + count, None
+            stop_if_diverged(finite, done, seeds, folder)
+            for name, (high, low) in hosts.fetch(sums).items():
+                old = totals.get(name, [0.0] * len(seeds))
+                totals[name] = [a + (float(h) + float(l)) for a, h, l in zip(old, high, low, strict=True)]
+            if done % eval_every == 0 or done == num_rounds:
+                stop_if_nothing_came(values, done, seeds, folder)
+                rows, held_out = judge.records(state, done, values, totals)
+                records += rows
+                if folder is not None:
+                    folder.append(rows)
+                warn_once(warned, rows, num_models, n)
+                latest = rows[0]
+            watch.advance(done, latest)
+            said = hosts.everybodys([watch.due(), at_most, watch.interrupted])
+            due, at_most = said[0, :2].tolist()  # by the first one's clock
+            stop = said[:, 2].any()
+            if out is not None and (due or stop or done == until):
+                kept = hosts.fetch(_cut(state, like))
+                if folder is not None:
+                    folder.save(done, kept, totals | {"time": watch.clock()})
+                watch.saved()
+            if stop:
+                raise KeyboardInterrupt
+        final = judge.final(state, clients.size, held_out)
+        seconds, compile_seconds = watch.clock()
         if mapping.num_rows(client_axis, n) != n:
             state = _cut(state, like)
     if single:
@@ -546,57 +506,3 @@ def _restore(folder: RunFolder | None, like: Any) -> tuple[int, Any, dict[str, A
 def found_clusters(state: Any) -> Any:
     """`[N]`: which clients a method holds to be alike: `state.group` where it has that besides a model for each."""
     return getattr(state, "group", state.cluster)
-
-
-def _stop_if_diverged(finite, t: int, seeds: list, folder: RunFolder | None) -> None:
-    for s in np.flatnonzero(~np.asarray(finite)):
-        raise _diverged(t, seeds[s], "a model is no longer finite", folder)
-
-
-def _stop_if_nothing_came(values, t: int, seeds: list, folder: RunFolder | None) -> None:
-    if "nonfinite" in values and "participants" in values:
-        bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
-        for s in np.flatnonzero((bad == present) & (present > 0)):
-            raise _diverged(t, seeds[s], "no client sent a finite update", folder)
-
-
-def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedError:
-    kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
-    return DivergedError(f"by round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
-
-
-def _warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int) -> None:
-    """Says once what a person would want to know: collapsed models, updates left out."""
-    for row in rows:
-        if 1 < num_models < n and row["clusters_in_use"] == 1 and "collapse" not in warned:
-            warned.add("collapse")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"
-                " a warm start (init_params, --init-from) can prevent that",
-                stacklevel=3,
-            )
-        if row.get("capacity_reached") and "capacity" not in warned:
-            warned.add("capacity")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: a cluster would be split, but max_clusters are in use",
-                stacklevel=3,
-            )
-        if row.get("nonfinite") and "nonfinite" not in warned:
-            warned.add("nonfinite")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: {row['nonfinite']:.0f} client update(s) so far held NaN or"
-                " infinity and were left out",
-                stacklevel=3,
-            )
-
-
-def environment() -> dict[str, Any]:
-    """The device and versions that a figure was measured on: `{"device": ..., "versions": {...}}`."""
-    import platform
-    from importlib.metadata import version
-
-    device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
-    names = ("jfcl", "jax", "jaxlib", "flax", "optax", "numpy")
-    versions = {name: version(name) for name in names} | {"python": platform.python_version()}
-    return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}

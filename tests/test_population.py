@@ -21,8 +21,9 @@ from scipy.stats import chisquare
 import jfcl
 from jfcl import mapping
 from jfcl.client_rows import ClientRows
+from jfcl.cohorts import make_sampler, who_answers
 from jfcl.data import ClientStore
-from jfcl.population import make_sampler, split_state, who_answers
+from jfcl.population import split_state
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()

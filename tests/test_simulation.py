@@ -313,11 +313,11 @@ def test_a_run_is_not_gone_on_with_by_another_key(tmp_path):
 
 
 def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
-    from jfcl import simulation
+    from jfcl import watch
 
     now = [0.0]
-    monkeypatch.setattr(simulation.time, "perf_counter", lambda: now[0])
-    with simulation._CompileClock() as clock:
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    with watch.CompileClock() as clock:
         for end, duration in [(2, 1), (3, 0.5), (4, 3.5), (6, 1), (7, 4)]:  # the last reaches into the one before it
             now[0] = end
             clock._listen("/jax/core/compile/x", duration)

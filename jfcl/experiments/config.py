@@ -14,9 +14,9 @@ import optax
 from jfcl import attacks, data, kernels, models
 from jfcl.algorithms import METHODS
 from jfcl.augment import AUGMENTATIONS
+from jfcl.cohorts import SAMPLING
 from jfcl.core import check, check_choice, check_count
 from jfcl.local import KEEP
-from jfcl.population import SAMPLING
 
 SERVER_OPTIMIZERS = {
     "average": lambda lr: optax.sgd(lr),

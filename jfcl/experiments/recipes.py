@@ -20,8 +20,7 @@ from jfcl.core import check, check_choice, check_count
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.runs import finite_or_none, read_json, write_json
-from jfcl.simulation import environment
+from jfcl.runs import environment, finite_or_none, read_json, write_json
 
 Row = dict[str, Any]
 

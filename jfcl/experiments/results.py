@@ -15,8 +15,8 @@ from jfcl.core import PyTree, check, client_ids, path_name
 from jfcl.experiments.config import Config, from_saved, of_population
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.metrics import rounds_to_recovery
-from jfcl.runs import RunFolder, finite_or_none, read_json, write_json
-from jfcl.simulation import History, environment
+from jfcl.runs import RunFolder, environment, finite_or_none, read_json, write_json
+from jfcl.simulation import History
 
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 
