@@ -21,7 +21,6 @@ TABLES = {
     "population-cpu-2-cores": "case what seconds us_per_client ratio client_steps/s anonymous_mb store_mb",
     "kernels-cpu-2-cores": "kernel size what seconds times gflops gb/s temporary_mb",
     "kernels-convolution-cpu-2-cores": "kernel size what seconds times gflops",
-    "against-peers-cnn-cpu-2-cores": "job library seconds ms_a_client_step times_ours first_round accuracy",
     "precision-cpu-2-cores": "case products accuracy spread same_cluster",
     "cfl-round-cpu-2-cores": "clients what seconds share_of_training gflops memory_mb updates_mb",
     "federated-clustering-cpu-2-cores": "clients what seconds us_per_pair gflops peak_mb times_torch",
