@@ -26,6 +26,7 @@ from jfcl.algorithms import fedavg, ifca, local_only
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.local import LocalTraining, local_training
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
+from jfcl.models.networks import Conv
 from jfcl.runs import environment
 
 # Called only when a mapping is used: some ask for devices.
@@ -124,9 +125,10 @@ def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
 
     def note(call, args, kwargs, context):
         out = call(*args, **kwargs)
-        if isinstance(context.module, (nn.Dense, nn.Conv)) and context.method_name == "__call__":
+        if isinstance(context.module, (nn.Dense, Conv)) and context.method_name == "__call__":
             kernel = context.module.variables["params"]["kernel"]
-            found.append(math.prod(out.shape[1:]) * math.prod(kernel.shape[:-1]))
+            pooled = 4 if getattr(context.module, "pool", False) else 1  # values of which one is left
+            found.append(pooled * math.prod(out.shape[1:]) * math.prod(kernel.shape[:-1]))
         return out
 
     def forward():

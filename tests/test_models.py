@@ -143,16 +143,25 @@ def test_other_convolutions_go_to_lax():
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
 
+@pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2)])
-def test_max_pool_is_flaxs(shape):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape).astype(np.float32))
-    theirs = nn.max_pool(x, (2, 2), strides=(2, 2))
-    assert (max_pool(x, 2) == theirs).all()
+@pytest.mark.parametrize("ties", [False, True])
+def test_max_pool_is_flaxs(shape, window, ties):
+    draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x = jnp.asarray(np.round(draws) if ties else draws)
+
+    def flaxs(v):
+        return nn.max_pool(v, (window, window), strides=(window, window))
+
+    assert (max_pool(x, window) == flaxs(x)).all()
     ours, reference = (
-        jax.grad(lambda v, p=pool: jnp.sin(p(v)).sum())(x)
-        for pool in (lambda v: max_pool(v, 2), lambda v: nn.max_pool(v, (2, 2), strides=(2, 2)))
+        jax.grad(lambda v, pool=pool: jnp.sin(pool(v)).sum())(x) for pool in (lambda v: max_pool(v, window), flaxs)
     )
-    np.testing.assert_allclose(ours, reference, rtol=1e-6)  # no ties in these values
+    np.testing.assert_allclose(ours, reference, rtol=1e-6)
+    twice = jax.vmap(jax.grad(lambda v: jnp.sin(max_pool(v, window)).sum()))(jnp.stack([x, -x]))
+    np.testing.assert_array_equal(twice[0], ours)
+    _, along = jax.jvp(lambda v: max_pool(v, window), (x,), (x,))
+    np.testing.assert_array_equal(along, max_pool(x, window))
 
 
 SIZES = {

@@ -15,7 +15,7 @@ computes the same numbers, arranged for how clients are mapped:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-GROUP = 16  # examples whose gradients with respect to weights are taken at once
+GROUP_BYTES = 220_000  # of the output's gradient: so many examples' gradients with respect to weights are taken at once
 UNROLLED = 8  # groups written out one after the other; beyond, a loop, lest programs grow with the batch
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
@@ -68,7 +68,7 @@ def _input_gradient(g, w, shape, strides, padding):
 def _weight_gradient(x, g, kernel, strides, padding):
     """d loss / d w, as a convolution in which input channels are the batch, and the batch the channels.
 
-    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. Taken 16 at a time it stays in a
+    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. Taken a few at a time it stays in a
     core's cache, which is several times as fast; and an odd number of channels is slow by itself.
     """
     (kh, kw), (sh, sw) = kernel, strides
@@ -81,7 +81,8 @@ def _weight_gradient(x, g, kernel, strides, padding):
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
-    size = min(GROUP, max(len(x), 1))
+    fit = GROUP_BYTES // max(g[0].size * g.dtype.itemsize, 1) // 2 * 2  # an even number
+    size = min(max(fit, 2), max(len(x), 1))
     groups = len(x) // size
     rest = slice(groups * size, None)
     total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), wide)
@@ -226,9 +227,8 @@ def conv(
 def max_pool(x: jax.Array, window: int) -> jax.Array:
     """Max-pooling with stride `window`, no padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
-    Written as a reshape and a maximum, whose gradient is far cheaper on a CPU than that of `lax.reduce_window`. Among
-    equal largest values the gradient is divided, where `reduce_window` gives it to the first. `ValueError` for an image
-    smaller than the window.
+    Written as a reshape and a maximum, whose gradient is far cheaper on a CPU than that of `lax.reduce_window`; as
+    there, the first of equal largest values has it. `ValueError` for an image smaller than the window.
 
     Example:
       >>> import jax.numpy as jnp
@@ -239,5 +239,30 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
     if min(h, w) < window:
         raise ValueError(f"images are too small for this model: {h} x {w} is left where {window} x {window} is pooled")
     h, w = h // window, w // window
-    tiles = x[:, : h * window, : w * window].reshape(b, h, window, w, window, c)
-    return tiles.max(axis=(2, 4))
+    return _largest(x[:, : h * window, : w * window].reshape(b, h, window, w, window, c))
+
+
+@jax.custom_jvp
+def _largest(tiles: jax.Array) -> jax.Array:
+    """The maximum over axes 2 and 4 of `[B, H, k, W, k, C]`."""
+    return _first_largest(tiles)[0]
+
+
+def _first_largest(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The maximum, and which of the `k * k` values is the first that has it."""
+    k = tiles.shape[2]
+    values = [tiles[:, :, i, :, j] for i in range(k) for j in range(k)]
+    largest = reduce(jnp.maximum, values)
+    place = jnp.full(largest.shape, k * k - 1, jnp.int32)
+    for i in reversed(range(k * k - 1)):
+        place = jnp.where(values[i] == largest, i, place)
+    return largest, place
+
+
+@_largest.defjvp
+def _largest_jvp(primals, tangents):
+    (tiles,), (moved,) = primals, tangents
+    largest, place = _first_largest(tiles)
+    k = tiles.shape[2]
+    each = jnp.arange(k * k, dtype=jnp.int32).reshape(1, 1, k, 1, k, 1)
+    return largest, jnp.where(place[:, :, None, :, None] == each, moved, jnp.zeros_like(moved)).sum(axis=(2, 4))

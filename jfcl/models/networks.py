@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfcl.models.conv import conv as fast_conv
-from jfcl.models.conv import max_pool
+from jfcl.models.conv import conv, max_pool
 
 
 class Linear(nn.Module):
@@ -55,22 +54,41 @@ class MLP(nn.Module):
         return nn.Dense(self.num_outputs)(x)
 
 
-def _conv(features: int, size: int, padding, **options) -> nn.Conv:
-    return nn.Conv(features, (size, size), padding=padding, conv_general_dilated=fast_conv, **options)
+class Conv(nn.Module):
+    """A convolution of stride 1, 2 x 2 max-pooling if asked for, and ReLU; parameters as those of `flax.linen.Conv`.
 
+    In the cheaper of equal orders: bias and ReLU are left for the largest of four. Of an odd number of rows or columns
+    pooling drops the last, so that the convolution need not compute it: its padding at that edge is one less. Of the
+    MNIST networks' 11 x 11 in the second layer, that is a sixth.
 
-def _conv_pool(x: jax.Array, features: int, size: int, padding, **options) -> jax.Array:
-    """Convolution, ReLU and 2 x 2 max-pooling, in the cheaper of equal orders: ReLU is left for the largest of four.
-
-    Of an odd number of rows or columns pooling drops the last, so that the convolution need not compute it: its padding
-    at that edge is one less. Of the MNIST networks' 11 x 11 in the second layer, that is a sixth.
+    Attributes:
+      features: channels of the output.
+      size: of the square kernel.
+      padding: zeros at each edge, or "SAME", "VALID".
+      pool: with pooling.
+      kernel_init: flax's default.
     """
-    if isinstance(padding, str):
-        padding = lax.padtype_to_pads(x.shape[1:3], (size, size), (1, 1), padding)
-    out = [n + low + high - size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
-    dropped = [n % 2 if n > 1 else 0 for n in out]
-    padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
-    return nn.relu(max_pool(_conv(features, size, padding, **options)(x), 2))
+
+    features: int
+    size: int
+    padding: int | str
+    pool: bool = False
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        if isinstance(self.padding, str):
+            padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (1, 1), self.padding)
+        else:
+            padding = ((self.padding, self.padding),) * 2
+        if self.pool:
+            out = [n + low + high - self.size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
+            dropped = [n % 2 if n > 1 else 0 for n in out]
+            padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
+        x = conv(x, kernel, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return nn.relu((max_pool(x, 2) if self.pool else x) + bias.reshape(1, 1, 1, -1))
 
 
 class CNNMnist(nn.Module):
@@ -85,7 +103,7 @@ class CNNMnist(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(2):
-            x = _conv_pool(x, 32, 5, ((1, 1), (1, 1)))
+            x = Conv(32, 5, 1, pool=True)(x)
         x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
         return nn.Dense(self.num_outputs)(x)
 
@@ -127,7 +145,7 @@ class CNNCifar(nn.Module):
         if self.crop is not None:
             x = _standardised(_middle(x, self.crop))
         for _ in range(2):
-            x = _conv_pool(x, 64, 5, "SAME")
+            x = Conv(64, 5, "SAME", pool=True)(x)
         x = nn.relu(nn.Dense(384)(x.reshape(len(x), -1)))
         return nn.Dense(self.num_outputs)(x)
 
@@ -144,7 +162,7 @@ class CNNFemnist(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features in (32, 64):
-            x = _conv_pool(x, features, 5, "SAME")
+            x = Conv(features, 5, "SAME", pool=True)(x)
         x = nn.relu(nn.Dense(2048)(x.reshape(len(x), -1)))
         return nn.Dense(self.num_outputs)(x)
 
@@ -162,8 +180,8 @@ class CNN5(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features in (32, 64):
-            x = _conv_pool(x, features, 3, "VALID")
-        x = nn.relu(_conv(64, 3, "VALID")(x))
+            x = Conv(features, 3, "VALID", pool=True)(x)
+        x = Conv(64, 3, "VALID")(x)
         x = nn.relu(nn.Dense(64)(x.reshape(len(x), -1)))
         return nn.Dense(self.num_outputs)(x)
 
@@ -194,8 +212,8 @@ class VGG(nn.Module):
         he = nn.initializers.he_normal()
         for block in self.blocks:
             for features in block[:-1]:
-                x = nn.relu(_conv(features, 3, ((1, 1), (1, 1)), kernel_init=he)(x))
-            x = _conv_pool(x, block[-1], 3, ((1, 1), (1, 1)), kernel_init=he)
+                x = Conv(features, 3, 1, kernel_init=he)(x)
+            x = Conv(block[-1], 3, 1, pool=True, kernel_init=he)(x)
         x = x.reshape(len(x), -1)
         for width in self.dense:
             x = nn.relu(nn.Dense(width, kernel_init=he)(x))
