@@ -55,6 +55,8 @@ class Watch:
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
         self.interrupted = False
         self._compiling = CompileClock()
+        console = Console(stderr=True)
+        seen = console.is_interactive or console.is_jupyter  # elsewhere rich leaves nothing but an empty line
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -64,8 +66,8 @@ class Watch:
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-            disable=not progress,
+            console=console,
+            disable=not (progress and seen),
             transient=True,
         )
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
