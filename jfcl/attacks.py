@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl import mapping
 from jfcl.aggregate import where_rows
 from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
 
@@ -78,12 +79,10 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
         def draw(i):
             return mean + std * jax.random.normal(jax.random.fold_in(key, i), x.shape[1:], x.dtype)
 
-        rows = jnp.arange(len(x))
-        if jax.default_backend() != "cpu":
-            return jax.vmap(draw)(rows)
         # Normal numbers take a CPU longer than anything else here, and Federated-Clustering asks for N of every client.
         silent = jnp.zeros(x.shape[1:], x.dtype)
-        return jax.lax.map(lambda row: jax.lax.cond(row[1], draw, lambda i: silent, row[0]), (rows, malicious))
+        of_row = lambda i, bad: jax.lax.cond(bad, draw, lambda i: silent, i)  # noqa: E731
+        return mapping.auto()(of_row)(jnp.arange(len(x)), malicious)
 
     return _send(lie)
 
