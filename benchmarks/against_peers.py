@@ -181,6 +181,7 @@ def main() -> None:
     columns = ["job", "library", "data", "seconds", "ms_a_client_step", "times_ours", "first_round", "accuracy"]
     title = "The same job in every library; seconds a round; times ours: of the fastest of ours"
     command = "python benchmarks/against_peers.py" + (f" --only '{args.only}'" if args.only else "")
+    command += f" --turns {args.turns}"
     check_agreement(rows, QUICK_TOLERANCE if args.quick else TOLERANCE)
     name = None if args.quick else "-".join(["against-peers", *args.only.split()])
     report(name, title, columns, rows, command)

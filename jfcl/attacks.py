@@ -80,9 +80,10 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
             return mean + std * jax.random.normal(jax.random.fold_in(key, i), x.shape[1:], x.dtype)
 
         # Normal numbers take a CPU longer than anything else here, and Federated-Clustering asks for N of every client.
-        silent = jnp.zeros(x.shape[1:], x.dtype)
-        of_row = lambda i, bad: jax.lax.cond(bad, draw, lambda i: silent, i)  # noqa: E731
-        return mapping.auto()(of_row)(jnp.arange(len(x)), malicious)
+        def of_client(i, hostile):
+            return jax.lax.cond(hostile, draw, lambda i: jnp.zeros(x.shape[1:], x.dtype), i)
+
+        return mapping.auto()(of_client)(jnp.arange(len(x)), malicious)
 
     return _send(lie)
 

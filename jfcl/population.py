@@ -407,7 +407,6 @@ def simulate_population(
             rows.restore(round_, saved)
             done = _Done(round_, [jnp.asarray(x) for x in saved["common"]], totals)
             records = folder.records()
-            watch.go_on(round_, totals.pop("time", (0.0, 0.0)))
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
 
         def rows_of(ids: np.ndarray, clients: Clients) -> list:
@@ -428,7 +427,7 @@ def simulate_population(
 
         result: _Result | None = None
         warned: set[str] = set()
-        watch.show(done.round)
+        watch.begin(done.round, done.totals.pop("time", (0.0, 0.0)))
         coming = thread.submit(prepare, min(done.round + 1, until))
         while done.round < until:
             t = done.round + 1

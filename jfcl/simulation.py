@@ -440,7 +440,6 @@ def simulate(
             rows = num_clients(clients)
             state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
-            watch.go_on(done, totals.pop("time", (0.0, 0.0)))
 
         # Methods that start with one cluster and split it have not collapsed while they have one.
         num_models = 1 if hasattr(state, "active") else jax.tree.leaves(state.params)[0].shape[1]
@@ -449,7 +448,7 @@ def simulate(
         held_out = None  # what the test clients say of the present state, once they were asked
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
         at_most = 1  # rounds at once: a first one tells how long they take
-        watch.show(done)
+        watch.begin(done, totals.pop("time", (0.0, 0.0)))
         while done < until:
             count = min(eval_every - done % eval_every, until - done, at_most)
             began = watch.seconds()

@@ -79,7 +79,6 @@ class Watch:
             self._before = signal.signal(signal.SIGINT, self._hear)
         self._compiling.__enter__()
         self._opened = time.perf_counter()
-        self.go_on(0, (0.0, 0.0))
         return self
 
     def __exit__(self, *_):
@@ -94,13 +93,10 @@ class Watch:
             raise KeyboardInterrupt
         self.interrupted = True
 
-    def go_on(self, done: int, clock: Sequence[float]) -> None:
-        """From `done` rounds on, which took `clock` in earlier calls."""
+    def begin(self, done: int, clock: Sequence[float]) -> None:
+        """The rounds begin now, after `done` of them, which took `clock` in earlier calls. Shows the bar."""
         self._resumed_at, self._earlier = done, clock
         self.saved()
-
-    def show(self, done: int) -> None:
-        """Shows the bar."""
         self._bar.start()
         self._bar.start_task(self._line)
         self._bar.update(self._line, completed=done)

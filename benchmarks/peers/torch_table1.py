@@ -25,7 +25,7 @@ def as_cluster_sees(task: str, x: np.ndarray, y: np.ndarray, k: int) -> tuple[np
 
 def accuracy(arrays, task: str, method: str, seed: int) -> float:
     """Percent of the test images that clients get right, the mean over clusters."""
-    x, test_x = (((arrays[n].reshape(-1, 28, 28)) - 0.1307) / 0.3081 for n in ("x", "test_x"))
+    x, test_x = ((arrays[n].reshape(-1, 28, 28) - 0.1307) / 0.3081 for n in ("x", "test_x"))
     y, test_y = (arrays[n].astype(np.int64) for n in ("y", "test_y"))
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)

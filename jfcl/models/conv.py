@@ -14,6 +14,7 @@ computes the same numbers, arranged for how clients are mapped:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, reduce
 
@@ -81,7 +82,7 @@ def _weight_gradient(x, g, kernel, strides, padding):
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
-    fit = GROUP_BYTES // max(g[0].size * g.dtype.itemsize, 1) // 2 * 2  # an even number
+    fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
     size = min(max(fit, 2), max(len(x), 1))
     groups = len(x) // size
     rest = slice(groups * size, None)

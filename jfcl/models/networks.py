@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfcl.models.conv import conv, max_pool
+from jfcl.models.conv import NHWC, conv, max_pool
 
 
 class Linear(nn.Module):
@@ -87,7 +87,7 @@ class Conv(nn.Module):
             out = [n + low + high - self.size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
             dropped = [n % 2 if n > 1 else 0 for n in out]
             padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
-        x = conv(x, kernel, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = conv(x, kernel, (1, 1), padding, dimension_numbers=NHWC)
         return nn.relu((max_pool(x, 2) if self.pool else x) + bias.reshape(1, 1, 1, -1))
 
 
