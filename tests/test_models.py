@@ -77,6 +77,15 @@ def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
         )
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_empty_batch_has_gradients_of_zero(on_cpu):
+    x, w = tensors(b=0)
+    out, pull = jax.vjp(_canonical((9, 8), (3, 2), (1, 1), ((0, 0), (0, 0)), on_cpu), x, w)
+    grad_x, grad_w = pull(out)
+    assert out.shape == (0, 7, 7, 4) and grad_x.shape == x.shape
+    np.testing.assert_array_equal(grad_w, np.zeros_like(w))
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
 def test_vmapped_conv_is_each_client_alone(padding, own):

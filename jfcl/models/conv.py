@@ -72,6 +72,8 @@ def _weight_gradient(x, g, kernel, strides, padding):
     Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. Taken a few at a time it stays in a
     core's cache, which is several times as fast; and an odd number of channels is slow by itself.
     """
+    if not len(x):
+        return jnp.zeros((*kernel, x.shape[-1], g.shape[-1]), x.dtype)
     (kh, kw), (sh, sw) = kernel, strides
     x = jnp.pad(_padded(x, padding), ((0, len(x) % 2), (0, 0), (0, 0), (0, 0)))
     g = jnp.pad(g, ((0, len(g) % 2), (0, 0), (0, 0), (0, 0)))
@@ -83,7 +85,7 @@ def _weight_gradient(x, g, kernel, strides, padding):
 
     wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
     fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
-    size = min(max(fit, 2), max(len(x), 1))
+    size = min(max(fit, 2), len(x))
     groups = len(x) // size
     rest = slice(groups * size, None)
     total = of_group(x[rest], g[rest]) if len(x) % size else jnp.zeros((x.shape[-1], *kernel, g.shape[-1]), wide)
