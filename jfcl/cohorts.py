@@ -17,7 +17,8 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
 
     Args:
       sampling: "uniform"; "size": one after the other, each with a probability proportional to its number of examples
-        among those left; "stratified": uniformly within strata, from each its share of the clients.
+        among those left; "stratified": uniformly within strata, from each its share of the clients, rounded up or down
+        at random so that it is right on average.
       strata: `[N]` integers; default: the store's true clusters.
 
     Returns:
@@ -40,10 +41,17 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
         members = np.argsort(strata, kind="stable")
         edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
         shares = np.diff(edges) * count / n
-        quota = np.floor(shares + 1e-9).astype(np.int64)
-        quota[np.argsort(quota - shares, kind="stable")[: count - quota.sum()]] += 1  # the largest remainders
+        whole = np.floor(shares + 1e-9).astype(np.int64)
+        left = count - whole.sum()
 
         def stratified(rng):
+            # One more from some strata, from each with the probability that its share is short of (systematic
+            # sampling): a stratum of half a client's share is asked every other round, and not never.
+            order = rng.permutation(len(shares))
+            ends = np.minimum(np.cumsum((shares - whole)[order].clip(0)), left)
+            ends[-1] = left
+            quota = whole.copy()
+            quota[order] += np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
             drawn = [
                 members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
                 for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)

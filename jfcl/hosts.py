@@ -39,14 +39,13 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
         answers, within `TIMEOUT` seconds.
     """
     if coordinator == "auto":
-        try:
-            jax.distributed.initialize(initialization_timeout=TIMEOUT)
-        except ValueError as error:
-            raise ValueError(
-                f"coordinator: nothing here says where the other processes are ({error}); give it as host:port, with"
-                " the number of processes and this one's"
-            ) from None
-        return
+        coordinator, num_processes, process_id = _surroundings()
+        check(
+            None not in (coordinator, num_processes, process_id),
+            "coordinator",
+            "auto",
+            "given as host:port, with the number of processes and this one's: nothing here says where the others are",
+        )
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
     whole = num_processes is not None and num_processes >= 1
@@ -69,6 +68,16 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
             f"coordinator: not all of the {num_processes} processes came to {coordinator} within {TIMEOUT} seconds"
             f" ({str(error).splitlines()[0]})"
         ) from None
+
+
+def _surroundings() -> tuple[str | None, int | None, int | None]:
+    """`(coordinator, num_processes, process_id)` as Slurm, Cloud TPU, ... say; Nones where nobody does.
+
+    By what `jax.distributed.initialize` asks itself, which jax does not offer by a public name.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, TIMEOUT)[:3]
 
 
 def _gather(port: int, count: int) -> None:
@@ -146,7 +155,8 @@ def connected() -> bool:
 def is_of_a_lost_process(error: Exception) -> bool:
     """Whether `error` is XLA's, of a collective that not all processes came to."""
     told = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
-    return connected() and (isinstance(error, jax.errors.JaxRuntimeError) or told)
+    own = "RESOURCE_EXHAUSTED" in str(error)  # this process's memory
+    return connected() and (told or (isinstance(error, jax.errors.JaxRuntimeError) and not own))
 
 
 def several() -> bool:

@@ -14,7 +14,7 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,8 @@ class sharded(NamedTuple):
     for clients of size 0.
 
     Attributes:
-      mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes; clients are divided along all of them.
+      mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes in which the devices of a process lie next to each
+        other; clients are divided along all of them.
       inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
 
     Example:
@@ -105,6 +106,9 @@ def _kept_only(mapping: Mapping, fn: Callable[..., Any], in_axes: Any) -> Callab
 def client_mesh(num_devices: int | None = None) -> Mesh:
     """A mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
 
+    The devices of a process lie next to each other, so that its clients do too. (`jax.make_mesh` orders the devices of
+    a TPU slice by their wiring, across processes; that is of use to messages between neighbours, which are not sent.)
+
     On a CPU there is one device, unless more are forced: `jax.config.update("jax_num_cpu_devices", 2)` as the first
     thing a program does, or `jfcl run --devices 2`.
 
@@ -115,14 +119,14 @@ def client_mesh(num_devices: int | None = None) -> Mesh:
       >>> client_mesh(1).size
       1
     """
-    devices = jax.devices()
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     wanted = len(devices) if num_devices is None else num_devices
     check_count("num_devices", wanted)
     hint = ""
     if devices[0].platform == "cpu":
         hint = '; more of a CPU are forced by jax.config.update("jax_num_cpu_devices", n) before jax is first used'
     check(wanted <= len(devices), "num_devices", wanted, f"at most the {len(devices)} there are{hint}")
-    return jax.make_mesh((wanted,), ("clients",), devices=devices[:wanted], axis_types=(AxisType.Auto,))
+    return Mesh(np.array(devices[:wanted]), ("clients",), axis_types=(AxisType.Auto,))
 
 
 def auto() -> Mapping:
@@ -326,8 +330,10 @@ def num_rows(client_axis: Mapping, count: int) -> int:
 def own_rows(client_axis: Mapping, count: int) -> slice:
     """Which of `count` clients this process holds: with several processes, the data that its devices train on.
 
+    Every device has as many, but for the last ones: 5 clients on 4 processes of one device lie there as 2, 2, 1 and 0.
+
     Raises:
-      ValueError: a process would have no client, or none of its devices is in the mesh.
+      ValueError: none of this process's devices is in the mesh, or others are between them.
 
     Example:
       >>> own_rows(jax.vmap, 7)
@@ -339,13 +345,9 @@ def own_rows(client_axis: Mapping, count: int) -> slice:
     per_device = total // client_axis.mesh.size
     ranks = [i for i, d in enumerate(client_axis.mesh.devices.flat) if d.process_index == jax.process_index()]
     check(len(ranks) > 0, "mesh", client_axis.mesh, f"of devices of every process, also of {jax.process_index()}")
-    start, stop = ranks[0] * per_device, (ranks[-1] + 1) * per_device
-    # Said by every process alike, so that none waits for one that has given up.
-    last = max(d.process_index for d in client_axis.mesh.devices.flat)
-    devices_of_last = sum(d.process_index == last for d in client_axis.mesh.devices.flat)
-    accepted = f"more than {total - devices_of_last * per_device}, so that each of the processes has one"
-    check(count > total - devices_of_last * per_device, "clients", count, accepted)
-    return slice(start, min(stop, count))
+    together = ranks[-1] - ranks[0] == len(ranks) - 1
+    check(together, "mesh", client_axis.mesh, "one where the devices of a process lie next to each other")
+    return slice(min(ranks[0] * per_device, count), min((ranks[-1] + 1) * per_device, count))
 
 
 def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:
@@ -378,7 +380,7 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
         return jax.make_array_from_process_local_data(sharding, x, (total, *x.shape[1:]))
 
     ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)
-    beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max()
+    beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max(initial=rows.start - 1)
     return Clients(jax.tree.map(put, clients.examples), put(clients.size), put(ids, beyond))
 
 
@@ -405,17 +407,24 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) 
 
 
 def check_memory(
-    algorithm: Algorithm, clients: Clients, client_axis: Mapping, state: PyTree, *, copies: int | None = None
+    algorithm: Algorithm,
+    clients: Clients,
+    client_axis: Mapping,
+    state: PyTree,
+    *,
+    copies: int | None = None,
+    others: Sequence[Clients] = (),
+    seeds_at_once: int = 1,
 ) -> None:
     """Says so if a run does not fit into memory, before anything is computed.
 
-    The data and twice the state, old and new, are added up; shapes will do. `copies` of the data will be made: by
-    default one, or none where the one device is the CPU, which takes them over where they are. What the clients need
-    while they train is asked of the compiled program, but only where so many train at once that it might not fit: that
-    costs a compilation.
+    The data, `others` (those of tests) and twice the state, old and new, are added up; shapes will do. `copies` of the
+    data will be made: by default one, or none where the one device is the CPU, which takes them over where they are.
+    What a round needs besides is asked of the compiled program, but only where it might not fit: where many clients
+    train at once, or would, if the method keeps them, have large updates together. That costs a compilation.
 
     Raises:
-      ValueError: with what is needed, what is free, and how many clients at once would fit.
+      ValueError: with what is needed, what is free, and how many clients at once may fit.
     """
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
     if isinstance(client_axis, sharded):
@@ -427,7 +436,7 @@ def check_memory(
 
     if copies is None:
         copies = 0 if jax.default_backend() == "cpu" and inner is client_axis else 1
-    data = copies * size(clients.examples) / parts
+    data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     check(
         data + 2 * models < free,
@@ -436,15 +445,17 @@ def check_memory(
         f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, or a smaller model",
     )
     at_once = inner.size if isinstance(inner, chunked) else -(-n // parts)
-    one = size(state.params, 2) + size(clients.examples, 1)  # `[R, K, ...]`, `[N, ...]`: of one model and one client
-    if at_once == 1 or 3 * at_once * one < free / 2:
+    model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
+    training = at_once * (model + example) if at_once > 1 else 0
+    if 3 * seeds_at_once * max(training, -(-n // parts) * model) < free / 2:
         return
-    needed = needed_memory(algorithm, clients, client_axis)
-    fits = max(1, int(at_once * (free - data) / needed))
+    needed = seeds_at_once * needed_memory(algorithm, clients, client_axis)
+    fits = int(at_once * (free - data) / needed)  # at most, as what is kept of all clients does not shrink
+    chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
+    advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
     check(
         data + needed < free,
         "memory",
         f"{(data + needed) / 1e9:.1f} GB",
-        f"at most the {free / 1e9:.1f} GB that are free; chunks of {fits} clients (--chunk {fits},"
-        f" jfcl.chunked({fits})) would fit",
+        f"at most the {free / 1e9:.1f} GB that are free; {advice}",
     )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jfcl.aggregate import num_bytes
 from jfcl.core import Algorithm, Clients, num_clients
 from jfcl.runs import environment, write_json
 
-MOST_CLIENTS = 64  # in a probe: enough for every mapping to show its pace
+LEAST_CLIENTS = 64  # that are timed, where there are more than twice as many
 
 
 def cache_dir() -> Path | None:
@@ -31,14 +31,27 @@ def cache_dir() -> Path | None:
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jfcl"
 
 
-def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> float:
-    """The faster of two rounds with some of the clients, after one that compiles, divided by their number."""
+def enough_clients(candidates: Iterable[mapping.Mapping]) -> int:
+    """So many that every device has two of the largest chunks, and `LEAST_CLIENTS`, on which all mappings differ."""
+    most = LEAST_CLIENTS * jax.process_count()
+    for axis in candidates:
+        inner, devices = (axis.inner, axis.mesh.size) if isinstance(axis, mapping.sharded) else (axis, 1)
+        if isinstance(inner, mapping.chunked):
+            most = max(most, 2 * inner.size * devices)
+    return most
+
+
+def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping, few: int) -> float:
+    """The faster of two rounds with `few` of the clients, after one that compiles, divided by their number.
+
+    With all of them where there are less than twice as many, or where the method was told something of all: a cohort,
+    true clusters, the size of groups.
+    """
     some, n = num_clients(clients), hosts.total(num_clients(clients))
-    few = MOST_CLIENTS * jax.process_count()
-    # Of twice as many every process has as many as it takes. But a method may have been told something of all of them:
-    # a cohort, true clusters, the size of groups.
-    if n > 2 * few and _takes(algorithm, clients, few):
-        some, n = MOST_CLIENTS, few
+    own = mapping.own_rows(client_axis, few)
+    holds = hosts.everybodys([some >= own.stop - own.start]).all()  # of the last processes' some are padding
+    if n > 2 * few and holds and _takes(algorithm, clients, few):
+        some, n = own.stop - own.start, few
     placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
     step = jax.jit(algorithm.step)
     state = jax.jit(algorithm.init)(jax.random.key(0), placed)
@@ -119,12 +132,13 @@ def fastest(
     for head in ("mapping", "ms a client and round", "MB of temporaries"):
         table.add_column(head, justify="left" if head == "mapping" else "right")
     found, needs = {}, {}
+    few = enough_clients(candidates.values())
     for name, axis in candidates.items():
         algorithm = make(axis)
         needs[name] = mapping.needed_memory(algorithm, shapes, axis)
         fits = hosts.same_everywhere(needs[name] <= limit)
         if fits:
-            found[name] = seconds_per_client(algorithm, clients, axis)
+            found[name] = seconds_per_client(algorithm, clients, axis, few)
         table.add_row(name, f"{1000 * found[name]:.3g}" if fits else "too much memory", f"{needs[name] / 1e6:,.1f}")
     console.print(table)
     if not found:

@@ -189,13 +189,13 @@ def _evaluate(params, cluster, clients, *, task, seed_axis, client_axis, by_loss
 
 def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> int:
     """How many clients there are in all processes; `ValueError` where what belongs to them does not fit."""
-    check_clients(clients)
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
     n = _check_rows(client_axis, clients, "clients")
-    for name, extra in (("test_clients", test_clients), ("newcomers", newcomers)):
-        if extra is not None:
-            check_clients(extra, name=name, allow_empty=True)
+    check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
+    for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
+        if part is not None and (num_clients(part) or jax.process_count() == 1):  # one of several may hold none
+            check_clients(part, name=name, allow_empty=part is not clients)
     if test_clients is not None:
         rows = _check_rows(client_axis, test_clients, "test_clients")
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
@@ -415,6 +415,14 @@ def simulate(
     if made.check is not None:
         made.check(clients)
 
+    static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
+    # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+    like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
+    others = [part for part in (test_clients, newcomers) if part is not None]
+    seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
+    mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
+
     folder = None
     if out is not None:
         config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
@@ -422,11 +430,6 @@ def simulate(
 
     shown = progress and hosts.is_first()
     with Watch(num_rounds, description=description, progress=shown, checkpoint_seconds=checkpoint_seconds) as watch:
-        static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
-        # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
-        like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
-        mapping.check_memory(made, shapes, client_axis, like)
         judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, seed_axis, client_axis)
         clients = mapping.place(client_axis, clients, n)
 

@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
+import jfcl
 from jfcl import cli, hosts, mapping
 from jfcl.algorithms import METHODS
+from jfcl.testing import problem
 
 METHOD = ["run", "ifca", "--clients", "9", "--clusters", "2", "--local-steps", "2", "--eval-every", "1", "--quiet"]
 
@@ -217,6 +220,14 @@ class Device:
         self.process_index = process_index
 
 
+class Fake(Device):
+    platform = "cpu"
+
+    def __init__(self, process_index, id):
+        super().__init__(process_index)
+        self.id = id
+
+
 class Mesh:
     """Of three processes with two devices each."""
 
@@ -224,7 +235,7 @@ class Mesh:
     size = 6
 
 
-@pytest.mark.parametrize("count", [6, 9, 11, 12, 40])
+@pytest.mark.parametrize("count", [3, 4, 6, 8, 9, 11, 12, 40])
 def test_processes_divide_the_clients(monkeypatch, count):
     monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
     axis = mapping.sharded(Mesh())
@@ -237,9 +248,80 @@ def test_processes_divide_the_clients(monkeypatch, count):
     assert rows == list(range(count))
 
 
-def test_more_processes_than_clients(monkeypatch):
+def test_a_mesh_in_which_processes_alternate(monkeypatch):
     monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(mapping.jax, "process_index", lambda: 0)
-    for count in (1, 2, 4, 8):  # 8 clients on 6 devices: 2 each, none is left for the last process
-        with pytest.raises(ValueError, match=rf"clients must be more than .*got {count}"):
-            mapping.own_rows(mapping.sharded(Mesh()), count)
+    monkeypatch.setattr(mapping.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(Mesh, "devices", np.array([Device(i % 3) for i in range(6)]))
+    with pytest.raises(ValueError, match="devices of a process lie next to each other"):
+        mapping.own_rows(mapping.sharded(Mesh()), 12)
+
+
+def test_the_devices_of_a_process_lie_next_to_each_other(monkeypatch):
+    """As they do not in `jax.devices()` of some TPU slices, nor in what `jax.make_mesh` makes of them."""
+    devices = jax.devices()
+    mixed = [Fake(process, number) for number in range(2) for process in (1, 0, 2)]
+    monkeypatch.setattr(mapping.jax, "devices", lambda: mixed)
+    monkeypatch.setattr(mapping, "Mesh", lambda devices, *_, **__: devices)
+    assert [d.process_index for d in mapping.client_mesh()] == [0, 0, 1, 1, 2, 2]
+    assert [(d.process_index, d.id) for d in mapping.client_mesh(3)] == [(0, 0), (0, 1), (1, 0)]
+    monkeypatch.undo()
+    assert mapping.client_mesh().devices.tolist() == sorted(devices, key=lambda d: d.id)
+
+
+@pytest.mark.parametrize("run", [cli.main, None], ids=["command line", "python"])
+def test_more_processes_than_clients(monkeypatch, capsys, run):
+    monkeypatch.setattr(mapping.jax, "process_count", lambda: 20)
+    if run:
+        assert run(METHOD) == 2
+        said = capsys.readouterr().err
+    else:
+        clients, _, task, training = problem()
+        monkeypatch.setattr(hosts, "total", lambda count: count)
+        axis = mapping.sharded(mapping.client_mesh(1))
+        with pytest.raises(ValueError) as raised:
+            jfcl.simulate(jfcl.fedavg(task, training), clients, key=jax.random.key(0), num_rounds=1, client_axis=axis)
+        said = str(raised.value)
+    assert "clients must be at least one for each of the 20 processes" in said.replace("\n", " ")
+
+
+def test_a_process_without_a_client(tmp_path):
+    """4 clients on 3 processes: 2, 2 and none; they find what one process finds."""
+    options = ["--clients", "4", "--rounds", "2"]
+    processes = start(tmp_path, options, 3)
+    try:
+        assert [p.wait(timeout=240) for p in processes] == [0, 0, 0], (tmp_path / "log-2").read_text()
+    finally:
+        for p in processes:
+            p.kill()
+    assert cli.main([*METHOD, *options, "--devices", "1", "--out", str(tmp_path / "alone")]) == 0
+    for a, b in zip(records(tmp_path / "out"), records(tmp_path / "alone"), strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
+        assert a["cluster"] == b["cluster"] and len(a["cluster"]) == 4
+
+
+def slurm(monkeypatch, process, count=2):
+    said = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": count, "PROCID": process, "LOCALID": process}
+    for name, value in said.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", str(free_port()))
+    monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
+
+
+@pytest.mark.parametrize(("process", "said"), [(0, "of the 2 processes, 1 did not come"), (1, "did not answer within")])
+def test_slurm_where_not_all_come(monkeypatch, process, said):
+    slurm(monkeypatch, process)
+    with pytest.raises(ValueError, match=said):
+        hosts.connect("auto")
+
+
+def test_auto_where_nobody_knows(monkeypatch):
+    with pytest.raises(ValueError, match="nothing here says where the others are, got 'auto'"):
+        hosts.connect("auto")
+
+
+def test_own_memory_is_not_another_process(monkeypatch):
+    monkeypatch.setattr(hosts, "connected", lambda: True)
+    assert hosts.is_of_a_lost_process(jax.errors.JaxRuntimeError("UNAVAILABLE: peer closed"))
+    assert hosts.is_of_a_lost_process(RuntimeError("Gloo all-reduce failed"))
+    assert not hosts.is_of_a_lost_process(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not hosts.is_of_a_lost_process(RuntimeError("a bug"))

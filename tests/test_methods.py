@@ -59,7 +59,10 @@ def test_no_device_gathers_the_data_of_others(name):
     algorithm = factory(name)(task, training, client_axis=axis)
     state = jax.jit(algorithm.init)(jax.random.key(0), placed)
     text = jax.jit(algorithm.step).lower(jax.random.key(1), state, placed).compile().as_text()
-    moved = re.findall(r"= \(?\w+\[([\d,]*)\][^=]*? (?:all-gather|all-to-all|collective-permute)\(", text)
+    results = re.findall(
+        r"= (\(?\w+\[[^=]*?) (?:all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text
+    )
+    moved = [shape for result in results for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
     n, m = placed.examples["y"].shape
     examples = {f"{n},{m},4", f"{n // 2},{m},4", f"{n},{m}"}
     assert not examples & set(moved) or name == "federated_clustering", moved

@@ -1,6 +1,7 @@
 """The probe of mappings, and what is said of memory before a run starts."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 import jfcl
-from jfcl import cli, mapping, probe
+from jfcl import cli, kernels, mapping, probe
+from jfcl.mapping import client_mesh
 from jfcl.testing import problem
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "2", "--local-steps", "1", "--quiet"]
@@ -26,7 +28,7 @@ def test_the_fastest_is_taken_and_remembered(monkeypatch, tmp_path, capsys):
     pace = {jfcl.chunked(1): 3.0, jfcl.chunked(3): 1.0, jax.vmap: 2.0}
     asked = []
 
-    def seconds(algorithm, clients, axis):
+    def seconds(algorithm, clients, axis, few):
         asked.append(axis)
         return pace[axis]
 
@@ -64,7 +66,9 @@ def test_mappings_that_do_not_fit_are_not_run(monkeypatch):
     monkeypatch.setattr(
         mapping, "needed_memory", lambda algorithm, shapes, axis: needs["b" if axis is jax.vmap else "a"]
     )
-    monkeypatch.setattr(probe, "seconds_per_client", lambda algorithm, clients, axis: 0.0 if axis is jax.vmap else 1.0)
+    monkeypatch.setattr(
+        probe, "seconds_per_client", lambda algorithm, clients, axis, _: 0.0 if axis is jax.vmap else 1.0
+    )
     assert probe.fastest(make, clients, candidates, show=False) == jfcl.chunked(1)
     monkeypatch.setattr(mapping, "free_memory", lambda: 0.0)
     with pytest.raises(ValueError, match=r"memory: .* with every mapping"):
@@ -83,7 +87,43 @@ def test_needed_memory_grows_with_the_clients_at_once():
     assert needed(jfcl.chunked(1)) < 12 * model < 32 * model < needed(jax.vmap)
 
 
-def test_too_little_memory_is_said_before_anything_runs(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"aggregator": kernels.coordinate_median}], ids=["sums", "keeps all updates"])
+def test_memory_of_updates_that_are_kept_is_asked_for_one_client_at_a_time(monkeypatch, options):
+    """30 clients of a model of 0.2 MB: a mean needs room for a few, a median for the updates of all."""
+    task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(512,)), (64,), 10)
+    clients = jfcl.Clients({"x": np.zeros((30, 2, 64), np.float32), "y": np.zeros((30, 2), np.int32)}, np.full(30, 2))
+    algorithm = jfcl.fedavg(task, problem()[3], client_axis=jfcl.chunked(1), **options)
+    monkeypatch.setattr(mapping, "free_memory", lambda: 4e6)
+    run = partial(jfcl.simulate, algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jfcl.chunked(1))
+    if options:
+        with pytest.raises(
+            ValueError, match=r"memory must be at most the 0.0 GB .*; use fewer clients or a smaller model"
+        ):
+            run()
+    else:
+        assert run().rounds == 1
+
+
+def test_seeds_at_once_and_other_clients_count(monkeypatch):
+    clients, _, task, training = problem()
+    algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)
+    asked = []
+    monkeypatch.setattr(mapping, "check_memory", lambda *_, **options: asked.append(options))
+    for axis in (jax.vmap, jfcl.chunked(1), jfcl.chunked(8)):
+        keys = jax.random.split(jax.random.key(0), 3)
+        jfcl.simulate(algorithm, clients, key=keys, num_rounds=1, seed_axis=axis, test_clients=clients)
+    assert [o["seeds_at_once"] for o in asked] == [3, 1, 3] and all(o["others"] == [clients] for o in asked)
+    monkeypatch.undo()
+    monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
+    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 1500)
+    state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
+    mapping.check_memory(algorithm, clients, jax.vmap, state)
+    for more in ({"seeds_at_once": 3}, {"copies": 1, "others": [clients] * 20}):
+        with pytest.raises(ValueError, match="memory must be"):
+            mapping.check_memory(algorithm, clients, jax.vmap, state, **more)
+
+
+def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     clients, _, task, training = problem()
     ran = []
 
@@ -98,8 +138,9 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch):
     assert all(ran), "only shapes may be looked at"
     monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
     monkeypatch.setattr(mapping, "needed_memory", lambda *_: 6000)
-    with pytest.raises(ValueError, match=r"chunks of 4 clients \(--chunk 4, jfcl.chunked\(4\)\) would fit"):
-        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
+    with pytest.raises(ValueError, match=r"chunks of at most 4 clients \(--chunk 4, jfcl.chunked\(4\)\) may fit"):
+        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap, out=tmp_path / "x")
+    assert not (tmp_path / "x").exists(), "a run that was refused leaves nothing in the way of the next"
     monkeypatch.setattr(mapping, "needed_memory", lambda *_: 100)
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
 
@@ -178,4 +219,23 @@ def test_a_method_that_was_told_of_all_clients_is_asked_with_all(options):
     _, _, task, training = problem()
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap, **options)
     assert probe._takes(algorithm, clients, 64) == (options["cohort"] is None)
-    assert probe.seconds_per_client(algorithm, clients, jax.vmap) > 0
+    assert probe.seconds_per_client(algorithm, clients, jax.vmap, 64) > 0
+
+
+def test_so_many_clients_are_timed_that_mappings_differ():
+    two = client_mesh(2)
+    assert probe.enough_clients([jfcl.chunked(1), jfcl.chunked(16), jax.vmap]) == 64
+    assert probe.enough_clients([jfcl.chunked(256), jax.vmap]) == 512
+    assert probe.enough_clients([jfcl.chunked(32), jfcl.sharded(two, jfcl.chunked(32)), jfcl.sharded(two)]) == 128
+
+
+def test_the_probe_measures_at_the_precision_of_the_run(monkeypatch):
+    seen = []
+
+    def fastest(make, clients, candidates, **_):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return jfcl.chunked(1)
+
+    monkeypatch.setattr(probe, "fastest", fastest)
+    arguments = [*QUICK, "--mapping", "auto", "--precision", "float32"]
+    assert cli.main(["run", "fedavg", *arguments]) == 0 and seen == ["float32"]

@@ -39,10 +39,10 @@ def run(
     if of_population(config):
         with jax.default_matmul_precision(matmul_precision(config.precision)):
             return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
-    parts = setup(config, data_dir=data_dir)
-    federation = parts.federation
     every = config.eval_every or max(1, config.rounds // 50)
     with jax.default_matmul_precision(matmul_precision(config.precision)):
+        parts = setup(config, data_dir=data_dir)
+        federation = parts.federation
         history = simulate(
             parts.algorithm,
             federation.train,

@@ -251,6 +251,8 @@ def mapping_of(config: Config) -> mapping.Mapping:
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
     validate(config)
+    processes = jax.process_count()
+    check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
     dataset, vocab_size = load_dataset(config, data_dir)
     extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}

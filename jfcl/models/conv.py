@@ -56,14 +56,24 @@ def _forward_patches(x, w, strides, padding):
 
 
 def _input_gradient(g, w, shape, strides, padding):
-    """d loss / d x, as a convolution of the output's gradient with the mirrored kernel."""
-    kh, kw = w.shape[:2]
+    """d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
+
+    Over all rows of `x` where those are no more than the rows of `g`; else most of what the kernel's rows meet beyond
+    `g` is zeros. So every row of `g` meets every row of the kernel once, and the products are added where they belong.
+    """
+    (kh, kw), channels = w.shape[:2], w.shape[2]
     (top, _), (left, _) = padding
     reach = [(s - 1) * stride + 1 for s, stride in zip(g.shape[1:3], strides, strict=True)]
-    before = (kh - 1 - top, kw - 1 - left)
-    after = tuple(shape[d] - reach[d] + top_left for d, top_left in enumerate((top, left)))
-    mirrored = w[::-1, ::-1].transpose(0, 1, 3, 2)
-    return _plain(g, mirrored, (1, 1), tuple(zip(before, after, strict=True)), lhs_dilation=strides)
+    rows, columns = (
+        (k - 1 - low, n - r + low) for k, low, n, r in zip((kh, kw), (top, left), shape, reach, strict=True)
+    )
+    if strides != (1, 1) or shape[0] <= g.shape[1]:
+        mirrored = w[::-1, ::-1].transpose(0, 1, 3, 2)
+        return _plain(g, mirrored, (1, 1), (rows, columns), lhs_dilation=strides)
+    by_row = w[:, ::-1].transpose(1, 3, 0, 2).reshape(1, kw, -1, kh * channels)
+    products = _plain(g, by_row, (1, 1), ((0, 0), columns)).reshape(*g.shape[:2], shape[1], kh, channels)
+    shifted = [(i - top, shape[0] - g.shape[1] - i + top) for i in range(kh)]
+    return sum(_padded(products[:, :, :, i], (rows, (0, 0))) for i, rows in enumerate(shifted))
 
 
 def _weight_gradient(x, g, kernel, strides, padding):
