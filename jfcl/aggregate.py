@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import Adversary, Clients, PyTree, attack_key, client_ids
+from jfcl.core import Adversary, Clients, PyTree, attack_key, check, client_ids, num_clients
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -120,30 +121,64 @@ def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
 
 
-def attacked(adversary: Adversary | None, key: jax.Array, updates: PyTree, ids: jax.Array, usable: jax.Array):
+def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
+    """The `Algorithm.check` of a method with this adversary: `ValueError` unless `malicious` says of every client."""
+
+    def look(clients: Clients) -> None:
+        told, n = np.asarray(adversary.malicious), num_clients(clients)
+        ids = np.asarray(client_ids(clients))[np.asarray(clients.size) > 0]
+        fits = len(told) == n if clients.id is None else len(told) > ids.max(initial=-1)
+        length = f"({n},)" if clients.id is None else f"(n,) with n above {ids.max(initial=-1)}, the largest id"
+        check(told.ndim == 1 and fits, "malicious", told.shape, f"of shape {length}")
+
+    return None if adversary is None else look
+
+
+def attacked(
+    adversary: Adversary | None,
+    key: jax.Array,
+    updates: PyTree,
+    ids: jax.Array,
+    usable: jax.Array,
+    cluster: jax.Array | None = None,
+):
     """`updates` `[N, ...]` as the server gets them, and which of them count, `[N]` bool: usable, and finite then.
 
     `usable` `[N]` bool: whose do without the adversary, clients without examples not among them.
 
     `ids` `[N]` says which clients they are from; padding clients' ids may lie beyond `adversary.malicious`.
+
+    `cluster` `[N]` int32: whose updates are averaged with whose; default: all. For attacks that ask.
+
+    Raises:
+      ValueError: `adversary.malicious` is no mask.
     """
     if adversary is None:
         return updates, usable
     usable = usable & jax.vmap(is_finite)(updates)
     known = jnp.asarray(adversary.malicious)
+    check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
-    updates = adversary.attack(key, updates, malicious, usable)
+    aimed = "cluster" in inspect.signature(adversary.attack).parameters
+    more = {"cluster": jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster} if aimed else {}
+    updates = adversary.attack(key, updates, malicious, usable, **more)
     return updates, usable & jax.vmap(is_finite)(updates)
 
 
 def attacked_models(
-    adversary: Adversary | None, clients_key: jax.Array, begin: PyTree, models: PyTree, clients: Clients, usable
+    adversary: Adversary | None,
+    clients_key: jax.Array,
+    begin: PyTree,
+    models: PyTree,
+    clients: Clients,
+    usable: jax.Array,
+    cluster: jax.Array | None = None,
 ) -> tuple[PyTree, jax.Array]:
     """`attacked` where clients send `models` `[N, ...]`: the attack is on what these add to `begin`."""
     if adversary is None:
         return models, usable
     updates = jax.tree.map(jnp.subtract, models, begin)
-    updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), usable)
+    updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), usable, cluster)
     return jax.tree.map(jnp.add, begin, updates), usable
 
 

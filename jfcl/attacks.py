@@ -3,7 +3,8 @@
 An attack on data changes the malicious clients' examples once, before the simulation (`poison`). An attack on updates
 is a function `(key, updates, malicious, usable) -> updates` that methods call in every round on what all clients are
 about to send: pytrees of `[N, ...]`, who is malicious and whose update counts, `[N]` bool each. The attackers know
-all good updates and act together, which is the worst case of the literature.
+all good updates and act together, which is the worst case of the literature. Those aimed at clustering have a fifth
+argument, `cluster` `[N]` int32: whose updates the server averages with whose.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jfcl import mapping
 from jfcl.aggregate import where_rows
 from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
 
-UpdateAttack = Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
+UpdateAttack = Callable[..., PyTree]
 # (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
 DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
@@ -53,6 +54,27 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
             lie = make(jax.random.fold_in(key, i), x, malicious, good)
             sent.append(where_rows(malicious, lie.astype(x.dtype), x))
         return jax.tree.unflatten(structure, sent)
+
+    return attack
+
+
+def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
+    """An attack from what the good of the sender's own cluster send together, their number and the attackers' there."""
+
+    def attack(key, updates, malicious, usable, cluster):
+        good = usable & ~malicious
+        cluster = jnp.unique(cluster, return_inverse=True, size=len(cluster))[1]  # in 0..N-1, also of 4 models for 2
+
+        def within(x):  # added up over the sender's cluster
+            return jax.ops.segment_sum(x, cluster, len(cluster))[cluster]
+
+        def lie(x):
+            num_good, num_malicious = (
+                within(who.astype(x.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for who in (good, malicious)
+            )
+            return make(within(where_rows(good, x, jnp.zeros_like(x))), num_good, num_malicious)
+
+        return where_rows(malicious, jax.tree.map(lie, updates), updates)
 
     return attack
 
@@ -205,32 +227,31 @@ def opposite() -> UpdateAttack:
 
 
 def force_split() -> UpdateAttack:
-    """Aimed at CFL: cancels the mean of all updates, so that a cluster seems to stand still and is split.
+    """Aimed at CFL: those in a cluster cancel the mean of its updates, so that it seems to stand still and is split.
 
-    Of all clients alike: exactly with `weights="equal"`, before the first split; about so afterwards and by size.
+    Where all clients count alike; about so where they count by size.
 
     Example:
-      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
-      >>> force_split()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
-      [[1.0], [3.0], [-4.0]]
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0], [5.0]]), jnp.array([False, False, True, False])
+      >>> cluster = jnp.array([0, 0, 0, 1])
+      >>> force_split()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool), cluster).tolist()
+      [[1.0], [3.0], [-4.0], [5.0]]
     """
-
-    def lie(key, x, malicious, good):
-        ratio = good.sum().astype(x.dtype) / jnp.maximum(malicious.sum(), 1).astype(x.dtype)
-        return -ratio * _good_mean(x, good) + jnp.zeros_like(x)
-
-    return _send(lie)
+    return _send_within(lambda good_sum, num_good, num_malicious: -good_sum / jnp.maximum(num_malicious, 1))
 
 
 def hijack(scale: float = 10.0) -> UpdateAttack:
-    """Aimed at clustering by cosine: the good mean's direction, so that nothing looks amiss, `scale` times as long.
+    """Aimed at clustering by cosine: the direction of the good mean of the own cluster, so that nothing looks amiss.
+
+    It is `scale` times as long, so that the cluster's model goes where the attackers push it: too far.
 
     Example:
-      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
-      >>> hijack()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
-      [[1.0], [3.0], [20.0]]
+      >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0], [5.0]]), jnp.array([False, False, True, False])
+      >>> cluster = jnp.array([0, 0, 0, 1])
+      >>> hijack()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool), cluster).tolist()
+      [[1.0], [3.0], [20.0], [5.0]]
     """
-    return _send(lambda key, x, malicious, good: scale * _good_mean(x, good) + jnp.zeros_like(x))
+    return _send_within(lambda good_sum, num_good, num_malicious: scale * good_sum / jnp.maximum(num_good, 1))
 
 
 UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {

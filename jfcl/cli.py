@@ -372,6 +372,10 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         console.print(
             f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
         )
+    along = summary.get("path_accuracy") or ()
+    if len(along) > 1:
+        steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
+        console.print(f"clients' accuracy along the parameter tree, from the first model to their own: {steps} %")
     if args.out:
         console.print(f"kept in {args.out}: summary.json, metrics.jsonl, clients.csv, plots/", markup=False)
 

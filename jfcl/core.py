@@ -131,7 +131,8 @@ class Adversary(NamedTuple):
     """Hostile clients who act together when updates are sent; attacks are in `jfcl.attacks`.
 
     Attributes:
-      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`.
+      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. With a fifth parameter called
+        `cluster` it is also told, `[N]` int32, whose updates are averaged with whose.
       malicious: `[N]` bool, by client id: who they are.
     """
 

@@ -197,7 +197,8 @@ def assign_newcomer(
       level of the tree, and `M N S` operations.
 
     Raises:
-      ValueError: a state of another method, without updates (`tree_dim=0`), or of another model.
+      ValueError: a state of another method, without updates (`tree_dim=0`), of another model, or with updates hidden
+        in another way. (Not: by another secret, which the server cannot know.)
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -222,6 +223,8 @@ def assign_newcomer(
     if not split_at_all:
         count = num_clients(newcomers)
         return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
+    hid = [None, *OPERATORS][int(tree.privacy)]
+    check(privacy == hid, "privacy", privacy, f"{hid!r}, as in the run: updates hidden otherwise cannot be compared")
     client_axis = mapping.auto() if client_axis is None else client_axis
     options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
     return _assign(state, newcomers, key, task=task, training=training, **options)
@@ -348,7 +351,7 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
             saved = {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
         raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
-    missing = [name for name in (*_BOOKS, "born", "side", "updates") if name not in saved]
+    missing = [name for name in (*_BOOKS, "born", "side", "updates", "privacy") if name not in saved]
     check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     capacity = len(saved["active"])

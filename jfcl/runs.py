@@ -24,7 +24,16 @@ from jfcl.core import PyTree
 
 # May differ between a run and its resumption.
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices")
-WRITTEN = ("metrics.jsonl", "summary.json", "clients.csv", "params.npz", "tree.npz", "checkpoints", "plots")
+WRITTEN = (
+    "metrics.jsonl",
+    "summary.json",
+    "clients.csv",
+    "params.npz",
+    "tree.npz",
+    "paths.csv",
+    "checkpoints",
+    "plots",
+)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -33,12 +33,10 @@ from jfcl.core import (
 from jfcl.runs import RunFolder
 from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
 
-SUMMED = (
-    "bytes_up",
-    "bytes_down",
-    "client_steps",
-    "nonfinite",
-)  # over rounds; of all else a record has the last round's
+# Over all rounds so far, in a record; and events of which it has the largest since the record before it. Of all else it
+# has the last round's.
+SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone")
+EVENTS = ("split_from", "capacity_reached")
 BLOCK_SECONDS = 1.0  # of rounds in one call of the compiled program, about: so often the bar moves, and Ctrl-C is heard
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
 
@@ -154,7 +152,12 @@ def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, j
 
 @partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
 def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
-    """`count` rounds from round `first` on: the state, the metrics of the last round, sums of some over all."""
+    """`count` rounds from round `first` on.
+
+    Returns:
+      `(state, values, sums, events, finite)`: the metrics of the last round; of `SUMMED` the sums, and of `EVENTS` the
+      largest values over all; whether the models are finite, `[R]`.
+    """
     algorithm = _made(algorithm, hyperparams)
 
     def shorten(values):  # the loss, and what would make records unwieldy, as the mean over clients that took part
@@ -163,19 +166,21 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 
     def one_seed(key, state):
         def one_round(t, carry):
-            state, _, sums = carry
+            state, _, sums, events = carry
             state, values = algorithm.step(jax.random.fold_in(key, t), state, clients)
             sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
-            return state, values, sums
+            events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
+            return state, values, sums, events
 
         like = jax.eval_shape(algorithm.step, key, state, clients)[1]
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
-        state, last, sums = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums))
-        return state, shorten(last), sums, is_finite(state.params)
+        events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
+        state, last, sums, events = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums, events))
+        return state, shorten(last), sums, events, is_finite(state.params)
 
-    state, last, sums, finite = seed_axis(one_seed)(keys, state)
-    return _laid_out(state, clients, client_axis), last, sums, finite
+    state, *told = seed_axis(one_seed)(keys, state)
+    return _laid_out(state, clients, client_axis), *told
 
 
 @partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
@@ -277,7 +282,7 @@ class _Judge(NamedTuple):
     def records(self, state: Any, t: int, values: dict[str, Any], totals: dict[str, list]) -> tuple[list[dict], Any]:
         """The records of round `t`, one per seed, and what `assess` says of the test clients.
 
-        `values` are the round's metrics `[R, ...]`; those in `SUMMED` are taken from `totals`.
+        `values` are the round's metrics `[R, ...]`; those in `SUMMED` and `EVENTS` are taken from `totals`.
         """
         n, padded = self.num_clients, state.cluster.shape[1]  # with the clients behind, which do not count
         held_out, new, values, cluster, excluded = hosts.fetch(
@@ -303,8 +308,9 @@ class _Judge(NamedTuple):
             row["clusters_in_use"] = len(np.unique(cluster[s]))
             if self.true_cluster is not None:
                 row |= metrics.cluster_recovery(cluster[s], self.true_cluster)
-            row |= {name: v[s].tolist() for name, v in values.items() if name != "loss" and name not in SUMMED}
-            row |= {name: totals[name][s] for name in SUMMED if name in totals}
+            told = {name: v[s].tolist() for name, v in values.items() if name != "loss"}
+            row |= told | {name: totals[name][s] for name in SUMMED if name in totals}
+            row |= {name: np.array(totals[name][s], values[name].dtype).tolist() for name in EVENTS if name in totals}
             if n <= MOST_CLUSTERS_KEPT:
                 row["cluster"] = cluster[s].tolist()
                 if excluded is not None:
@@ -412,7 +418,7 @@ def simulate(
         for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
             if part is not None:
                 check_labels(part, made.task.num_classes, name=name)
-    if made.check is not None:
+    if made.check is not None and num_clients(clients):  # one of several processes may hold none
         made.check(clients)
 
     static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
@@ -422,6 +428,8 @@ def simulate(
     others = [part for part in (test_clients, newcomers) if part is not None]
     seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
     mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
+    # Whatever a round would refuse it refuses here, before anything is written.
+    jax.eval_shape(partial(_advance, **static), keys, like, np.int32(1), np.int32(1), shapes, hyperparams)
 
     folder = None
     if out is not None:
@@ -455,7 +463,7 @@ def simulate(
         while done < until:
             count = min(eval_every - done % eval_every, until - done, at_most)
             began = watch.seconds()
-            state, values, sums, finite = jax.block_until_ready(
+            state, values, sums, events, finite = jax.block_until_ready(
                 _advance(keys, state, np.int32(done + 1), np.int32(count), clients, hyperparams, **static)
             )
             took = watch.seconds() - began
@@ -465,6 +473,8 @@ def simulate(
             for name, (high, low) in hosts.fetch(sums).items():
                 old = totals.get(name, [0.0] * len(seeds))
                 totals[name] = [a + (float(h) + float(l)) for a, h, l in zip(old, high, low, strict=True)]
+            for name, largest in hosts.fetch(events).items():
+                totals[name] = np.maximum(largest, totals.get(name, -1)).tolist()
             if done % eval_every == 0 or done == num_rounds:
                 stop_if_nothing_came(values, done, seeds, folder)
                 rows, held_out = judge.records(state, done, values, totals)
@@ -473,6 +483,7 @@ def simulate(
                     folder.append(rows)
                 warn_once(warned, rows, num_models, n)
                 latest = rows[0]
+                totals = {name: value for name, value in totals.items() if name not in EVENTS}
             watch.advance(done, latest)
             said = hosts.everybodys([watch.due(), at_most, watch.interrupted])
             due, at_most = said[0, :2].tolist()  # by the first one's clock

@@ -1,5 +1,7 @@
 """Attacks do what their papers say, to the malicious clients and to nobody else."""
 
+import inspect
+from functools import partial
 from statistics import NormalDist
 
 import jax
@@ -7,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jfcl
 from jfcl import attacks
+from jfcl.algorithms import METHODS
 from jfcl.core import Clients
+from jfcl.testing import problem
 
 KEY = jax.random.key(0)
 MALICIOUS = np.array([False, True, False, False, True])
@@ -21,7 +26,8 @@ GOOD = USABLE & ~MALICIOUS
 
 
 def sent(attack):
-    result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), jnp.asarray(MALICIOUS), jnp.asarray(USABLE))
+    aimed = {"cluster": jnp.zeros(5, jnp.int32)} if "cluster" in inspect.signature(attack).parameters else {}
+    result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), jnp.asarray(MALICIOUS), jnp.asarray(USABLE), **aimed)
     for name, leaf in UPDATES.items():
         np.testing.assert_array_equal(result[name][~MALICIOUS], leaf[~MALICIOUS])
     return {name: np.asarray(leaf)[MALICIOUS] for name, leaf in result.items()}
@@ -53,6 +59,67 @@ def test_force_split_brings_the_mean_to_rest():
     result = sent(attacks.force_split())
     for name, leaf in UPDATES.items():
         np.testing.assert_allclose(leaf[GOOD].sum(0) + result[name].sum(0), 0, atol=1e-5)
+
+
+CLUSTERS = jnp.array([7, 9, 7, 9, 9])  # in any numbering
+
+
+@pytest.mark.parametrize("attack", [attacks.force_split(), attacks.hijack(10.0)])
+def test_aimed_attacks_look_at_their_own_cluster(attack):
+    malicious, usable = jnp.asarray(MALICIOUS), jnp.asarray(USABLE)
+    result = attack(KEY, jax.tree.map(jnp.asarray, UPDATES), malicious, usable, CLUSTERS)
+    for k in (7, 9):
+        mine = np.asarray(k == CLUSTERS)
+        alone = attack(
+            KEY, {n: jnp.asarray(x[mine]) for n, x in UPDATES.items()}, malicious[mine], usable[mine], CLUSTERS[mine]
+        )
+        for name in UPDATES:
+            np.testing.assert_allclose(result[name][mine], alone[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["cfl", "ifca"])
+def test_methods_tell_attackers_the_clusters(method):
+    """Two clusters are found with honest clients; then those who are hostile bring both to rest."""
+    clients, _, task, training = problem()
+    training = training._replace(num_steps=1)
+    options = {"eps_1": 0.4, "eps_2": 0.5, "max_clusters": 2} if method == "cfl" else {"num_clusters": 2}
+    make = partial(METHODS[method].make, task, training, weights="equal", **options)
+    state, _ = jfcl.rollout(make(), clients, key=KEY, num_rounds=40)
+    found = np.asarray(state.cluster)
+    assert len(set(found.tolist())) == 2
+    hostile = np.array([np.flatnonzero(found == k)[0] for k in set(found.tolist())])
+    mask = np.isin(np.arange(len(found)), hostile)
+    moved = jax.tree.map(lambda p: p + 0.5, state.params)  # so that there is something to learn
+    state = state._replace(params=moved)
+    if method == "cfl":
+        state = state._replace(final=state.final | True)  # nothing is split now
+    after = make(adversary=jfcl.Adversary(attacks.force_split(), mask)).step(KEY, state, clients)[0]
+    honest = make().step(KEY, state, clients)[0]
+    for k in set(found.tolist()):
+        np.testing.assert_allclose(after.params["w"][k], moved["w"][k], atol=1e-5)
+        assert np.abs(np.asarray(honest.params["w"][k] - moved["w"][k])).max() > 0.01
+
+
+@pytest.mark.parametrize("method", ["fedavg", "cfl", "ifca", "ditto", "knn_per", "federated_clustering", "fesem"])
+@pytest.mark.parametrize(
+    ("malicious", "said"),
+    [
+        ([1, 2], r"malicious must be of shape \(7,\), got \(2,\)"),
+        (np.zeros(3, bool), r"malicious must be of shape \(7,\), got \(3,\)"),
+        (np.zeros(40, bool), r"malicious must be of shape \(7,\), got \(40,\)"),
+        (np.zeros(7, int), r"malicious must be bool, of shape \[N\], got .*int"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(method, malicious, said, tmp_path):
+    clients, _, task, training = problem("classification" if method == "knn_per" else "regression")
+    options = {"knn_per": {"num_neighbours": 2}, "cfl": {"max_clusters": 2}}.get(method, {})
+    options |= {"num_clusters": 2} if method in ("ifca", "fesem") else {}
+    algorithm = METHODS[method].make(
+        task, training, adversary=jfcl.Adversary(attacks.ipm(), np.array(malicious)), **options
+    )
+    with pytest.raises(ValueError, match=said):
+        jfcl.simulate(algorithm, clients, key=KEY, num_rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_gaussian_is_drawn_anew_for_every_client_and_round():

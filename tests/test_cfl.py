@@ -1,6 +1,8 @@
 """Clustered Federated Learning against loops over the papers' algorithms in float64."""
 
 import itertools
+import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import optax
 import pytest
 
 import jfcl
+from jfcl import kernels
 from jfcl.algorithms import splitting
 from jfcl.algorithms.splitting import allot, bipartitions
 from jfcl.core import Clients
@@ -140,6 +143,51 @@ def test_full_capacity_says_so_and_goes_on():
     with pytest.warns(UserWarning, match="a cluster would be split, but max_clusters are in use"):
         history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=60, eval_every=10)
     assert history.state.active.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("eval_every", [7, 60])
+def test_what_happens_between_records_is_told(eval_every):
+    """Splits, undone splits and full capacity are events of single rounds."""
+
+    def told(clients, rounds=60, **options):
+        algorithm = jfcl.cfl(TASK, TRAINING, **options)
+        run = {"key": jax.random.key(0), "num_rounds": rounds}
+        _, each = jfcl.rollout(algorithm, clients, **run)
+        history = jfcl.simulate(algorithm, clients, **run, eval_every=eval_every)
+        ends = [0, *(r["round"] for r in history.records)]
+        for record, (a, b) in zip(history.records, itertools.pairwise(ends), strict=True):
+            np.testing.assert_array_equal(record["split_from"], each["split_from"][a:b].max(axis=0))
+            assert record["capacity_reached"] is bool(each["capacity_reached"][a:b].any())
+            if "undone" in each:
+                assert record["undone"] == float(each["undone"][:b].sum())
+        return each
+
+    clients = regression(TRUTH, CLUSTER)
+    each = told(clients, eps_1=0.05, eps_2=0.2)
+    assert (each["split_from"] >= 0).sum() == 2
+    with pytest.warns(UserWarning, match="a cluster would be split, but max_clusters are in use"):
+        each = told(clients, eps_1=0.05, eps_2=0.1, max_clusters=2, recursive=True)
+    assert 0 < each["capacity_reached"].sum() < 60
+    same = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
+    judged = {"validation": 0.4, "fallback_rounds": 6, "min_rounds": 10}
+    assert int(told(same, eps_1=np.inf, eps_2=1e-9, max_clusters=2, **judged)["undone"].sum()) == 1
+
+
+def test_clients_too_small_to_judge_a_split_are_told_of():
+    clients = regression(TRUTH, CLUSTER, examples=6)
+    run = {"key": jax.random.key(0), "num_rounds": 1}
+    with pytest.warns(UserWarning, match=r"validation is 0.1: 8 of 8 clients have too few examples to keep any"):
+        jfcl.simulate(jfcl.cfl(TASK, TRAINING, validation=0.1), clients, **run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jfcl.simulate(jfcl.cfl(TASK, TRAINING, validation=0.4), clients, **run)
+
+
+def test_what_a_round_refuses_leaves_no_run_behind(tmp_path):
+    algorithm = jfcl.cfl(TASK, TRAINING, aggregator=partial(kernels.bulyan, num_malicious=3))
+    with pytest.raises(ValueError, match="num_malicious"):
+        jfcl.simulate(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_patience_and_least_size():

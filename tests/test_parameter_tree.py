@@ -25,6 +25,16 @@ def run(rounds=80, **options):
 STATE = run()
 
 
+@pytest.mark.parametrize(("of_run", "of_newcomers"), [(None, "rotation"), ("rotation", None), ("sign", "permutation")])
+def test_updates_hidden_otherwise_are_refused(of_run, of_newcomers, tmp_path):
+    state = run(privacy=of_run)
+    ask = {"key": jax.random.key(1), "privacy": of_newcomers}
+    parameter_tree.save_tree(tmp_path / "tree.npz", state)
+    for tree in (state, parameter_tree.load_tree(tmp_path, TASK)):
+        with pytest.raises(ValueError, match=f"privacy must be {of_run!r}, as in the run.*got {of_newcomers!r}"):
+            jfcl.assign_newcomer(TASK, TRAINING, tree, CLIENTS, **ask)
+
+
 def test_nodes():
     found = parameter_tree.nodes(STATE)
     leaves = [n for n in found if not n.children]

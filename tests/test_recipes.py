@@ -232,7 +232,7 @@ _FEW = {"rounds": 2, "examples_per_client": 20, "seeds": 1, "local_epochs": 1, "
 TINY = {
     "cfl.figure5": {"examples": {"mnist": [10]}, "models": {"mnist": "linear"}, "rounds": 2, "seeds": 1},
     "cfl.figure6": {"examples": {"mnist": 10}, "models": {"mnist": "linear"}, "rounds": 2, "seeds": 2},
-    "cfl.figure7": {"rounds": 3, "examples_per_client": 20, "model": "linear"},
+    "cfl.figure7": {"split": {"rounds": 10, "seeds": 2}, "rounds": 3, "examples_per_client": 20, "model": "linear"},
     "cfl.label_swap": _FEW | {"model": "linear", "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
     "cfl.newcomers": {"model": "linear", "rounds": 3, "examples_per_client": 20, "newcomer_examples": [5]}
     | {"newcomers": 8, "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},

@@ -16,6 +16,7 @@ import optax
 from jfcl import local, mapping
 from jfcl.aggregate import (
     add_sent,
+    adversary_check,
     attacked,
     divide_rows,
     is_finite,
@@ -241,7 +242,7 @@ def averaging(
             (updates, _, counts), kept = client_axis(client)(*given)
             chosen, looked, finite, loss, steps, opt_states = kept
             sent = finite & (jnp.asarray(present.size) > 0)
-            updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(present), sent)
+            updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(present), sent, chosen)
             counts = counts * usable.astype(jnp.float32)
             (sums, weight), _ = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, zero)(
                 updates, chosen, counts
@@ -286,4 +287,4 @@ def averaging(
             metrics["loss"] = jnp.full(n, jnp.nan).at[rows].set(metrics["loss"])
         return state, metrics
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, adversary_check(adversary))

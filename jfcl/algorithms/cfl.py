@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl import local, mapping
 from jfcl.algorithms.splitting import CFLState, Rules, rounds
@@ -96,7 +97,8 @@ def cfl(
         `similarity`, `weights` or `privacy`.
 
     Warns:
-      UserWarning: `eps_2` not above `eps_1`, where clients that agree are split too; options that can never split.
+      UserWarning: `eps_2` not above `eps_1`, where clients that agree are split too; options that can never split; from
+        `simulate`, clients with too few examples for `validation`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -164,7 +166,21 @@ def cfl(
             warnings.warn(f"min_size is {min_size}: {n} clients can never be split into two of that", stacklevel=1)
         return made.init(key, clients)
 
-    return made._replace(init=init)
+    def look(clients: Clients) -> None:
+        """Warns of clients that have too few examples for `validation`."""
+        if made.check is not None:
+            made.check(clients)
+        if not (is_concrete(validation) and validation):
+            return
+        kept = np.floor(np.float32(validation) * np.asarray(clients.size, np.float32))
+        if (kept == 0).any():
+            warnings.warn(
+                f"validation is {validation}: {int((kept == 0).sum())} of {len(kept)} clients have too few examples to"
+                " keep any of them aside, and have no say when a split is judged",
+                stacklevel=1,
+            )
+
+    return made._replace(init=init, check=look)
 
 
 def _warn_of_thresholds(eps_1, eps_2, relative, max_clusters):

@@ -137,4 +137,4 @@ def ditto(
         }
         return new, metrics
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, common.check)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
+from jfcl.aggregate import adversary_check, attacked, is_finite, num_bytes, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.core import (
@@ -226,7 +226,7 @@ def federated_clustering(
         )
         return new, metrics
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, adversary_check(adversary))
 
 
 def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import local, mapping
-from jfcl.aggregate import add_sent, attacked_models, divide_rows, is_finite, nothing_sent, num_bytes, where_rows
+from jfcl.aggregate import (
+    add_sent,
+    adversary_check,
+    attacked_models,
+    divide_rows,
+    is_finite,
+    nothing_sent,
+    num_bytes,
+    where_rows,
+)
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
@@ -110,7 +119,7 @@ def fesem(
         else:
             sent, finite, loss, steps = client_axis(train)(*given)
             begin = jax.tree.map(lambda p: p[state.cluster], state.params)
-            sent, finite = attacked_models(adversary, clients_key, begin, sent, clients, finite & real)
+            sent, finite = attacked_models(adversary, clients_key, begin, sent, clients, finite & real, state.cluster)
             joined = mapping.map_reduce(client_axis, join, add_sent, zero)
             (sums, weight), cluster = joined(sent, size, state.cluster, finite)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
@@ -118,4 +127,6 @@ def fesem(
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 
-    return with_first_costs(Algorithm(init, step, task), training, messages=1, rounds=local_rounds)
+    return with_first_costs(
+        Algorithm(init, step, task, adversary_check(adversary)), training, messages=1, rounds=local_rounds
+    )

@@ -187,6 +187,8 @@ def knn_per(
         return clients._replace(size=learns_from(jnp.asarray(clients.size)))
 
     def enough_neighbours(clients: Clients) -> None:
+        if common.check is not None:
+            common.check(clients)
         sizes = np.asarray(clients.size)
         least, what = int(sizes[sizes > 0].min()), "the smallest client's examples"
         if mixing is None:

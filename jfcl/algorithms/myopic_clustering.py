@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import local, mapping
-from jfcl.aggregate import attacked, is_finite, num_bytes, where_rows
+from jfcl.aggregate import adversary_check, attacked, is_finite, num_bytes, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.personal import initial_state
@@ -192,7 +192,7 @@ def centers_of(
         loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
-        points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite)
+        points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         centers = rule.centers(
             points, densest(points, usable, rule, num_clusters), client_weight(weights, size), usable
@@ -218,4 +218,4 @@ def centers_of(
         )
         return new, metrics
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, adversary_check(adversary))

@@ -74,4 +74,4 @@ def clustered_once(
         params, cluster = find(find_key, clients)
         return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32))
 
-    return with_first_costs(Algorithm(init, inner.step, task), training, messages=messages, rounds=rounds)
+    return with_first_costs(inner._replace(init=init), training, messages=messages, rounds=rounds)

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jfcl import local, mapping
-from jfcl.aggregate import attacked, cluster_mean, is_finite, num_bytes, robust_cluster_mean, where_rows
+from jfcl.aggregate import (
+    adversary_check,
+    attacked,
+    cluster_mean,
+    is_finite,
+    num_bytes,
+    robust_cluster_mean,
+    where_rows,
+)
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
 from jfcl.core import (
     Adversary,
@@ -53,6 +61,7 @@ class ParameterTree(NamedTuple):
       side: `[K, N]` int8: 0 for clients not in the parent, 1 for those that stayed in its slot, 2 for those that moved.
       updates: `[K, N, S]`, what the parent's clients had sent: all numbers if those are at most `tree_dim`, else
         `tree_dim` sums of them with random signs, whose cosines are off by about `1 / sqrt(tree_dim)`.
+      privacy: `[]` int32, how these were hidden: not at all, or by which of `OPERATORS`, from 1 on.
     """
 
     born: jax.Array
@@ -60,6 +69,7 @@ class ParameterTree(NamedTuple):
     model: PyTree
     side: jax.Array
     updates: jax.Array
+    privacy: jax.Array
 
 
 class CFLState(NamedTuple):
@@ -425,6 +435,7 @@ def rounds(
             model=params,
             side=jnp.zeros((capacity, n), jnp.int8),
             updates=jnp.zeros((capacity, n, length)),
+            privacy=jnp.asarray(privacy_code(privacy), jnp.int32),
         )
         return CFLState(
             params=params,
@@ -462,7 +473,9 @@ def rounds(
         updates, finite, loss, steps, opt_states = client_axis(client)(
             client_keys(clients_key, clients), clients.examples, size, state.cluster, state.client
         )
-        updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), present & finite)
+        updates, usable = attacked(
+            adversary, attack_key(clients_key), updates, client_ids(clients), present & finite, state.cluster
+        )
         weight = client_weight(weights, size) * usable.astype(jnp.float32)
 
         def gradients():
@@ -472,7 +485,7 @@ def rounds(
 
             gradients = client_axis(gradient)(clients.examples, size, state.cluster)
             gradients_key = jax.random.fold_in(attack_key(clients_key), 1)
-            return attacked(adversary, gradients_key, gradients, client_ids(clients), usable)[0]
+            return attacked(adversary, gradients_key, gradients, client_ids(clients), usable, state.cluster)[0]
 
         books = state._replace(params=(), client=(), tree=state.tree._replace(model=()))
         books, served = serve(rules, client_axis, books, Sent(updates, usable, present, weight, gradients))
@@ -494,7 +507,12 @@ def rounds(
         client = where_rows(present & finite, opt_states, state.client)
         return books._replace(params=params, tree=tree, client=client), metrics
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, adversary_check(adversary))
+
+
+def privacy_code(privacy: str | None) -> int:
+    """As `ParameterTree.privacy` has it."""
+    return 0 if privacy is None else 1 + list(OPERATORS).index(privacy)
 
 
 def secret_operator(privacy: str, seed: int, dim: int):

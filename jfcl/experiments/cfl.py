@@ -128,7 +128,10 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 
 def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """Norms of the mean and of the longest update, of two clients that disagree and of two that do not."""
+    """Norms of the mean and of the longest update, of two clients that disagree and of two that do not.
+
+    And whether they are split where they may be: the same again, at the default thresholds.
+    """
     rows, figure = [], Figure(figsize=(10, 3.8), layout="constrained")
     kinds = (("incongruent", "label_swap"), ("congruent", "class"))
     for axes, (kind, heterogeneity) in zip(figure.subplots(1, 2), kinds, strict=True):
@@ -160,6 +163,13 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
             row |= {"last rounds": float(norms[-few:].mean())}
             stays = (kind, name) == ("incongruent", "max_norm")
             rows.append(row | {"paper": "stays up, even grows" if stays else "goes to 0"})
+        free = dataclasses.replace(config, eps_1=None, eps_2=None, eval_every=10, **setting["split"])
+        _, records = bench.run(f"{kind}-split", free)
+        when = [r["round"] for r in records if max(r["split_from"]) >= 0]
+        said = f"{len(when)} of {free.seeds} seeds" + (
+            f", by round {max(when)}" if when else f" in {free.rounds} rounds"
+        )
+        rows.append({"clients": kind, "split": said, "paper": "split" if kind == "incongruent" else "never"})
         axes.set(xlabel="round", ylabel="norm", title=kind, yscale="log")
         axes.legend()
     return Outcome(rows, figure)
@@ -332,8 +342,12 @@ RECIPES = {
     "cfl.figure7": Recipe(
         "CFL, figure 7: update norms of incongruent and congruent clients",
         figure_7,
-        full=_TRAINING | {"model": "cnn_mnist", "examples_per_client": 25000, "rounds": 1000, "lr": 0.05, "seeds": 1},
-        small=_TRAINING | {"model": "mlp", "examples_per_client": 1000, "rounds": 1000, "seeds": 1},
+        full=_TRAINING
+        | {"model": "cnn_mnist", "examples_per_client": 25000, "rounds": 1000, "lr": 0.05, "seeds": 1}
+        | {"split": {"rounds": 1000, "seeds": 3}},
+        small=_TRAINING
+        | {"model": "mlp", "examples_per_client": 1000, "rounds": 1000, "seeds": 1}
+        | {"split": {"rounds": 300, "seeds": 3}},
     ),
     "cfl.label_swap": Recipe(
         "CFL, section VI-C on MNIST with label swap: the four clusters and no fifth",

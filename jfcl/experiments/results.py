@@ -97,12 +97,47 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         plots.save(plots.curves({name: history.records}, "perplexity"), out / "plots" / "perplexity.png")
     plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
     if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
-        one = jax.tree.map(lambda x: x[0], history.state)
-        parameter_tree.save_tree(out / "tree.npz", one)
-        plots.save(plots.tree(parameter_tree.nodes(one), federation.cluster), out / "plots" / "tree.png")
+        summary["path_accuracy"] = write_trees(out, history, parts)
     if "cluster" in history.records[0]:
         plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
     write_json(out / "summary.json", summary)
+
+
+def write_trees(out: Path, history: History, parts: Setup) -> list[float] | None:
+    """Every seed's `tree.npz` and its picture, and `paths.csv`: how each model on its path would serve every client.
+
+    Those of the first seed are called so; of another seed `tree-SEED.npz`. With several processes, of which each has
+    some of the test examples, there is no `paths.csv`.
+
+    Returns:
+      The first seed's mean accuracy over clients by level: under the root's model, one level down, ..., under their
+      own; None where nobody knows.
+    """
+    lines, means, ids = [], None, client_ids(parts.federation.train).tolist()
+    for s, seed in enumerate(parts.seeds):
+        name = "tree" if s == 0 else f"tree-{seed}"
+        one = jax.tree.map(lambda x, s=s: x[s], history.state)
+        parameter_tree.save_tree(out / f"{name}.npz", one)
+        nodes = parameter_tree.nodes(one)
+        plots.save(plots.tree(nodes, parts.federation.cluster), out / "plots" / f"{name}.png")
+        if hosts.several():
+            continue
+        test = parts.federation.test
+        found = parameter_tree.evaluate_paths(parts.task, one, test, client_axis=parts.client_axis)
+        columns = {"loss": found.loss} | ({} if found.accuracy is None else {"accuracy": found.accuracy})
+        for i, path in enumerate(found.node.tolist()):
+            for level, node in enumerate(path):
+                if not level or node != path[level - 1]:  # a leaf is repeated where others' paths are longer
+                    here = [nodes[node].round, *(f"{x[i, level]:.6g}" for x in columns.values())]
+                    lines.append([seed, ids[i], level, node, *here])
+        if s == 0 and found.accuracy is not None:
+            means = np.nanmean(found.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
+    if lines:
+        with (out / "paths.csv").open("w", newline="") as f:
+            table = csv.writer(f)
+            table.writerow(["seed", "client", "level", "node", "made_in_round", *columns])
+            table.writerows(lines)
+    return means
 
 
 class LoadedRun(NamedTuple):
