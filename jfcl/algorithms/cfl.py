@@ -88,10 +88,11 @@ def cfl(
       `Algorithm` with a `CFLState`, whose `tree` is the parameter tree (`jfcl.parameter_tree`). Metrics beside the
       common ones: `mean_norm`, `max_norm`, `cross_similarity` `[K]` (`inf` where no bipartition was computed),
       `split_from` `[K]` (of clusters made in this round: from which; else -1), `num_clusters`, `capacity_reached` `[]`,
-      and `undone` `[]` with `validation`; a record of `simulate` tells of splits and of full capacity in any round since
-      the record before, and of all that was undone so far. Memory: the updates `[N, D]`, two models a cluster, `K N S` numbers for the
-      tree (`S` at most `tree_dim`), and in rounds that look for splits `N²`, up to 4,096 clients or an eighth of the
-      updates; beyond, tiles. Cost of such a round: `N² D` besides training; some times that in tiles.
+      and `undone` `[]` with `validation`. (A record of `simulate` tells of splits and of full capacity in any round
+      since the record before, and how many splits were undone so far.) Memory: the updates `[N, D]`, two models a
+      cluster, `K N S` numbers for the tree (`S` at most `tree_dim`), and in rounds that look for splits `N²`, up to
+      4,096 clients or an eighth of the updates; beyond, tiles. Cost of such a round: `N² D` besides training; some
+      times that in tiles.
 
     Raises:
       ValueError: thresholds not above 0, `gamma_max` or `validation` outside [0, 1), counts below 1, an unknown
