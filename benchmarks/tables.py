@@ -23,7 +23,8 @@ TABLES = {
     "kernels-cpu-2-cores": "kernel size what seconds times gflops gb/s temporary_mb",
     "kernels-convolution-cpu-2-cores": "kernel size what seconds times gflops",
     "precision-cpu-2-cores": "case products accuracy spread same_cluster",
-    "cfl-round-cpu-2-cores": "clients what seconds share_of_training gflops memory_mb updates_mb",
+    "cfl-round-cpu-2-cores": "clients parameters what seconds share_of_training gflops memory_mb updates_mb",
+    "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s peak temporary_mb",
     "federated-clustering-cpu-2-cores": "clients what seconds us_per_pair gflops peak_mb times_torch",
 }
 

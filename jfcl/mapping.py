@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jfcl import hosts
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids, free_host_memory, num_clients
 
 Mapping = Callable[..., Callable[..., Any]]
@@ -427,6 +428,8 @@ def check_memory(
       ValueError: with what is needed, what is free, and how many clients at once may fit.
     """
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
+    if hosts.several():  # all of them go on, or none
+        free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
     if isinstance(client_axis, sharded):
         inner = client_axis.inner  # the devices that a CPU is divided into share its memory
         parts = jax.process_count() if jax.default_backend() == "cpu" else client_axis.mesh.size
