@@ -30,7 +30,8 @@ TABLES = {
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """Markdown; the first three columns, names, to the left."""
+    """Markdown; names to the left, numbers to the right. Rows that nobody measured are left out."""
+    rows = [row for row in rows if any(isinstance(row.get(c), float) for c in columns)]
     shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
     numbers = {c for c in shown if any(isinstance(row.get(c), float) for row in rows)}
     lines = [[c.replace("_", " ") for c in shown], ["---:" if c in numbers else "---" for c in shown]]
