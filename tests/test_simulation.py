@@ -161,7 +161,8 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         counts = []
 
         def counted(*args, counts=counts, **options):
-            counts.append(int(args[3]))
+            if not isinstance(args[3], jax.core.Tracer):  # a first look at what a round would refuse
+                counts.append(int(args[3]))
             return advance(*args, **options)
 
         monkeypatch.setattr(simulation, "_advance", counted)

@@ -22,6 +22,7 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
+    check_choice,
     check_labels,
     client_ids,
     max_examples,
@@ -213,6 +214,7 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
 
 def matmul_precision(name: str) -> str:
     """jax's name of a `--precision`. XLA's CPU backend refuses some products in the bfloat16 of accelerators."""
+    check_choice("precision", name, PRECISIONS)
     return "bfloat16" if name == "bfloat16" and jax.default_backend() == "cpu" else PRECISIONS[name]
 
 
