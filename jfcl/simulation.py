@@ -421,33 +421,36 @@ def simulate(
     if made.check is not None and num_clients(clients):  # one of several processes may hold none
         made.check(clients)
 
-    static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
-    # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
-    like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
-    others = [part for part in (test_clients, newcomers) if part is not None]
-    seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
-    mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
-    # Whatever a round would refuse it refuses here, before anything is written.
-    jax.eval_shape(partial(_advance, **static), keys, like, np.int32(1), np.int32(1), shapes, hyperparams)
-
-    folder = None
-    if out is not None:
-        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
-        folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
+    def of_all(part: Clients) -> Clients:
+        """The shapes of all processes' clients."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), part)
 
     shown = progress and hosts.is_first()
     with Watch(num_rounds, description=description, progress=shown, checkpoint_seconds=checkpoint_seconds) as watch:
+        static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
+        # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
+        shapes = of_all(clients)
+        like = jax.eval_shape(partial(_init, **static), keys, shapes, hyperparams)
+        others = [] if test_clients is None else [of_all(test_clients)]
+        others += [] if newcomers is None else [newcomers]
+        seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
+        mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
         judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, seed_axis, client_axis)
         clients = mapping.place(client_axis, clients, n)
+        # Whatever a round would refuse it refuses here, before anything is written or computed.
+        whole = jax.eval_shape(partial(_init, **static), keys, clients, hyperparams)
+        jax.eval_shape(partial(_advance, **static), keys, whole, np.int32(1), np.int32(1), clients, hyperparams)
 
+        folder = None
+        if out is not None:
+            config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
+            folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
         restored = _restore(folder, like) if resume else None
         if restored is None:
             done, totals, records = 0, {}, []
             state = _init(keys, clients, hyperparams, **static)
         else:
             done, state, totals, records = restored
-            whole = jax.eval_shape(partial(_init, **static), keys, clients, hyperparams)
             rows = num_clients(clients)
             state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")

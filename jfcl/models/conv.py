@@ -58,8 +58,8 @@ def _forward_patches(x, w, strides, padding):
 def _input_gradient(g, w, shape, strides, padding):
     """d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
 
-    Over all rows of `x` where those are no more than the rows of `g`; else most of what the kernel's rows meet beyond
-    `g` is zeros. So every row of `g` meets every row of the kernel once, and the products are added where they belong.
+    With more rows in `x` than in `g`, much of what the kernel's rows would meet is zeros beyond `g`: then every row of
+    `g` meets every row of the kernel once, and the products are added where they belong.
     """
     (kh, kw), channels = w.shape[:2], w.shape[2]
     (top, _), (left, _) = padding
@@ -72,8 +72,8 @@ def _input_gradient(g, w, shape, strides, padding):
         return _plain(g, mirrored, (1, 1), (rows, columns), lhs_dilation=strides)
     by_row = w[:, ::-1].transpose(1, 3, 0, 2).reshape(1, kw, -1, kh * channels)
     products = _plain(g, by_row, (1, 1), ((0, 0), columns)).reshape(*g.shape[:2], shape[1], kh, channels)
-    shifted = [(i - top, shape[0] - g.shape[1] - i + top) for i in range(kh)]
-    return sum(_padded(products[:, :, :, i], (rows, (0, 0))) for i, rows in enumerate(shifted))
+    below = shape[0] - g.shape[1] + top
+    return sum(_padded(products[:, :, :, i], ((i - top, below - i), (0, 0))) for i in range(kh))
 
 
 def _weight_gradient(x, g, kernel, strides, padding):
