@@ -132,9 +132,9 @@ def check_algorithm(
     """Runs a method on a small problem and asserts everything that the library promises of every method.
 
     That is: the signature; the state contract; that `step` keeps the state's structure and reports `loss`, `bytes_up`
-    and `bytes_down`; the same bits from the same key; no second compilation; eager like compiled; chunked and sharded
-    like vmapped; padding examples and padding clients without effect; clients in another order give the same models;
-    exact resumption; several seeds under `vmap` like each alone.
+    and `bytes_down`; the same bits from the same key; no second compilation; eager like compiled; one `lax.scan`
+    like single rounds; chunked and sharded like vmapped; padding examples and padding clients without effect; clients
+    in another order give the same models; exact resumption; several seeds under `vmap` like each alone.
 
     Args:
       make_algorithm: `(task, training, client_axis=...) -> Algorithm`; use `functools.partial` for further options.
@@ -156,6 +156,7 @@ def check_algorithm(
       >>> check_algorithm(jfcl.fedavg)
     """
     clients, cluster, task, training = problem(kind)
+    clients = clients._replace(id=np.asarray(client_ids(clients)))  # with names, so that the same programs serve below
     algorithm = make_algorithm(task, training)
     key, n = jax.random.key(0), num_clients(clients)
 
@@ -164,6 +165,7 @@ def check_algorithm(
         count = len(inspect.signature(fn).parameters)
         assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
 
+    # Most of the time goes into compiling: `init` and `step` once for every form of the clients, loops in Python.
     init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
     state = init(key, clients)
     check_state(state, clients)
@@ -178,68 +180,68 @@ def check_algorithm(
 
     with count_compilations() as compiled:
         again, _ = step(key, init(key, clients), clients)
+        step(key, again, clients)
     assert compiled.count == 0, f"a second call compiled {compiled.count} program(s)"
     _assert_equal(new, again, "the same key must give the same bits")
     _assert_equal(new, algorithm.step(key, state, clients)[0], "eager and compiled", tolerance=1e-5)
 
-    run = jax.jit(lambda key, clients, a=algorithm: rollout(a, clients, key=key, num_rounds=4)[0])
-    whole = run(key, clients)
+    def rounds(key, state, clients, first, last, step=step):
+        for t in range(first, last + 1):
+            state, _ = step(jax.random.fold_in(key, t), state, clients)
+        return state
+
+    def run(clients, key=key, init=init, step=step):
+        return rounds(key, init(jax.random.fold_in(key, 0), clients), clients, 1, 4, step)
+
+    whole = run(clients)
+    stopped = rounds(key, init(jax.random.fold_in(key, 0), clients), clients, 1, 2)
+    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through the host, as a checkpoint goes
+    _assert_equal(whole, rounds(key, stopped, clients, 3, 4), "a resumed run must equal an uninterrupted one")
+    scan = jax.jit(lambda clients: rollout(algorithm, clients, key=key, num_rounds=4)[0])
+    _assert_equal(whole, scan(clients._replace(id=None)), "rounds as one `lax.scan`", tolerance=1e-4)
 
     if "client_axis" in inspect.signature(make_algorithm).parameters:
-        several = [sharded(client_mesh(2))] if len(jax.devices()) > 1 else []
-        others = [axis for axis in (jax.vmap, chunked(1), chunked(3)) if axis != auto()]  # the methods' default
-        for axis in [*others, *several]:
+        parts = sharded(client_mesh(2), chunked(3)) if len(jax.devices()) > 1 else chunked(3)
+        others = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # the methods' default
+        for axis in [*others, parts]:
             other = make_algorithm(task, training, client_axis=axis)
-            mapped = jax.jit(lambda key, a=other: rollout(a, clients, key=key, num_rounds=4)[0])(key)
+            mapped = run(clients, init=jax.jit(other.init), step=jax.jit(other.step))
             _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
 
-    if len(jax.devices()) > 1:  # as `sharded` places them, whatever mapping the method has inside
-        even = pad_clients(clients, n % 2)
-        divided = place(sharded(client_mesh(2)), even)
-        _assert_equal(run(key, even), run(key, divided), "divided among two devices", tolerance=1e-4)
-
-    padded = run(key, pad_examples(clients, 2, np.nan))
+    padded = run(pad_examples(clients, 2, np.nan))
     padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
     _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=examples_tolerance)
-    more = run(key, pad_clients(clients, 2))
-    models = (
-        jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params
-    )  # one model per client: n + 2 of them
+
+    even = pad_clients(clients, 2 + n % 2)
+    more = run(even)
+    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
     _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=padding_tolerance)
     _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
+    if len(jax.devices()) > 1:  # as `sharded` places them, whatever mapping the method has inside
+        divided = run(place(sharded(client_mesh(2)), even))
+        _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
 
     order = np.random.default_rng(1).permutation(n)
-    ids = np.asarray(client_ids(clients))[order]
-    shuffled = Clients(jax.tree.map(lambda x: x[order], clients.examples), clients.size[order], ids)
-    first = jax.tree.map(lambda p: p[whole.cluster], whole.params)
-    other = run(key, shuffled)
-    second = jax.tree.map(lambda p: p[other.cluster], other.params)
-    _assert_equal(jax.tree.map(lambda p: p[order], first), second, "clients in another order", tolerance=1e-4)
-
-    one = jax.jit(lambda state, t: algorithm.step(jax.random.fold_in(key, t), state, clients)[0])
-    start = init(jax.random.fold_in(key, 0), clients)
-    straight, stopped = start, start
-    for t in range(1, 5):
-        straight = one(straight, t)
-    for t in range(1, 3):
-        stopped = one(stopped, t)
-    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through the host, as a checkpoint goes
-    for t in range(3, 5):
-        stopped = one(stopped, t)
-    _assert_equal(straight, stopped, "a resumed run must equal an uninterrupted one")
+    shuffled = run(jax.tree.map(lambda x: x[order], clients))
+    first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
+    second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
+    _assert_equal(first, second, "clients in another order", tolerance=1e-4)
 
     keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
-    many = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=4)[0]))(keys)
-    for s in range(2):
-        mine = jax.tree.map(lambda x, s=s: x[s], many)
-        _assert_equal(run(keys[s], clients), mine, f"seed {s} under vmap", tolerance=1e-4)
+    begin, advance = jax.jit(jax.vmap(algorithm.init, (0, None))), jax.jit(jax.vmap(algorithm.step, (0, 0, None)))
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    many, found = begin(fold(keys, 0), clients), None
+    for t in range(1, (max(4, num_rounds) if recovers else 4) + 1):
+        many, _ = advance(fold(keys, t), many, clients)
+        if t == 4:
+            for s in range(2):
+                mine = jax.tree.map(lambda x, s=s: x[s], many)
+                _assert_equal(run(clients, keys[s]), mine, f"seed {s} under vmap", tolerance=1e-4)
+        if t == num_rounds:
+            found = np.asarray(many.cluster)
 
     if recovers:
-        final = jax.jit(jax.vmap(lambda key: rollout(algorithm, clients, key=key, num_rounds=num_rounds)[0].cluster))(
-            keys
-        )
         same = (cluster[:, None] == cluster[None, :])[None]
-        found = np.asarray(final)[:, :, None] == np.asarray(final)[:, None, :]
-        assert (found == same).all(axis=(1, 2)).any(), (
-            f"no seed found the clusters {cluster.tolist()}: {final.tolist()}"
+        assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
+            f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
         )

@@ -56,7 +56,7 @@ def test_a_sweep_has_a_row_for_every_combination():
     heard = []
     found = bench.sweep(
         **wanted,
-        clients=[5, 2],
+        clients=[5],
         examples=4,
         batch_size=2,
         clusters=2,
@@ -66,7 +66,7 @@ def test_a_sweep_has_a_row_for_every_combination():
     )
     rows = found["rows"]
     names = [(r["clients"], r["method"], r["model"], r["mapping"]) for r in rows]
-    assert len(set(names)) == 8 and {n for n, *_ in names} == {2, 5} and heard == [8] * 8
+    assert len(set(names)) == 4 and heard == [4] * 4
     for row in rows:
         assert len(row["runs"]) == 2 and row["seconds"] == pytest.approx(np.median(row["runs"]))
         assert row["client_steps/s"] == pytest.approx(row["clients"] * 2 * row["rounds/s"])
@@ -86,6 +86,7 @@ def test_rounds_that_would_take_too_long_or_too_much_memory_are_left_out(monkeyp
     assert len(plots.throughput([row]).axes) == 1  # nothing to draw is no error
 
 
+@pytest.mark.slow
 def test_all_mappings_do_the_same_round():
     case = bench.Case("fedavg", "linear", clients=7, examples=6, batch=3, steps=2, lr=0.1)
     arguments = bench.make_arguments(case)

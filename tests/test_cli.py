@@ -436,9 +436,8 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
 
 def test_aggregators_are_told_of_the_cohorts_share_of_attackers(tmp_path):
     run = ["run", "fedavg", "--population", "60", "--cohort", "10", "--rounds", "2", "--quiet"]
-    attacked = [*run, "--attack", "sign_flip", "--malicious", "0.2", "--aggregator"]
-    for aggregator in ("trimmed_mean", "krum"):  # of 60, 12 would be too many for a cohort of 10
-        assert cli.main([*attacked, aggregator, "--out", str(tmp_path / aggregator)]) == 0
+    attacked = [*run, "--attack", "sign_flip", "--malicious", "0.2", "--aggregator", "trimmed_mean"]
+    assert cli.main([*attacked, "--out", str(tmp_path / "run")]) == 0  # 12 of 60 would be too many for a cohort of 10
 
 
 @pytest.mark.filterwarnings("ignore:.* held NaN or infinity")

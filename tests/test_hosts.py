@@ -284,6 +284,7 @@ def test_more_processes_than_clients(monkeypatch, capsys, run):
     assert "clients must be at least one for each of the 20 processes" in said.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_process_without_a_client(tmp_path):
     """4 clients on 3 processes: 2, 2 and none; they find what one process finds."""
     options = ["--clients", "4", "--rounds", "2"]

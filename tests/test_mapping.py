@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfcl.core import Clients
@@ -23,6 +23,7 @@ def test_chunked_equals_vmap(n, size, seed):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
 
 
+@settings(max_examples=8)  # everything is compiled anew for each
 @given(n=st.integers(1, 9), size=st.integers(1, 11))
 def test_map_reduce_sums_what_is_sent_and_stacks_what_is_kept(n, size):
     x = np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32)

@@ -79,6 +79,7 @@ def test_conformance(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +93,7 @@ def test_ifca_with_options(options):
     check_algorithm(partial(jfcl.ifca, num_clusters=2, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -187,14 +187,26 @@ SIZES = {
 INPUTS = {"cnn_cifar": (24, 24, 3), "cnn5": (32, 32, 3), "vgg": (32, 32, 3), "vgg16": (32, 32, 3), "vgg8": (32, 32, 3)}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name):
+    task = classification(MODELS[name][0](10), INPUTS.get(name, (28, 28, 1)), 10)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    assert sum(p.size for p in jax.tree.leaves(params)) == SIZES[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("vgg8", "vgg16") else ())
+        for name in MODELS
+        if name not in LANGUAGE_MODELS
+    ],
+)
 def test_every_model_learns_under_vmap(name):
     shape = INPUTS.get(name, (28, 28, 1))
     task = classification(MODELS[name][0](10), shape, 10)
     keys = jax.random.split(jax.random.key(0), 2)
     params = jax.vmap(task.init)(keys)
-    if name in SIZES:
-        assert sum(p[0].size for p in jax.tree.leaves(params)) == SIZES[name]
     rng = np.random.default_rng(0)
     batch = {
         "x": rng.uniform(size=(2, 3, *shape)).astype(np.float32),

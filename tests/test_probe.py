@@ -145,16 +145,14 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
 
 
-@pytest.mark.parametrize("name", ["vmap", "sharded", "pmap", "auto", None])
-def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, name, capsys):
-    options = [] if name is None else ["--mapping", name]
-    assert cli.main(["run", "fedavg", *QUICK, *options, "--out", str(tmp_path / "x")]) == 0
-    assert (
-        cli.main(["run", "fedavg", *QUICK, "--mapping", "chunked", "--chunk", "3", "--out", str(tmp_path / "y")]) == 0
-    )
-    a, b = (json.loads((tmp_path / run / "summary.json").read_text())["mean"] for run in "xy")
-    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
-    assert ("a short probe" in capsys.readouterr().err) == (name == "auto")
+def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, capsys):
+    losses = {}
+    for name in ("", "chunked --chunk 3", "sharded", "pmap", "auto"):
+        out, mapped = tmp_path / name.split(" ")[0] / "run", ["--mapping", *name.split()] if name else []
+        assert cli.main(["run", "fedavg", *QUICK, *mapped, "--out", str(out)]) == 0
+        losses[name] = json.loads((out / "summary.json").read_text())["mean"]["loss"]
+        assert ("a short probe" in capsys.readouterr().err) == (name == "auto")
+    assert losses == pytest.approx(dict.fromkeys(losses, losses[""]), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +173,18 @@ def test_refuses(options, said, capsys):
 def test_resumed_on_another_number_of_devices(tmp_path):
     """9 clients on two devices have a padding client, on one device none: what is kept does not depend on it."""
     common = ["--clients", "9", "--clusters", "3", "--local-steps", "2", "--quiet", "--eval-every", "1", "--seeds", "2"]
-    for method in (["local"], ["ifca"]):
-        out = tmp_path / method[0]
-        first, second = (["--devices", "2"], ["--devices", "1"])
-        assert cli.main(["run", *method, *common, *first, "--rounds", "2", "--out", str(out)]) == 0
-        assert cli.main(["run", *method, *common, *second, "--rounds", "4", "--out", str(out), "--resume"]) == 0
-        assert cli.main(["run", *method, *common, *first, "--rounds", "6", "--out", str(out), "--resume"]) == 0
-        assert cli.main(["run", *method, *common, *second, "--rounds", "6", "--out", str(out) + "-alone"]) == 0
-        a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in (method[0], method[0] + "-alone"))
-        np.testing.assert_allclose(a["mean"]["loss"], b["mean"]["loss"], rtol=1e-4)
-        rows = [(tmp_path / run / "clients.csv").read_text().splitlines() for run in (method[0], method[0] + "-alone")]
-        assert len(rows[0]) == len(rows[1]) == 1 + 2 * 9
+    for devices, rounds, run in (
+        (["2"], "2", ["run"]),
+        (["1"], "4", ["run", "--resume"]),
+        (["2"], "6", ["run", "--resume"]),
+        (["1"], "6", ["alone"]),
+    ):
+        out = ["--out", str(tmp_path / run[0]), *run[1:]]
+        assert cli.main(["run", "local", *common, "--devices", *devices, "--rounds", rounds, *out]) == 0
+    a, b = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("run", "alone"))
+    np.testing.assert_allclose(a["mean"]["loss"], b["mean"]["loss"], rtol=1e-4)
+    rows = [(tmp_path / run / "clients.csv").read_text().splitlines() for run in ("run", "alone")]
+    assert len(rows[0]) == len(rows[1]) == 1 + 2 * 9
 
 
 def test_placed_runs_equal_others():

@@ -107,6 +107,7 @@ def test_figure_2_of_federated_clustering(tmp_path):
     assert 0 < row["intra, largest"] < 20 and row["inter, least"] > 1e4
 
 
+@pytest.mark.slow
 def test_figure_3_of_federated_clustering(tmp_path):
     tiny = {"x": RECIPES["federated_clustering.figure3"]._replace(small={"rounds": 150, "seeds": 1})}
     rows = reproduce("x", recipes=tiny, out=tmp_path)["rows"]

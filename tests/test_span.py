@@ -397,8 +397,8 @@ SMALL = jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (4,), half=T
     ("method", "options"),
     [
         (jfcl.fedavg, {}),
-        (jfcl.ifca, {"num_clusters": 2}),
-        (jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}),
+        pytest.param(jfcl.ifca, {"num_clusters": 2}, marks=pytest.mark.slow),
+        pytest.param(jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}, marks=pytest.mark.slow),
     ],
     ids=["fedavg", "ifca", "ifca with the shortcut"],
 )
@@ -411,7 +411,11 @@ def test_methods_keep_their_promises_in_the_span(method, options):
 
 @pytest.mark.parametrize(
     ("steps", "client_axis", "options"),
-    [(1, jax.vmap, {}), (10, jfcl.chunked(1), {}), (10, jfcl.chunked(3), {"stable_rounds": 1})],
+    [
+        pytest.param(1, jax.vmap, {}, marks=pytest.mark.slow),
+        (10, jfcl.chunked(1), {}),
+        (10, jfcl.chunked(3), {"stable_rounds": 1}),
+    ],
     ids=["one step", "one at a time", "shortcut"],
 )
 def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
