@@ -152,8 +152,8 @@ def test_compressed_or_not_it_is_the_same_file(data_dir, tmp_path):
 
 def test_the_official_cifar_folder(data_dir, tmp_path):
     (tmp_path / "cifar-10-batches-bin").mkdir()
-    content = lzma.decompress((data_dir / "cifar10" / "test_batch.bin.xz").read_bytes())
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        content = lzma.decompress((data_dir / "cifar10" / f"{name}.xz").read_bytes())
         (tmp_path / "cifar-10-batches-bin" / name).write_bytes(content)
     data = load("cifar10", tmp_path)
     assert integers(data.test["x"])[0].ravel()[:3].tolist() == [158, 112, 49]
