@@ -141,7 +141,7 @@ def check_algorithm(
         Without a `client_axis` argument the mappings are not compared.
       recovers: also assert that the two clusters of the problem are found within `num_rounds` rounds, from at least
         one of four seeds.
-      num_rounds: see `recovers`.
+      num_rounds: see `recovers`; at least 4.
       kind: of the problem: `"regression"`, or `"classification"` for methods that need labels.
       padding_tolerance: how far padding clients may move a model; 0 is the promise, a little more is for servers that
         multiply matrices over clients, whose blocks depend on how many there are.
@@ -228,19 +228,20 @@ def check_algorithm(
     _assert_equal(first, second, "clients in another order", tolerance=1e-4)
 
     keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
-    begin, advance = jax.jit(jax.vmap(algorithm.init, (0, None))), jax.jit(jax.vmap(algorithm.step, (0, 0, None)))
-    fold = jax.vmap(jax.random.fold_in, (0, None))
-    many, found = begin(fold(keys, 0), clients), None
-    for t in range(1, (max(4, num_rounds) if recovers else 4) + 1):
-        many, _ = advance(fold(keys, t), many, clients)
-        if t == 4:
-            for s in range(2):
-                mine = jax.tree.map(lambda x, s=s: x[s], many)
-                _assert_equal(run(clients, keys[s]), mine, f"seed {s} under vmap", tolerance=1e-4)
-        if t == num_rounds:
-            found = np.asarray(many.cluster)
+    many = jax.jit(jax.vmap(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients)))(keys)
+    advance = jax.jit(
+        jax.vmap(lambda key, t, state: algorithm.step(jax.random.fold_in(key, t), state, clients)[0], (0, None, 0))
+    )
+    for t in range(1, 5):
+        many = advance(keys, t, many)
+    for s in range(2):
+        mine = jax.tree.map(lambda x, s=s: x[s], many)
+        _assert_equal(run(clients, keys[s]), mine, f"seed {s} under vmap", tolerance=1e-4)
 
     if recovers:
+        for t in range(5, num_rounds + 1):
+            many = advance(keys, t, many)
+        found = np.asarray(many.cluster)
         same = (cluster[:, None] == cluster[None, :])[None]
         assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
             f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"

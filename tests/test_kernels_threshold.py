@@ -108,13 +108,13 @@ def test_masked_points_do_not_exist(form, seed):
         full = threshold_clustering(points[mask], points[:2], num_rounds=3, form=form, **options)
         masked = threshold_clustering(broken, points[:2], num_rounds=3, form=form, mask=jnp.asarray(mask), **options)
         np.testing.assert_allclose(masked, full, atol=2e-5)
-        inside_jit = compiled(form, *options.items())(broken, points[:2])
+        inside_jit = compiled(form=form, **options)(broken, points[:2])
         np.testing.assert_allclose(inside_jit, full, atol=2e-5)
 
 
 @functools.cache
-def compiled(form, option):
-    return jax.jit(lambda z, v: threshold_clustering(z, v, num_rounds=3, form=form, **dict([option])))
+def compiled(**options):
+    return jax.jit(functools.partial(threshold_clustering, num_rounds=3, **options))
 
 
 @FORMS
