@@ -190,6 +190,10 @@ def test_writers_are_clients():
         assert {int(data.writer["test"][t - 240]) for t in tags(fed.newcomers, i)} == {100 + i}
     capped = build(data, partition="writer", num_clients=5, examples_per_client=3)
     assert capped.train.size.tolist() == [3] * 5
+    ids = data.writer["train"].copy()
+    ids[ids == 11] = np.where(np.arange((ids == 11).sum()) > 0, -1, 11)  # of one example none is left to test on
+    alone = data._replace(writer={**data.writer, "train": ids})
+    assert len(build(alone, partition="writer").train.size) == 11
 
 
 def test_split_hash_knows_every_decision():

@@ -33,12 +33,20 @@ def good_and_one(value, count=8, dim=5):
 
 
 @pytest.mark.parametrize("value", [1e17, 1e19, 1e20, 3e38])
-@pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "centered_clip"])
+@pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "minimum_diameter", "centered_clip"])
 def test_an_update_whose_square_overflows_is_not_the_nearest_of_all(name, value):
     good, updates = good_and_one(value)
     options = {"radius": 1.0, "num_iters": 5} if name == "centered_clip" else {"num_malicious": 1}
     result = np.asarray(kernels.AGGREGATORS[name](updates, **options))
     assert np.abs(result).max() <= np.abs(good).max() + 5
+
+
+def test_distances_of_two_that_overflow_are_infinite():
+    squares = kernels.squared_distances(np.float32([[1e20], [1.1e20], [0], [1]]))
+    np.testing.assert_array_equal(squares[0], [0, np.inf, np.inf, np.inf])
+    assert not np.isnan(squares).any()
+    to_centers = kernels.squared_distances(np.float32([[1e20], [0], [1]]), np.float32([[1.1e20], [1]]))
+    np.testing.assert_array_equal(to_centers, [[np.inf, np.inf], [np.inf, 1], [np.inf, 0]])
 
 
 @pytest.mark.parametrize("own_centers", [True, False])

@@ -210,6 +210,18 @@ def test_from_updates_it_is_the_same(count, seed, block_size, kind):
     np.testing.assert_array_equal(tiled.side, dense.side)
 
 
+def test_from_updates_of_sixteen_bits_it_is_that_of_what_they_hold():
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal(512)
+    groups = np.stack([common, common + 0.1 * rng.standard_normal(512)])[np.arange(40) % 2]  # cosines beyond 0.99
+    updates = jnp.asarray(groups + 0.03 * rng.standard_normal((40, 512)), jnp.bfloat16)
+    truth = optimal_bipartition(pairwise_cosine(updates.astype(jnp.float32)))
+    np.testing.assert_array_equal(truth.side, np.arange(40) % 2 == 1)
+    ours = bipartition_of_updates(updates)
+    np.testing.assert_array_equal(ours.side, truth.side)
+    np.testing.assert_allclose(ours.cross_similarity, truth.cross_similarity, atol=5e-4)
+
+
 def test_from_a_pytree_with_broken_and_zero_rows_inside_jit():
     rng = np.random.default_rng(0)
     updates = {"w": rng.standard_normal((20, 3, 2)).astype(np.float32), "b": rng.standard_normal((20, 4)).astype("f")}

@@ -234,6 +234,13 @@ def test_clipping_many_rows_goes_block_by_block():
     np.testing.assert_allclose(centered_clip(z, radius=100.0, num_iters=2), clipping(z, 100.0, 2), atol=1e-5)
 
 
+def test_clipping_adds_up_sixteen_bits_in_more(monkeypatch):
+    monkeypatch.setattr("jfcl.kernels.base.BLOCK_NUMBERS", 18)  # a row of 17 numbers at a time
+    center = centered_clip(jnp.ones((1000, 17), jnp.bfloat16), radius=jnp.inf, form="direct")
+    assert center.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(center, np.ones(17))
+
+
 def test_clipping_takes_the_cheaper_form():
     assert gram_is_cheaper(10, 10) and not gram_is_cheaper(1000, 3)
 
@@ -308,9 +315,13 @@ Z = jnp.ones((6, 2))
         (lambda: centered_clip(Z, radius=1.0, weights=jnp.ones(2)), r"weights must be of shape \(6,\)"),
         (lambda: centered_clip(Z, radius=1.0, form="fast"), "form must be one of"),
         (lambda: centered_clip(Z, radius=1.0, mask=jnp.ones(5, bool)), "mask must be bool of shape"),
-        (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be from 0 to 2"),
-        (lambda: kernels.trimmed_mean(Z, num_malicious=-1), "num_malicious must be from 0 to 2"),
-        (lambda: kernels.krum(Z, num_malicious=4), r"num_malicious must be from 0 to 3 \(f <= N - 3\), got 4"),
+        (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be a whole number from 0 to 2"),
+        (lambda: kernels.trimmed_mean(Z, num_malicious=-1), "num_malicious must be a whole number from 0 to 2"),
+        (lambda: kernels.trimmed_mean(Z, num_malicious=1.5), "must be a whole number from 0 to 2 .*, got 1.5"),
+        (
+            lambda: kernels.krum(Z, num_malicious=4),
+            r"num_malicious must be a whole number from 0 to 3 \(f <= N - 3\), got 4",
+        ),
         (lambda: kernels.multi_krum(Z, num_malicious=1, num_selected=0), "num_selected must be from 1 to N = 6"),
         (lambda: kernels.bulyan(Z, num_malicious=1), r"\(4 f \+ 3 <= N\)"),
         (lambda: kernels.minimum_diameter(jnp.ones((21, 2)), num_malicious=1), "at most 20 clients"),

@@ -111,6 +111,12 @@ def test_bfloat16_products_in_float32_sums():
     np.testing.assert_allclose(from_bfloat16, cosine(updates), atol=2e-3)
 
 
+def test_sixteen_bits_are_scaled_in_more():
+    similarity = pairwise_cosine(jnp.array([[1e-5, 0], [0, 1e-5], [1e-5, 1e-5], [0, 0]], jnp.float16))
+    half = np.sqrt(0.5)
+    np.testing.assert_allclose(similarity, [[1, 0, half, 0], [0, 1, half, 0], [half, half, 1, 0], [0] * 4], atol=1e-3)
+
+
 def test_integers_are_numbers_too():
     np.testing.assert_allclose(pairwise_cosine(jnp.array([[3, 4], [4, 3]])), [[1, 0.96], [0.96, 1]], atol=1e-6)
 

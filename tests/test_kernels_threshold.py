@@ -258,3 +258,25 @@ def test_a_point_at_the_quantile_is_inside_in_float32_too(form):
     points = np.arange(101, dtype=np.float32)[:, None]
     center = threshold_clustering(points, points[:1], num_rounds=1, quantile=0.53, form=form)
     np.testing.assert_allclose(center, [[np.arange(54).sum() / 101]], rtol=1e-5)
+    points = np.arange(1, 101, dtype=np.float32)[:, None]
+    options = {"num_rounds": 1, "quantile": 0.53, "quantile_rule": "index_strict", "form": form}
+    center = threshold_clustering(points, np.zeros((1, 1), np.float32), **options)
+    np.testing.assert_allclose(center, [[np.arange(54).sum() / 100]], rtol=1e-5)  # number 53 from 0 on, which is 54
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_a_quantile_between_two_distances_that_overflow_is_beyond_all_others(form):
+    points = np.concatenate([blobs(0)[0][:7], np.full((3, 6), 1e20, np.float32)])
+    ours, below = (threshold_clustering(points, points[:1], num_rounds=1, quantile=q, form=form) for q in (0.85, 6 / 9))
+    assert np.abs(below).max() > 0.1
+    np.testing.assert_allclose(ours, below, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_what_does_not_count_has_no_centre(form):
+    points, _ = blobs(0)
+    mask = np.arange(24) != 5
+    options = {"num_rounds": 3, "radius": 6.0, "form": form}
+    ours = threshold_clustering(points, mask=jnp.asarray(mask), **options)
+    np.testing.assert_allclose(ours[mask], threshold_clustering(points[mask], **options), atol=2e-5)
+    assert not ours[5].any()

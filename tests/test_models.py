@@ -329,5 +329,8 @@ def test_refuses():
         classification(WithBatchNorm(), (4,), 2)
     with pytest.raises(ValueError, match="images are too small for this model: 1 x 1 is left where 2 x 2 is pooled"):
         classification(jfcl.models.VGG(10), (28, 28, 1), 10)
+    line = jfcl.models.task(lambda key: jnp.zeros((3, 1)), lambda w, x: x @ w, kind="regression")
+    with pytest.raises(ValueError, match=r"outputs must be the targets' shape, \(4,\) .*, got \(4, 1\)"):
+        line.loss(jnp.zeros((3, 1)), {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
     with pytest.raises(ValueError, match="did you mean 'regression'"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")

@@ -161,6 +161,8 @@ X = np.zeros((2, 3), np.float32)
         ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be integers of shape \(1,\)"),
         ([{"x": X + 2}], {"stored": {"x": ("uint8", 255.0)}}, "client 0: x must be what"),
         ([{"x": X}], {"stored": {"z": ("uint8",)}}, "stored must be among"),
+        ([{"x": X}], {"stored": {"x": ("float16", 255.0)}}, "stored of x must be a type alone"),
+        ([{"x": X.astype(int)}], {"stored": {"x": ("uint8", 1.0, -5.0)}}, "stored of x must be a type alone"),
         ([{"rows": X}], {}, "not the store's own"),
         ([{"x": np.array(["a"])}], {}, "must be numbers"),
     ],
@@ -194,6 +196,10 @@ def test_bad_rows_and_ids(tmp_path, folder):
         store.gather([0], pad_to=2)
     with pytest.raises(ValueError, match=r"clients.id must be left out"):
         ClientStore.from_clients(jfcl.Clients({"x": X[None]}, np.int32([2]), np.int32([4])))
+    with pytest.raises(ValueError, match=r"clients.size must be between 0 and M=2"):
+        ClientStore.from_clients(jfcl.Clients({"x": X[None]}, np.int32([5])))
+    many = ClientStore.from_clients(jfcl.Clients({"x": np.arange(600.0).reshape(300, 2)}, np.full(300, 2)))
+    assert many.gather(np.uint8([255])).examples["x"].tolist() == [[510.0, 511.0]]
 
 
 @pytest.mark.parametrize("heterogeneity", ["rotation", "private_label", "class"])

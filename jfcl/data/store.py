@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count
 
 FORMAT = 1
 JAX_TYPES = {"float64": "float32", "int64": "int32", "uint64": "uint32"}  # jax's own, unless 64 bits are enabled
@@ -116,7 +116,8 @@ class ClientStore:
         """`[N]` int32: the number of examples of every client, or `[C]`, of those with `ids`."""
         if ids is None:
             return np.diff(self.offsets).astype(np.int32)
-        return (self.offsets[np.asarray(ids) + 1] - self.offsets[ids]).astype(np.int32)
+        ids = np.asarray(ids, np.int64)  # 255 + 1 is 0 in a byte
+        return (self.offsets[ids + 1] - self.offsets[ids]).astype(np.int32)
 
     def gather(self, ids: Any, *, pad_to: int | None = None) -> Clients:
         """The clients `ids` (`[C]` integers) as a cohort, in that order.
@@ -174,6 +175,7 @@ class ClientStore:
         named = clients.id is None or np.array_equal(clients.id, np.arange(n))
         check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}: a store's clients are named by their place")
         check(isinstance(clients.examples, dict), "clients.examples", type(clients.examples), "a dict of arrays")
+        check_clients(clients, allow_empty=True)
         size = np.asarray(clients.size)
         arrays, fields = {}, {}
         for name, values in clients.examples.items():
@@ -204,7 +206,8 @@ class ClientStore:
           path: a folder that is not there yet.
           clients: one dict of `[m_i, ...]` arrays per client; all with the same names and shapes of an example.
           stored: a compact type for some: `{"x": ("uint8", 255.0, 0.0)}` for type, `per_unit` and `offset` of `Field`;
-            the last two may be left out. Values are rounded to what it holds. Default: as given (64 bits become 32).
+            the last two may be left out, and are for floats kept as integers only. Values are rounded to what it
+            holds. Default: as given (64 bits become 32).
           cluster: `[N]` integers, the true clusters.
           about: kept in `store.json`: `num_classes`, `description`, and whatever is JSON.
 
@@ -416,7 +419,15 @@ class _Writer:
                 )
                 check(values.dtype.kind in "fiub", f"{where}: {name}", values.dtype, "numbers")
                 dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
-                self.fields[name] = Field(values.shape[1:], dtype, *self.stored.get(name, (dtype,)))
+                field = Field(values.shape[1:], dtype, *self.stored.get(name, (dtype,)))
+                levels = np.dtype(dtype).kind == "f" and np.dtype(field.stored).kind in "iu"
+                check(
+                    levels or (field.per_unit, field.offset) == (1, 0),
+                    f"stored of {name}",
+                    self.stored.get(name),
+                    f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers",
+                )
+                self.fields[name] = field
                 self.file(name, values.shape[1:], self.fields[name].stored)
         check(set(examples) == set(self.fields), where, sorted(examples), f"of the names {sorted(self.fields)}")
         lengths = {len(values) for values in examples.values()}

@@ -26,6 +26,7 @@ from jfcl.kernels.base import (
     refuse_nonfinite,
     row_mask,
     rows_of,
+    sum_dtype,
 )
 from jfcl.kernels.bipartition import Bipartition, float_of_key, order_key
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
@@ -119,7 +120,7 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
 
         def tile(start, length, found):
             cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
-            product = sum(product_of_rows(a, cut(x)) for a, x in zip(mine, rows, strict=True))
+            product = sum(product_of_rows(a, cut(x), sum_dtype(*rows)) for a, x in zip(mine, rows, strict=True))
             for factor in scale:
                 product = product * cut(factor).astype(product.dtype)[None, :]
             known = finite[who][:, None] & cut(finite)[None, :]

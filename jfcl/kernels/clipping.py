@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.kernels import combinations
-from jfcl.kernels.base import FORMS, PyTree, check, fold_rows, is_concrete, rows_of, squared_norms
+from jfcl.kernels.base import FORMS, PyTree, check, fold_rows, is_concrete, rows_of, squared_norms, sum_dtype
 from jfcl.kernels.robust import aggregate, check_weights, shares
 from jfcl.kernels.similarity import usable_rows
 
@@ -109,10 +109,10 @@ def _direct(rows, usable, start, radius, weights, *, num_iters):
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
                     away = [usable_rows(d, here) for d in away]
                 share *= _pull(jnp.sqrt(squared_norms(away)), radius)
-                return [s + share.astype(d.dtype) @ d for s, d in zip(step, away, strict=True)]
+                return [s + share.astype(s.dtype) @ d.astype(s.dtype) for s, d in zip(step, away, strict=True)]
 
-            step = fold_rows(add, [jnp.zeros_like(v) for v in center], rows)
-            return [v + s for v, s in zip(center, step, strict=True)]
+            step = fold_rows(add, [jnp.zeros(v.shape, sum_dtype(*rows)) for v in center], rows)
+            return [(v.astype(s.dtype) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]
 
         return jax.lax.fori_loop(0, num_iters, iterate, start)
 

@@ -67,7 +67,8 @@ def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], i
     """The number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
     count = num_rows(updates)
     if is_concrete(num_malicious):
-        check(0 <= num_malicious <= most(count), "num_malicious", num_malicious, f"from 0 to {most(count)} ({why})")
+        whole = 0 <= num_malicious <= most(count) and num_malicious == int(num_malicious)
+        check(whole, "num_malicious", num_malicious, f"a whole number from 0 to {most(count)} ({why})")
     return count
 
 
@@ -460,6 +461,8 @@ def _tightest(squares, usable, size):
     """`[N]` bool: of all subsets of `size` usable rows, the (first) one with the smallest diameter."""
     count = len(usable)
     subsets = jnp.arange(2**count, dtype=jnp.uint32)
+    # Sums of distances must stay finite, or no subset with someone far away would be smaller than another.
+    squares = jnp.minimum(squares, jnp.finfo(squares.dtype).max / count**2)
 
     def has(i):
         return ((subsets >> i.astype(jnp.uint32)) & 1).astype(bool)

@@ -119,8 +119,9 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
 
 def scaled_rows(x: jax.Array, usable: jax.Array, scale: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Row `i` of `x` times both factors of `scale`; zeros where not `usable`, NaN or not."""
-    power, inverse = (s.astype(x.dtype)[:, None] for s in scale)
-    return jnp.where(usable[:, None], x * power * inverse, jnp.zeros_like(x))
+    power, inverse = (s[:, None] for s in scale)
+    # In the factors' type: in 16 bits they would be wrong by the same share for a whole row, or infinite.
+    return jnp.where(usable[:, None], x.astype(power.dtype) * power * inverse, 0.0).astype(x.dtype)
 
 
 def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | None = None) -> jax.Array:
@@ -172,8 +173,8 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
 
     Returns:
       `[N, N]` (symmetric, zero diagonal), or `[N, K]`; at least 0. The error is of the order of `eps` times the
-      squared distance to the origin, so very close pairs far from it have few right digits. Inside `jit`, points with
-      NaN or infinity count as masked.
+      squared distance to the origin, so very close pairs far from it have few right digits; of a point so far from it
+      that squares overflow, all are infinite. Inside `jit`, points with NaN or infinity count as masked.
 
     Raises:
       ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
@@ -204,7 +205,8 @@ def _squared_distances(rows, mask):
     norms = jnp.diagonal(products)
     squares = jnp.maximum(norms[:, None] + norms[None, :] - 2.0 * products, 0.0)
     same = jnp.eye(len(usable), dtype=bool)
-    return jnp.where(same, 0.0, jnp.where(usable[:, None] & usable[None, :], squares, jnp.inf)).astype(squares.dtype)
+    known = usable[:, None] & usable[None, :] & ~jnp.isnan(squares)  # NaN: the difference of two that overflow
+    return jnp.where(same, 0.0, jnp.where(known, squares, jnp.inf)).astype(squares.dtype)
 
 
 @jax.jit
@@ -215,7 +217,7 @@ def _squared_distances_to(rows, others, mask):
     others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
     products = sum(product_of_rows(x, y) for x, y in zip(moved, others, strict=True))
     squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
-    return jnp.where(usable[:, None], squares, jnp.inf)
+    return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 
 
 def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Array) -> jax.Array:

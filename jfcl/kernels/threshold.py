@@ -57,7 +57,8 @@ def threshold_clustering(
         there. Exactly one of the two.
       num_rounds: `L`, at least 1.
       weights: `[N]`, at least 0: what a point counts in the mean instead of `1/N`; scaled to sum to 1.
-      mask: `[N]` bool: points that count; the others are neither inside nor part of `N`.
+      mask: `[N]` bool: points that count; the others are neither inside nor part of `N`, and have no centre (zeros)
+        where centres start at the points.
       quantile_rule: `"linear"`: NumPy's, with points at the radius inside. The authors' code sorts the distances and
         takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, points at
         the radius left outside (synthetic data).
@@ -117,7 +118,10 @@ def threshold_clustering(
     if form == "auto":
         form = "gram" if gram_is_cheaper(len(rows[0]), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
-    moved = run(rows, starts, limits, weights, mask, rule=rule, trajectory=trajectory)
+    usable = mask & finite_rows(rows)
+    moved = run(rows, starts, limits, weights, usable, rule=rule, trajectory=trajectory)
+    if starts is None:
+        moved = [jnp.where(usable[:, None], v, 0.0) for v in moved]
     ahead = (num_rounds, num_centers) if trajectory else (num_centers,)
     return jax.tree.unflatten(structure, [v.reshape(*ahead, *s) for v, s in zip(moved, shapes, strict=True)])
 
@@ -144,15 +148,15 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
         place = jnp.clip(place.astype(jnp.int32), 0, jnp.maximum(count - 1, 0))
         return jnp.take_along_axis(ordered, place[:, None], axis=1)[:, 0]
 
+    place = limit * (count - 1 if rule == "linear" else count).astype(limit.dtype)
+    whole = jnp.round(place)  # 0.53 of 100 is 53, also in float32
+    place = jnp.where(jnp.abs(place - whole) <= 4 * jnp.finfo(limit.dtype).eps * place, whole, place)
+    low = jnp.floor(place)
     if rule == "linear":
-        place = limit * (count - 1).astype(limit.dtype)
-        whole = jnp.round(place)  # 0.53 of 100 is 53, also in float32
-        place = jnp.where(jnp.abs(place - whole) <= 4 * jnp.finfo(limit.dtype).eps * place, whole, place)
-        low = jnp.floor(place)
         part = place - low
         below, above = pick(low), pick(low + 1.0)
-        return jnp.where(part > 0, below + part * (above - below), below)
-    radius = pick(jnp.floor(limit * count.astype(limit.dtype)))
+        return jnp.where((part > 0) & (below < above), below + part * (above - below), below)
+    radius = pick(low)
     return 0.99 * radius if rule == "index_shrunk" else radius
 
 
@@ -182,8 +186,7 @@ def _inside(distances, usable, limit, rule):
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _gram(rows, starts, limits, weights, mask, *, rule, trajectory):
-    usable = mask & finite_rows(rows)
+def _gram(rows, starts, limits, weights, usable, *, rule, trajectory):
     share = shares(weights, usable).astype(limits.dtype)
     products = combinations.inner_products(rows, starts, usable)
 
@@ -201,8 +204,7 @@ def _gram(rows, starts, limits, weights, mask, *, rule, trajectory):
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _direct(rows, starts, limits, weights, mask, *, rule, trajectory):
-    usable = mask & finite_rows(rows)
+def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
     share = shares(weights, usable).astype(limits.dtype)
 
     norms = squared_norms(rows)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import DenseStart, PyTree, Task, check_choice, path_name
+from jfcl.core import DenseStart, PyTree, Task, check, check_choice, path_name
 from jfcl.models.networks import MLP, Linear
 
 KINDS = ("classification", "regression")
@@ -62,6 +62,8 @@ def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """`(outputs [B, ...], y [B, ...]) -> [B]`."""
 
     def squared_error(outputs, y):
+        wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
+        check(outputs.shape == y.shape, "the shape of the model's outputs", outputs.shape, wanted)
         error = jnp.square(outputs - y)
         return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
 
