@@ -138,12 +138,12 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """How well found clusters agree with the true ones; names of clusters do not matter.
 
     Args:
-      found, true: `[N]` integers.
+      found, true: `[N]` integers; clients whose true cluster is -1 do not count.
 
     Returns:
       `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian
       method; IFCA's figure 4). `adjusted_rand` (1 at agreement, 0 by chance), `nmi`, `purity` (share of clients in the
-      majority of their found cluster), `clusters_in_use`.
+      majority of their found cluster); `clusters_in_use`, of all clients.
 
     Example:
       >>> cluster_recovery([2, 2, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
@@ -156,6 +156,10 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
+    in_use, counts = len(np.unique(found)), true >= 0
+    if not counts.any():
+        raise ValueError("true must say the cluster of one client at least, got -1 for all")
+    found, true = found[counts], true[counts]
     table = contingency(found, true)
     matched = table[linear_sum_assignment(table, maximize=True)].sum()
     return {
@@ -163,7 +167,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
         "adjusted_rand": float(adjusted_rand_score(true, found)),
         "nmi": float(normalized_mutual_info_score(true, found)),
         "purity": float(table.max(axis=1).sum() / len(found)),
-        "clusters_in_use": len(table),
+        "clusters_in_use": in_use,
     }
 
 

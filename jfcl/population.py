@@ -450,7 +450,7 @@ def simulate_population(
                 records.append({"seed": seed, **judge.record(result), **done.totals, "seen": int(rows.seen.sum())})
                 if folder is not None:
                     folder.append(records[-1:])
-                warn_once(warned, records[-1:], judge.num_models, cohort)
+                warn_once(warned, records[-1:], judge.num_models, cohort, store.cluster)
             watch.advance(t, records[-1] if records else {})
             if folder is not None and (watch.due() or watch.interrupted or t == until):
                 rows.checkpointing(t)

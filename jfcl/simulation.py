@@ -360,7 +360,8 @@ def simulate(
       test_clients: held-out examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that took no part, each evaluated under the model of lowest loss on its examples (IFCA's
         test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
-      true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records.
+      true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
+        with -1, malicious ones say, do not count.
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
       eval_every: rounds between evaluations; the last round is always evaluated.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
@@ -484,7 +485,7 @@ def simulate(
                 records += rows
                 if folder is not None:
                     folder.append(rows)
-                warn_once(warned, rows, num_models, n)
+                warn_once(warned, rows, num_models, n, judge.true_cluster)
                 latest = rows[0]
                 totals = {name: value for name, value in totals.items() if name not in EVENTS}
             watch.advance(done, latest)

@@ -143,10 +143,11 @@ def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedErro
     return DivergedError(f"by round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
 
 
-def warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int) -> None:
+def warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int, true_cluster: Any) -> None:
     """Says once what a person would want to know: collapsed models, updates left out."""
+    alike = true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1  # one model is right
     for row in rows:
-        if 1 < num_models < n and row["clusters_in_use"] == 1 and "collapse" not in warned:
+        if 1 < num_models < n and not alike and row["clusters_in_use"] == 1 and "collapse" not in warned:
             warned.add("collapse")
             warnings.warn(
                 f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"

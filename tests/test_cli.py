@@ -172,6 +172,11 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--average", "gradients"], "average must be models, or gradients of 1 local step"),
         (["run", "ifca", "--share", "Dense_9"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--init-from", "/nowhere"], "init_from must be the folder of a finished run"),
+        (
+            ["run", "fedavg", "--clients", "8", "--attack", "ipm", "--malicious", "0.95"],
+            "malicious must be enough for one",
+        ),
+        (["run", "knn_per", "--mixing", "0.5", "--validation", "0.3"], "validation must be left out with --mixing"),
         (["run", "ifca", "--resume"], "out must be the folder of the run to resume"),
         (["run", "ifca", "--config", "/nowhere.toml"], "no such file"),
         (["run", "ifca", "--dataset", "mnist", "--data-dir", "/nowhere"], "looked for /nowhere/mnist/train-images"),
@@ -212,7 +217,10 @@ def test_list_and_help_name_everything(capsys):
         (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
         (["run"], "METHOD must be given, or stand in --config"),
         (["run", "fedavg", "--malicious", "0.3"], "malicious must be left out without --attack, got 0.3"),
-        (["run", "fedavg", "--attack", "ipm", "--malicious", "0.01"], "enough for one of the 40 clients, got 0.01"),
+        (
+            ["run", "fedavg", "--attack", "ipm", "--malicious", "0.01"],
+            "enough for one of the 40 clients, and not for all, got 0.01",
+        ),
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
         (["run", "fedavg", "--seed", "4294967296"], "seed must be from 0 to 4294967295"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
@@ -400,8 +408,14 @@ def test_a_json_file_of_ones_own(tmp_path):
 def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished, tmp_path, capsys):
     start = ["--init-from", str(finished / "fedavg"), "--out", str(tmp_path / "run")]
     assert cli.main(["run", "local", *QUICK, *start]) == 0
-    assert cli.main(["run", "ifca", *QUICK, *start[:2]]) == 2  # all clients would choose the first of equals
-    assert "must have shape" in capsys.readouterr().err
+    assert cli.main(["run", "one_shot", *QUICK, *start[:2], "--rounds", "1"]) == 0
+    assert cli.main(["run", "hypcluster", *QUICK, *start[:2], "--warm-rounds", "1", "--rounds", "2"]) == 0
+    capsys.readouterr()
+    for method in ("ifca", "hypcluster"):
+        assert cli.main(["run", method, *QUICK, *start[:2]]) == 2
+        assert "of equals all clients would choose the first" in capsys.readouterr().err.replace("\n", " ")
+    assert cli.main(["run", "local", *QUICK, *start[:2], "--model", "linear"]) == 2
+    assert "init_from must be a run that ended with models 'linear'" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_found_clusters_and_served_models_are_told_apart(tmp_path):
@@ -419,8 +433,41 @@ def test_a_store_is_what_it_is(tmp_path, capsys):
     assert cli.main(["run", "fedavg", *store, "--population", "20", "--partition", "dirichlet", "--alpha", "5"]) == 0
     assert cli.main(["run", "fedavg", *store, "--population", "20", "--partition", "dirichlet"]) == 2
     assert "alpha: it has 5.0, asked for 0.5" in capsys.readouterr().err
-    assert cli.main(["run", "fedavg", *store, "--dataset", "mnist", "--out", str(tmp_path / "run")]) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["dataset"] == "digits"
+    assert cli.main(["run", "fedavg", *store, "--dataset", "mnist", "--data-seed", "3"]) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "data_seed: it has 0, asked for 3; dataset: it has 'digits', asked for 'mnist'" in said
+
+
+def test_who_takes_a_store_as_it_is_gets_its_clusters(tmp_path):
+    store = ["--store", str(tmp_path / "store"), "--rounds", "1", "--local-steps", "1", "--cohort", "8", "--quiet"]
+    asked = ["--population", "24", "--clusters", "6", "--heterogeneity", "private_label", "--examples-per-client", "9"]
+    assert cli.main(["run", "ifca", *store, *asked, "--out", str(tmp_path / "made")]) == 0
+    assert cli.main(["run", "ifca", *store, "--out", str(tmp_path / "taken")]) == 0
+    assert cli.main(["run", "oracle", *store]) == 0
+    made, taken = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("made", "taken"))
+    assert made == taken and (made["clusters"], made["population"], made["heterogeneity"]) == (6, 24, "private_label")
+    resumed = ["run", "--config", str(tmp_path / "taken" / "config.json"), "--out", str(tmp_path / "taken"), "--resume"]
+    assert cli.main([*resumed, "--rounds", "2", "--quiet"]) == 0
+
+
+def test_without_heterogeneity_one_model_is_right(tmp_path, recwarn):
+    options = [*QUICK, "--heterogeneity", "none", "--rounds", "3", "--quiet", "--out", str(tmp_path / "run")]
+    assert cli.main(["run", "ifca", *options]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["num_clusters"] == 1 and "1 cluster(s) (none)" in summary["description"]
+    assert load_run(tmp_path / "run").params["Dense_0"]["kernel"].shape[0] == 2  # --clusters are the models
+    assert not [w for w in recwarn if "all clients use one of" in str(w.message)]
+
+
+def test_malicious_clients_are_in_no_cluster(tmp_path):
+    attack = ["--clients", "12", "--clusters", "2", "--attack", "label_reverse", "--malicious", "0.34", "--quiet"]
+    options = ["--heterogeneity", "private_label", "--rounds", "6", "--restarts", "4", "--out", str(tmp_path / "run")]
+    assert cli.main(["run", "ifca", *attack, *options]) == 0
+    with (tmp_path / "run" / "clients.csv").open() as f:
+        good = [row for row in csv.DictReader(f) if row["malicious"] == "0"]
+    assert len(good) == 8 and len({(row["true_cluster"], row["cluster"]) for row in good}) == 2  # found, all of them
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["mean"]["cluster_accuracy"] == summary["mean"]["adjusted_rand"] == 1
 
 
 def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path, monkeypatch, capsys):
@@ -462,6 +509,16 @@ def test_a_run_can_be_used_again(finished):
     with (finished / "ifca" / "clients.csv").open() as f:
         rows = [float(row["accuracy"]) for row in csv.DictReader(f) if row["seed"] == "0"]
     np.testing.assert_allclose(accuracy, rows, atol=1e-5)
+
+
+def test_a_run_can_be_used_where_it_could_not_be_made(finished, tmp_path):
+    shutil.copytree(finished / "ifca", tmp_path / "ifca")
+    config = json.loads((tmp_path / "ifca" / "config.json").read_text())
+    config |= {"devices": 7, "mapping": "auto", "init_from": "/nowhere"}
+    (tmp_path / "ifca" / "config.json").write_text(json.dumps(config))
+    found = load_run(tmp_path / "ifca")
+    assert found.config.devices == 7
+    np.testing.assert_array_equal(found.cluster, load_run(finished / "ifca").cluster)
 
 
 @pytest.mark.parametrize("what", cli.LISTS)

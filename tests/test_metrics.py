@@ -117,6 +117,13 @@ def test_rounds_to_recovery():
 def test_recovery_refuses_other_lengths():
     with pytest.raises(ValueError, match="vectors of one length"):
         cluster_recovery([0, 1], [0, 1, 1])
+    with pytest.raises(ValueError, match="got -1 for all"):
+        cluster_recovery([0, 1], [-1, -1])
+
+
+def test_recovery_without_those_who_do_not_count():
+    found, true = np.array([4, 4, 0, 0, 2, 4]), np.array([0, 0, 1, 1, -1, -1])
+    assert cluster_recovery(found, true) == cluster_recovery(found[:4], true[:4]) | {"clusters_in_use": 3}
 
 
 @pytest.mark.parametrize("cluster", [np.zeros(5, np.int32), None])

@@ -38,7 +38,8 @@ def byzantine_cfl(
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was shut out,
       0 for those still in. A client that sends NaN or infinity is shut out at once. Of two equal halves the first
-      client's stays. Cost of a round: that of FedAvg and `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
+      client's stays; of two clients, neither of whom is a minority, both do. Cost of a round: that of FedAvg and
+      `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
     Raises:
       ValueError: a threshold outside (-1, 1), an unknown `similarity`.

@@ -40,7 +40,11 @@ class Config:
     dataset: str = _option("digits", "data set; 'jfcl list datasets' shows them", "data")
     heterogeneity: str = _option("rotation", "how the hidden clusters differ; 'jfcl list heterogeneities'", "data")
     clients: int = _option(40, "number of clients", "data")
-    clusters: int = _option(4, "number of hidden clusters, and of models where the method has one per cluster", "data")
+    clusters: int = _option(
+        4,
+        "number of hidden clusters (one with --heterogeneity none), and of models where the method has one per cluster",
+        "data",
+    )
     examples_per_client: int | None = _option(
         None, "training examples per client; default: as many as there are", "data"
     )
@@ -64,7 +68,7 @@ class Config:
     store: str | None = _option(
         None,
         "folder of the population's data, made if it is not there; default: store in --out. Without --population, one"
-        " that is there is taken as it is",
+        " that is there is taken as it is, and options that say otherwise are refused",
         "data",
     )
     vocab_size: int = _option(10_000, "words told apart, of a data set of texts", "data")
@@ -165,7 +169,10 @@ class Config:
     radius: float | None = _option(
         None, "of --aggregator centered_clip, or instead of --quantile (*_clustering)", "attack"
     )
-    init_from: str | None = _option(None, "folder of a run of the same model to start from (warm start)")
+    init_from: str | None = _option(
+        None,
+        "warm start: folder of a run of the same --model, that ended with one model or with as many as there will be",
+    )
     seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
     seed: int | None = _option(None, "run with this seed alone", "run")
     eval_every: int | None = _option(None, "rounds between evaluations; default: about 50 in all", "run")
@@ -267,7 +274,8 @@ def validate(config: Config) -> None:
         check_choice("attack", config.attack, attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
         check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
         some = round(config.malicious * config.clients)
-        check(some > 0, "malicious", config.malicious, f"enough for one of the {config.clients} clients")
+        accepted = f"enough for one of the {config.clients} clients, and not for all"
+        check(0 < some < config.clients, "malicious", config.malicious, accepted)
         sends = "adversary" in METHODS[config.method].options or config.attack in attacks.DATA_ATTACKS
         on_data = ", ".join(attacks.DATA_ATTACKS)
         check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
@@ -291,5 +299,9 @@ def validate(config: Config) -> None:
     if not config.validation:
         given = config.fallback_rounds
         check(given is None, "fallback_rounds", given, "left out without --validation")
+    if config.mixing is not None:
+        check(
+            config.validation is None, "validation", config.validation, "left out with --mixing, which it would choose"
+        )
     if config.mapping == "auto":
         check(config.chunk is None, "chunk", config.chunk, "left out with --mapping auto, which tries several")

@@ -28,11 +28,20 @@ from jfcl.experiments.setups import (
     make_training,
     malicious_clients,
     mapping_of,
+    true_clusters,
 )
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.population import PopulationHistory, simulate_population
 
 COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
+DEFAULT = Config("fedavg")
+# Options, and what a store calls them that says how it was made.
+DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
+DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
+DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
+OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_client": "label"}
+_OF_STORES = inspect.signature(data.generate_store).parameters
+UNSAID = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
 NEED_ALL = ("cfl", "byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
 
 
@@ -66,13 +75,8 @@ def run_population(
         check_count("population", config.population)
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
-        store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
-        asked = config
-        config = dataclasses.replace(config, clients=len(store), cohort=_cohort(config, len(store)))
-        if config.population is None:  # a store that is there is what it is
-            dealt = store.about.get("made", {})
-            known = {name: dealt[name] for name in ("dataset", "heterogeneity", "partition") if name in dealt}
-            config = dataclasses.replace(config, **known)
+        asked, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
+        config = dataclasses.replace(asked, clients=len(store), cohort=_cohort(asked, len(store)))
         validate(config)
         malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
@@ -124,43 +128,62 @@ def _scratch() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
 
 
+def as_dealt(store: ClientStore) -> dict[str, Any]:
+    """The options of `Config` that ask for what is in a store."""
+    made = store.about.get("made", {"num_clients": len(store)})
+    options = {option: made[name] for option, name in DEALT.items() if name in made}
+    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made["partition"] == p}
+    if options.get("heterogeneity") == "none":
+        options.pop("clusters", None)  # --clusters are the models, then
+    elif store.cluster is not None:
+        options.setdefault("clusters", int(store.cluster.max()) + 1)
+    return options
+
+
+def check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
+    """`ValueError` unless `store` is what `config` asks for; without a `--population`, where it is not the default."""
+    asked = {name: getattr(config, name) for name in as_dealt(store)}
+    if config.population is None:
+        asked = {name: value for name, value in asked.items() if value != getattr(DEFAULT, name)}
+    asked = {name: UNSAID.get(name) if value is None else value for name, value in asked.items()}
+    has = as_dealt(store)
+    said = "; ".join(f"{n}: it has {has[n]!r}, asked for {value!r}" for n, value in asked.items() if value != has[n])
+    if said:
+        raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
+
+
 def make_stores(
     config: Config, folder: Path, data_dir: str | None, progress: bool
-) -> tuple[ClientStore, ClientStore, int | None]:
-    """`(train, test, size of the vocabulary or None)`: opened if they are there and what is asked for, else made."""
-    made = {
-        "dataset": config.dataset,
-        "num_clients": config.population,
-        "examples_per_client": config.examples_per_client or EXAMPLES,
-        "num_clusters": config.clusters,
-        "heterogeneity": config.heterogeneity,
-        "partition": config.partition,
-        "test_fraction": config.test_fraction,
-        "seed": config.data_seed,
-    }
+) -> tuple[Config, ClientStore, ClientStore, int | None]:
+    """`(config, train, test, size of the vocabulary or None)`: opened if they are there and what is asked for, else
+    made; `config` then says what is in them."""
     texts = config.model in LANGUAGE_MODELS
-    of_texts = {"vocab_size": config.vocab_size, "length": config.length} if texts else {}
-    defaults = inspect.signature(data.generate_store).parameters
-    for name in ("alpha", "exponent", "labels_per_client"):
-        given = getattr(config, name)
-        made[name] = defaults[name].default if given is None else given
     if folder.exists():
         store, tests = data.open_stores(folder)
-        found = store.about.get("made", {"num_clients": len(store)})
-        asked = made | of_texts
-        other = {name: found[name] for name, value in asked.items() if name in found and found[name] != value}
-        if config.population is not None and other:
-            said = "; ".join(f"{name}: it has {value!r}, asked for {asked[name]!r}" for name, value in other.items())
-            raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
-        return store, tests, load_dataset(config, data_dir)[1] if texts else None
+        check_dealt(config, store, folder)
+        config = dataclasses.replace(config, **as_dealt(store))
+        return config, store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
     validate(dataclasses.replace(config, clients=config.population, cohort=cohort))
     dataset, vocab_size = load_dataset(config, data_dir)
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
-    options = {name: value for name, value in made.items() if name != "dataset"}
-    return *data.generate_store(folder, dataset, about=of_texts, **options), vocab_size
+    given = {name: getattr(config, name) for name in OF_PARTITION if getattr(config, name) is not None}
+    store, tests = data.generate_store(
+        folder,
+        dataset,
+        num_clients=config.population,
+        examples_per_client=config.examples_per_client or EXAMPLES,
+        num_clusters=true_clusters(config),
+        heterogeneity=config.heterogeneity,
+        partition=config.partition,
+        test_fraction=config.test_fraction,
+        seed=config.data_seed,
+        about={"vocab_size": config.vocab_size, "length": config.length} if texts else {},
+        **given,
+    )
+    return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size
 
 
 def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):

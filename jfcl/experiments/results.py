@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,
         "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),
-        "rounds_per_second": history.rounds * len(parts.seeds) / max(history.seconds, 1e-9),
+        "rounds_per_second": history.rounds / max(history.seconds, 1e-9),
         "bytes_up": float(np.mean([row["bytes_up"] for row in per_seed])),
         "bytes_down": float(np.mean([row["bytes_down"] for row in per_seed])),
         **environment(),
@@ -180,7 +181,9 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     saved = read_json(folder / "config.json")
     config = Config(**from_saved(saved))
     check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
-    parts = setup(config, data_dir=data_dir)
+    # Not of this machine, this folder or the models: how the run was computed, and what it started from.
+    here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)
+    parts = setup(here, data_dir=data_dir)
     same = parts.federation.split_hash == saved["split_hash"]
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     with (folder / "clients.csv").open() as f:

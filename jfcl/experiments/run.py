@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl import hosts
 from jfcl.experiments.config import Config, of_population, to_saved
@@ -15,6 +16,12 @@ from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.runs import RunFolder
 from jfcl.simulation import History, simulate
+
+
+def good_clusters(parts: Setup) -> np.ndarray:
+    """`[N]` the true clusters, -1 for malicious clients: where those end says nothing about a method."""
+    cluster = parts.federation.cluster
+    return cluster if parts.malicious is None else np.where(parts.malicious, -1, cluster)
 
 
 def run(
@@ -50,7 +57,7 @@ def run(
             num_rounds=config.rounds,
             test_clients=federation.test,
             newcomers=federation.newcomers,
-            true_cluster=federation.cluster,
+            true_cluster=good_clusters(parts),
             eval_every=every,
             seeds=parts.seeds,
             client_axis=parts.client_axis,

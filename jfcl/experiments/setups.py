@@ -104,6 +104,11 @@ def malicious_clients(config: Config) -> np.ndarray:
     return attacks.choose_malicious(config.clients, config.malicious, seed=config.data_seed)
 
 
+def true_clusters(config: Config) -> int:
+    """How many hidden clusters there are: one, if nothing tells any apart."""
+    return 1 if config.heterogeneity == "none" else config.clusters
+
+
 def make_aggregator(config: Config):
     """The aggregator of `config`, told how many clients may be malicious and how far to trust."""
     fn = kernels.AGGREGATORS[config.aggregator]
@@ -115,6 +120,22 @@ def make_aggregator(config: Config):
         check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
         given["radius"] = config.radius
     return partial(fn, **given)
+
+
+def _warm_start(config: Config, task: Task) -> PyTree:
+    """The models of `--init-from`: `[K, ...]`, or one without the axis, which is then everybody's first."""
+    found = load_params(config.init_from)
+    shapes = jax.tree.map(lambda leaf: leaf.shape[1:], found)
+    wanted = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(task.init, jax.random.key(0)))
+    check(
+        shapes == wanted, "init_from", config.init_from, f"a run that ended with models {config.model!r} of these sizes"
+    )
+    alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found))
+    chosen = config.method == "ifca" or (config.method == "hypcluster" and not config.warm_rounds)
+    equals = alone and chosen and (config.num_models or config.clusters) > 1
+    accepted = "a run that ended with several models: of equals all clients would choose the first"
+    check(not equals, "init_from", config.init_from, accepted)
+    return jax.tree.map(lambda leaf: leaf[0], found) if alone else found
 
 
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
@@ -149,9 +170,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if config.restarts != 1:
         options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
     if config.init_from is not None:
-        found = load_params(config.init_from)
-        alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found)) and "num_clusters" not in method.options
-        options["init_params"] = jax.tree.map(lambda leaf: leaf[0], found) if alone else found  # everybody's first
+        options["init_params"] = _warm_start(config, task)
     if config.num_models is not None:
         options["num_clusters"] = config.num_models
     unknown = sorted(set(options) - set(method.options))
@@ -261,7 +280,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     federation = data.build(
         dataset,
         num_clients=config.clients,
-        num_clusters=config.clusters,
+        num_clusters=true_clusters(config),
         heterogeneity=config.heterogeneity,
         partition=config.partition,
         examples_per_client=config.examples_per_client,
