@@ -206,6 +206,7 @@ def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> 
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
+        check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
     return n
 
 

@@ -261,6 +261,7 @@ def test_records_are_ready_for_pandas():
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
+        ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
         ({"seeds": [1, 2]}, "one name for each of the 1 keys"),
         ({"resume": True}, "out must be the folder of the run to resume"),
