@@ -403,9 +403,10 @@ def simulate(
     n = _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     single = key.ndim == 0
+    num_keys = 1 if single else len(key)
+    seeds = list(range(num_keys)) if seeds is None else list(seeds)
+    check(len(seeds) == num_keys, "seeds", seeds, f"one name for each of the {num_keys} keys")
     keys = key[None] if single else key
-    seeds = list(range(len(keys))) if seeds is None else list(seeds)
-    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
     spread = isinstance(client_axis, mapping.sharded)
