@@ -25,6 +25,7 @@ SERVER_OPTIMIZERS = {
 }
 # jax's names. On a CPU all of them compute in float32 (measured on jax 0.10.2: errors of one product alike).
 PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
+OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_client": "label"}  # who takes which option
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 
 
@@ -281,7 +282,7 @@ def validate(config: Config) -> None:
         check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
     else:
         check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
-    for name, partition in (("alpha", "dirichlet"), ("exponent", "power_law"), ("labels_per_client", "label")):
+    for name, partition in OF_PARTITION.items():
         unused = getattr(config, name) is not None and config.partition != partition
         check(not unused, name, getattr(config, name), f"left out without --partition {partition}")
     if config.restarts == 1:

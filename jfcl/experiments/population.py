@@ -18,7 +18,7 @@ from jfcl import attacks, data
 from jfcl.algorithms import METHODS
 from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.config import Config, to_saved, validate
+from jfcl.experiments.config import OF_PARTITION, Config, to_saved, validate
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import (
     Setup,
@@ -39,7 +39,6 @@ DEFAULT = Config("fedavg")
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
 DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
-OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_client": "label"}
 _OF_STORES = inspect.signature(data.generate_store).parameters
 UNSAID = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
 NEED_ALL = ("cfl", "byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
@@ -142,11 +141,11 @@ def as_dealt(store: ClientStore) -> dict[str, Any]:
 
 def check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
     """`ValueError` unless `store` is what `config` asks for; without a `--population`, where it is not the default."""
-    asked = {name: getattr(config, name) for name in as_dealt(store)}
+    has = as_dealt(store)
+    asked = {name: getattr(config, name) for name in has}
     if config.population is None:
         asked = {name: value for name, value in asked.items() if value != getattr(DEFAULT, name)}
     asked = {name: UNSAID.get(name) if value is None else value for name, value in asked.items()}
-    has = as_dealt(store)
     said = "; ".join(f"{n}: it has {has[n]!r}, asked for {value!r}" for n, value in asked.items() if value != has[n])
     if said:
         raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
