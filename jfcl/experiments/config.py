@@ -214,6 +214,11 @@ def of_population(config: Config) -> bool:
     return config.population is not None or config.store is not None
 
 
+def partition_options(config: Config) -> dict[str, Any]:
+    """Those of `OF_PARTITION` that are given."""
+    return {name: getattr(config, name) for name in OF_PARTITION if getattr(config, name) is not None}
+
+
 def validate(config: Config) -> None:
     """Every mistake that can be seen without data, as a `ValueError`."""
     check_choice("method", config.method, METHODS)
@@ -282,9 +287,8 @@ def validate(config: Config) -> None:
         check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
     else:
         check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
-    for name, partition in OF_PARTITION.items():
-        unused = getattr(config, name) is not None and config.partition != partition
-        check(not unused, name, getattr(config, name), f"left out without --partition {partition}")
+    for name, value in partition_options(config).items():
+        check(config.partition == OF_PARTITION[name], name, value, f"left out without --partition {OF_PARTITION[name]}")
     if config.restarts == 1:
         given, default = config.restart_rounds, Config(config.method).restart_rounds
         check(given == default, "restart_rounds", given, "left out without --restarts")

@@ -18,7 +18,7 @@ from jfcl import attacks, data
 from jfcl.algorithms import METHODS
 from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.config import OF_PARTITION, Config, to_saved, validate
+from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_saved, validate
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import (
     Setup,
@@ -168,7 +168,6 @@ def make_stores(
     dataset, vocab_size = load_dataset(config, data_dir)
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
-    given = {name: getattr(config, name) for name in OF_PARTITION if getattr(config, name) is not None}
     store, tests = data.generate_store(
         folder,
         dataset,
@@ -180,7 +179,7 @@ def make_stores(
         test_fraction=config.test_fraction,
         seed=config.data_seed,
         about={"vocab_size": config.vocab_size, "length": config.length} if texts else {},
-        **given,
+        **partition_options(config),
     )
     return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size
 

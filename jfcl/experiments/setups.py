@@ -28,7 +28,7 @@ from jfcl.core import (
     max_examples,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, validate
+from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, partition_options, validate
 from jfcl.local import LocalTraining, local_training, most_steps
 
 # Options of methods that are handed on where they are given, under their own name; three go by another.
@@ -276,7 +276,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
     dataset, vocab_size = load_dataset(config, data_dir)
-    extra = {"alpha": config.alpha, "exponent": config.exponent, "labels_per_client": config.labels_per_client}
     federation = data.build(
         dataset,
         num_clients=config.clients,
@@ -289,7 +288,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
         newcomer_examples=config.newcomer_examples,
         seed=config.data_seed,
         rows=partial(mapping.own_rows, client_axis),
-        **{name: value for name, value in extra.items() if value is not None},
+        **partition_options(config),
     )
     check_labels(federation.train, federation.num_classes)
     if config.attack is not None:
