@@ -420,7 +420,7 @@ def _differences(folders: list[str]) -> list[str]:
     said = []
     for name in names:
         values = list(dict.fromkeys(str(config.get(name)) for config in configs))
-        if len(values) > 1 and name not in ("method", "split_hash", "cohorts", "key"):
+        if len(values) > 1 and name not in ("method", "split_hash", "cohorts", "key", "versions"):
             said.append(f"{name.removeprefix('num_')} ({', '.join('–' if v == 'None' else v for v in values)})")
     return said
 

@@ -5,18 +5,27 @@ overwrite since the last checkpoint is kept in a journal, so that a run that was
 
     rows-00.npy, ...   `[N, ...]`, one file per array of the state; sparse: clients that never took part take no room
     undo-00000120      what rows held when the checkpoint of round 120 was made, where they have changed since
+
+Every record of the journal carries its SHA-256, every row a CRC-32 in the checkpoint; both are verified before a run is
+resumed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import mmap
+import os
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+from jfcl import files
 
 IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 
@@ -47,7 +56,8 @@ class ClientRows:
     ):
         """Rows of `count` clients. `row`: the shape and type of each array's; `folder`: where large ones are kept.
 
-        With `resume` they are those of a checkpoint: `ValueError` for a file that is missing or was cut short.
+        With `resume` they are those of a checkpoint, and nothing is written before `restore`: `ValueError` for a file
+        that is missing or was cut short.
         """
         shapes = [(count, *r.shape) for r in row]
         self.mapped = (
@@ -55,6 +65,7 @@ class ClientRows:
         )
         self.folder = folder if self.mapped else None
         self.seen = np.zeros(count, bool)
+        self._crc = np.zeros(count if self.mapped else 0, np.uint32)  # of each client's row
         self._journal: Path | None = None
         if not self.mapped:
             self.arrays = [np.zeros(s, r.dtype) for s, r in zip(shapes, row, strict=True)]
@@ -85,44 +96,99 @@ class ClientRows:
             buffer = io.BytesIO()
             np.savez(buffer, ids=old, **{f"{i}": array[old] for i, array in enumerate(self.arrays)})
             data = buffer.getvalue()
-            with self._journal.open("ab") as f:  # complete before the first row changes
-                f.write(len(data).to_bytes(8, "little") + data)
+            descriptor = os.open(self._journal, os.O_WRONLY | os.O_APPEND)
+            try:  # complete and durable before the first row changes
+                files.write_all(descriptor, len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        rows = [np.asarray(values, array.dtype) for array, values in zip(self.arrays, rows, strict=True)]
         for array, values in zip(self.arrays, rows, strict=True):
             array[ids] = values
+        if self.mapped:
+            self._crc[ids] = _checksums(rows)
         self.seen[ids] = True
 
     def saved(self) -> dict[str, Any]:
         """What belongs into a checkpoint."""
-        return {"seen": self.seen, "rows": [] if self.mapped else self.arrays}
+        return {"seen": self.seen, "crc": self._crc, "rows": [] if self.mapped else self.arrays}
 
     def checkpointing(self, round_: int) -> None:
-        """A checkpoint of `round_` is about to be written: its journal is there before it."""
+        """A checkpoint of `round_` is about to be written: its journal and its rows are on the disk before it."""
         if self.folder is not None:
-            (self.folder / f"undo-{round_:08d}").write_bytes(b"")
+            files.write_whole(self.folder / f"undo-{round_:08d}", b"")
+            _flush(self.arrays)
 
     def checkpointed(self, round_: int) -> None:
         """A checkpoint of `round_` was written, with `saved` in it: the journal starts anew."""
         if self.folder is not None:
             self._journal = self.folder / f"undo-{round_:08d}"
-            self._journal.write_bytes(b"")
+            files.write_whole(self._journal, b"")
             for old in self.folder.glob("undo-*"):
                 if old != self._journal:
                     old.unlink()
 
+    def verify(self, round_: int, saved: dict[str, Any]) -> None:
+        """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""
+        if self.folder is None:
+            return
+        old: dict[int, list[bytes]] = {}  # what rows held that have changed since; the earliest record counts
+        for record in reversed(_records(self._journal_of(round_))):
+            columns = [np.asarray(record[f"{i}"]) for i in range(len(self.arrays))]
+            old |= {int(c): [column[j].tobytes() for column in columns] for j, c in enumerate(record["ids"])}
+        seen = np.flatnonzero(saved["seen"])
+        for start in range(0, len(seen), 4096):
+            ids = seen[start : start + 4096]
+            found = _checksums([array[ids] for array in self.arrays])
+            for j, c in enumerate(ids):
+                if int(c) in old:
+                    found[j] = _checksum(old[int(c)])
+            wrong = ids[found != saved["crc"][ids]]
+            if len(wrong):
+                raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
+
     def restore(self, round_: int, saved: dict[str, Any]) -> None:
-        """Goes back to the checkpoint of `round_`; `ValueError` if its journal is missing."""
+        """Goes back to the checkpoint of `round_`, which `verify` has accepted."""
         self.seen[:] = saved["seen"]
+        self._crc[:] = saved["crc"]
         if not self.mapped:
             for array, values in zip(self.arrays, saved["rows"], strict=True):
                 array[:] = values
         elif self.folder is not None:
-            journal = self.folder / f"undo-{round_:08d}"
-            if not journal.exists():
-                raise ValueError(f"{journal} is missing: what clients had at that checkpoint is lost")
-            for record in reversed(_records(journal)):
+            for record in reversed(_records(self._journal_of(round_))):
                 for i, array in enumerate(self.arrays):
                     array[record["ids"]] = record[f"{i}"]
+            _flush(self.arrays)  # before the journal goes
             self.checkpointed(round_)
+
+    def _journal_of(self, round_: int) -> Path:
+        journal = self.folder / f"undo-{round_:08d}"
+        if not journal.exists():
+            raise ValueError(f"{journal} is missing: what clients had at that checkpoint is lost")
+        return journal
+
+
+def _checksum(parts: Sequence[bytes]) -> int:
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part, total)
+    return total
+
+
+def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """`[C]` uint32: the CRC-32 of each client's row, over all arrays `[C, ...]`."""
+    count = len(rows[0]) if rows else 0
+    flat = [np.ascontiguousarray(x).reshape(count, -1).view(np.uint8) for x in rows if x.size]
+    return np.array([_checksum([x[c] for x in flat]) for c in range(count)], np.uint32)
+
+
+def _flush(arrays: Sequence[np.ndarray]) -> None:
+    """Writes memory-mapped arrays to the disk."""
+    for array in arrays:
+        while isinstance(array, np.ndarray):
+            array = array.base
+        if isinstance(array, mmap.mmap):
+            array.flush()
 
 
 def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
@@ -146,15 +212,23 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
 
 
 def _records(journal: Path) -> list[dict[str, np.ndarray]]:
-    """What a journal holds; its last record may have been cut short, and then nothing of it had been overwritten."""
+    """The records of a journal. The last may have been cut short: then no row that it names had been overwritten.
+
+    Raises:
+      ValueError: another record is damaged.
+    """
     data = journal.read_bytes()
     records, position = [], 0
-    while position + 8 <= len(data):
+    while position + 40 <= len(data):
         length = int.from_bytes(data[position : position + 8], "little")
-        position += 8
-        if position + length > len(data):
+        digest, body = data[position + 8 : position + 40], data[position + 40 : position + 40 + length]
+        position += 40 + length
+        if position > len(data):
             break
-        with np.load(io.BytesIO(data[position : position + length])) as record:
+        if hashlib.sha256(body).digest() != digest:
+            if position == len(data):
+                break
+            raise ValueError(f"{journal} is damaged: a record differs from its digest")
+        with np.load(io.BytesIO(body)) as record:
             records.append(dict(record))
-        position += length
     return records

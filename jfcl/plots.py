@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
+from jfcl.files import write_whole
 from jfcl.metrics import contingency
 from jfcl.parameter_tree import Node
 from jfcl.theory import SplitProbability, max_noise
@@ -18,11 +20,18 @@ from jfcl.theory import SplitProbability, max_noise
 Records = Sequence[dict[str, Any]]
 
 
+def png(figure: Figure) -> bytes:
+    """Returns `figure` as the content of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+    return buffer.getvalue()
+
+
 def save(figure: Figure, path: str | Path) -> Path:
     """Writes `figure` as PNG, making its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    write_whole(path, png(figure))
     return path
 
 

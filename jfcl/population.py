@@ -6,6 +6,7 @@ on the host for the client's next turn; a thread gathers the next cohort from th
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -367,17 +368,6 @@ def simulate_population(
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     mapping.check_memory(algorithm, example_shapes(store, cohort), client_axis, with_seed, copies=2)
 
-    folder = None
-    if out is not None:
-        about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
-        about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
-        about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
-        folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
-    row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in split.apart(shapes)[1]]
-    kept_in = None if folder is None else folder.path / "client_rows"
-    goes_on = resume and folder.has_checkpoint()
-    rows = ClientRows(n, row, folder=kept_in, resume=goes_on, in_memory=rows_in_memory)
-
     # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
     even = mapping.num_rows(client_axis, cohort) == cohort
     send = partial(mapping.place, client_axis) if even else jax.device_put
@@ -395,18 +385,34 @@ def simulate_population(
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort")
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
-    with watch, thread:
+    with contextlib.ExitStack() as opened, watch, thread:
+        folder = None
+        if out is not None:
+            about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
+            about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
+            about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
+            folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
+            opened.callback(folder.close)
+        for part in (store, test_store) if resume else ():
+            if part is not None:
+                part.verify(progress=progress)
+        row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in split.apart(shapes)[1]]
+        kept_in = None if folder is None else folder.path / "client_rows"
+        goes_on = resume and folder.has_checkpoint()
+        rows = ClientRows(n, row, folder=kept_in, resume=goes_on, in_memory=rows_in_memory)
         done, records = _Done(0, [], {}), []
-        common_shapes = split.apart(shapes)[0]
-        restored = (
-            folder.restore({"common": common_shapes, **rows.saved()}, any_round=not rows.mapped) if resume else None
-        )
+        like = {"common": split.apart(shapes)[0], **rows.saved()}
+        restored = folder.restore(like, any_round=not rows.mapped) if resume else None
         if restored is not None:
-            round_, saved, totals = restored
-            check(round_ <= num_rounds, "num_rounds", num_rounds, f"at least the {round_} rounds already done")
-            rows.restore(round_, saved)
-            done = _Done(round_, [jnp.asarray(x) for x in saved["common"]], totals)
-            records = folder.records()
+            last, saved = restored.round, restored.state
+            check(last <= num_rounds, "num_rounds", num_rounds, f"at least the {last} rounds already done")
+            rows.verify(last, saved)
+        if resume:
+            folder.begin()
+        if restored is not None:
+            rows.restore(last, saved)
+            done = _Done(last, [jnp.asarray(x) for x in saved["common"]], restored.totals)
+            records = restored.records
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
 
         def rows_of(ids: np.ndarray, clients: Clients) -> list:

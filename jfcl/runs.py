@@ -1,29 +1,42 @@
-"""A run's folder: configuration, metrics line by line, checkpoints. Written so that killing the process loses nothing.
+"""A run's folder: configuration, metrics line by line, checkpoints. A small database, and held to what one promises.
 
-    config.json     what was asked for          metrics.jsonl   a line per seed and evaluated round
-    summary.json    the result                  clients.csv     final results of every client
-    checkpoints/    the last two states         plots/*.png
-    store/          a population's data         client_rows/    what a method keeps of its clients, where that is large
+    config.json     the options, jfcl's and jax's versions      metrics.jsonl   a line per seed and evaluated round
+    summary.json    the result, digests of the files beside it  clients.csv     final results of every client
+    checkpoints/    the last two states                         plots/*.png
+    store/          a population's data                         client_rows/    per-client state, where it is large
+    lock            which process writes, or wrote last
 
-Only the process that runs a simulation writes here; everything is written to a new file and renamed, or appended in
-whole lines.
+What is read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
+SHA-256 of those that preceded the checkpoint, results by the digests in `summary.json`. What is written becomes visible
+whole (`jfcl.files`), by the one process that holds the lock. A command that is refused changes nothing: `reopen` and
+`restore` only read, `begin` makes the first change.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import math
 import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jfcl import files
+from jfcl._version import __version__
 from jfcl.core import PyTree
+from jfcl.files import read_json, write_json
 
+__all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json", "verify_results", "write_json"]
+
+FORMAT = 1
 # May differ between a run and its resumption.
-FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices")
+FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 WRITTEN = (
     "metrics.jsonl",
     "summary.json",
@@ -34,24 +47,7 @@ WRITTEN = (
     "checkpoints",
     "plots",
 )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON, whole or not at all."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    os.replace(scratch, path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote; `ValueError` that names the file where it is damaged."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
-    return value
+UNCHANGED = "nothing was changed"
 
 
 def finite_or_none(value: Any) -> Any:
@@ -67,29 +63,87 @@ def finite_or_none(value: Any) -> Any:
     return value
 
 
-def _differ(name: str, old: Any, new: Any) -> str:
-    """In what `old` and `new` differ, of dicts only the parts that do."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
-        return "; ".join(_differ(f"{name}.{n}", old.get(n), new.get(n)) for n in parts)
-    return f"{name}: it has {old!r}, asked for {new!r}"
+# ---------------------------------------------------------------------------------------------------------------
+# Records. A line of `metrics.jsonl` is plain JSON with null for what is not finite; the values themselves stand as text
+# under EXACT, so that the records of a resumed run are those of one that was not interrupted.
+
+EXACT = "not_finite"
+
+
+def _spelled(value: Any) -> Any:
+    """`value` with numbers that are not finite as text: `"inf"`, `"-inf"`, `"nan"`."""
+    if isinstance(value, (list, tuple)):
+        return [_spelled(v) for v in value]
+    if isinstance(value, dict):
+        return {name: _spelled(v) for name, v in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(value: Any) -> Any:
+    """The inverse of `_spelled`."""
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    if isinstance(value, dict):
+        return {name: _numbers(v) for name, v in value.items()}
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    plain = {name: finite_or_none(value) for name, value in record.items()}
+    exact = {name: _spelled(value) for name, value in record.items() if plain[name] != value}
+    return (json.dumps(plain | ({EXACT: exact} if exact else {}), allow_nan=False) + "\n").encode()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; `None` where it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    number = isinstance(found, dict) and isinstance(found.get("round"), int)
+    if not number or not isinstance(found.get(EXACT, {}), dict):
+        return None
+    return found | _numbers(found.pop(EXACT, {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The folder.
+
+
+class Restored(NamedTuple):
+    """A verified checkpoint: `round`, the `state`, running `totals`, and the `records` up to that round."""
+
+    round: int
+    state: PyTree
+    totals: dict[str, Any]
+    records: list[dict[str, Any]]
 
 
 class _Unfit(ValueError):
-    """A checkpoint that can be read, but is of something else."""
+    """A checkpoint that can be read, but cannot be used here."""
 
 
 class RunFolder:
-    """The files of one run. Open it with `create` for a new run or `reopen` to go on with one."""
+    """The files of one run, for the process that writes them: `create` begins a run, `reopen` resumes one.
 
-    def __init__(self, path: Path):
+    Both take the folder's lock, which `close` releases.
+    """
+
+    def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._manager = None
+        self._open = contextlib.ExitStack()
+        self._chain, self._count, self._bytes = hashlib.sha256(), 0, 0  # of the lines of `metrics.jsonl`
+        self._config: dict[str, Any] | None = None  # to be written by `begin`
+        self._damaged: list[int] = []  # rounds of damaged checkpoints, to be removed by `begin`
+        self._more = False  # a finished run is extended
 
     @classmethod
     def look(cls, path: str | Path, resume: bool) -> None:
-        """`ValueError` where a new run could not begin in `path`, or (`resume`) none could go on."""
-        there = (Path(path) / "config.json").exists()
+        """`ValueError` where a new run could not begin in `path`, or (`resume`) none could be resumed."""
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
+        there = (path / "config.json").exists()
         if resume and not there:
             raise ValueError(f"{path} holds no run to resume: config.json is missing")
         if there and not resume:
@@ -97,71 +151,101 @@ class RunFolder:
                 f"{path} already holds a run: resume it (--resume on the command line, resume=True in Python), or"
                 " choose another folder"
             )
+        if not resume:
+            found = [name for name in WRITTEN if _holds_something(path / name)]
+            if found:
+                raise ValueError(f"{path} holds {', '.join(found)} already; choose a new or empty folder")
 
     @classmethod
     def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """A new run in `path`; `ValueError` if another one is there already."""
+        """A new run in `path`; `ValueError` if another one is there already, or another process makes one."""
         folder = cls(path)
         cls.look(folder.path, False)
-        if folder.path.exists() and not folder.path.is_dir():
-            raise ValueError(f"{folder.path} is a file; the output folder must be a new or empty folder")
-        there = [name for name in WRITTEN if (folder.path / name).exists()]
-        if there:
-            raise ValueError(f"{folder.path} holds {', '.join(there)} already; choose a new or empty folder")
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.metrics_path.write_text("")
-        write_json(folder.path / "config.json", finite_or_none(config))
+        try:
+            folder._open.enter_context(files.lock(folder.lock_path))
+            cls.look(folder.path, False)
+            files.remove_leftovers(folder.path)
+            files.sign(folder.lock_path)
+            (folder.path / "checkpoints").mkdir(exist_ok=True)
+            folder.metrics_path.unlink(missing_ok=True)  # an empty one
+            # Last: a folder without config.json holds no run, and can be used again.
+            write_json(folder.path / "config.json", finite_or_none(config) | {"versions": _versions()})
+        except BaseException:
+            folder.close()
+            raise
         return folder
 
     @classmethod
     def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """The run in `path`; `ValueError` if there is none or it was started with another configuration."""
+        """The run in `path`, of which nothing is changed before `begin`.
+
+        Raises:
+          ValueError: no run, one with another configuration, a finished one without checkpoints, one that another
+            process writes.
+        """
         folder = cls(path)
         cls.look(folder.path, True)
-        old = read_json(folder.path / "config.json")
-        new = finite_or_none(config)
-        missing = object()
-        names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n, missing) != new.get(n, missing)]
+        try:
+            folder._open.enter_context(files.lock(folder.lock_path))
+            folder._check_config(finite_or_none(config))
+            folder._check_checkpoints()
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def _check_config(self, new: dict[str, Any]) -> None:
+        old = read_json(self.path / "config.json")
+        rounds = old.get("num_rounds", 0)
+        if isinstance(rounds, bool) or not isinstance(rounds, int):
+            raise ValueError(f"{self.path / 'config.json'} is damaged: num_rounds is {rounds!r}; {UNCHANGED}")
+        names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n) != new.get(n)]
         if names:
             said = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
-            raise ValueError(f"{folder.path} holds a run of another configuration ({said}); nothing was changed")
-        if new.get("num_rounds", 0) > old.get("num_rounds", 0):
-            (folder.path / "summary.json").unlink(missing_ok=True)  # it is no longer finished
-            # So that it can be resumed from its own file again.
-            write_json(folder.path / "config.json", old | {"num_rounds": new["num_rounds"]})
-        return folder
+            raise ValueError(f"{self.path} holds a run of another configuration ({said}); {UNCHANGED}")
+        versions = old.get("versions") or _versions()
+        if versions != _versions():
+            warnings.warn(
+                f"{self.path} was begun with {_said(versions)}, and is resumed with {_said(_versions())}: the rest of"
+                " the run may differ from what the former would have computed",
+                stacklevel=4,
+            )
+        self._more = new.get("num_rounds", 0) > rounds
+        if self._more:  # so that it can be resumed from its own file again
+            self._config = old | {"num_rounds": new["num_rounds"]}
+
+    def _check_checkpoints(self) -> None:
+        if self._rounds():
+            return
+        if (self.path / "summary.json").exists():
+            raise ValueError(
+                f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
+                f" or run again in another folder; {UNCHANGED}"
+            )
 
     @property
     def metrics_path(self) -> Path:
         """`metrics.jsonl`."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def lock_path(self) -> Path:
+        """`lock`."""
+        return self.path / "lock"
+
+    def close(self) -> None:
+        """Releases the lock."""
+        self._open.close()
+
+    def _rounds(self) -> list[int]:
+        """The rounds that have a checkpoint, damaged or not, latest first."""
+        there = self.path / "checkpoints"
+        return sorted((int(p.name) for p in there.glob("*") if p.name.isdecimal()), reverse=True)
+
     def has_checkpoint(self) -> bool:
         """Whether there is anything to restore, damaged or not."""
-        return bool(self.manager.all_steps())
-
-    @property
-    def manager(self):
-        """The orbax manager of `checkpoints/`."""
-        if self._manager is None:
-            import orbax.checkpoint as ocp  # takes a second to import, and most uses of jfcl need no checkpoint
-
-            folder = (self.path / "checkpoints").absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            alone = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="first")
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=2,
-                create=False,
-                enable_async_checkpointing=False,
-                multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions(),
-            )
-            self._manager = ocp.CheckpointManager(folder, options=options)
-        return self._manager
-
-    def append(self, records: list[dict[str, Any]]) -> None:
-        """Adds lines to `metrics.jsonl`."""
-        with self.metrics_path.open("a") as f:
-            f.write("".join(json.dumps(finite_or_none(r), allow_nan=False) + "\n" for r in records))
+        return bool(self._rounds())
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out.
@@ -169,82 +253,240 @@ class RunFolder:
         Raises:
           ValueError: it is missing, or another line than the last is damaged.
         """
-        if not self.metrics_path.exists():
+        if not self.metrics_path.is_file():
             raise ValueError(f"{self.metrics_path} is missing")
-        records, lines = [], self.metrics_path.read_text(errors="replace").splitlines()
+        return [record for _, record in self._lines(self.metrics_path.read_bytes())]
+
+    def _lines(self, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+        lines = data.splitlines(keepends=True)
+        found = []
         for i, line in enumerate(lines, 1):
+            record = _record(line)
+            if record is not None:
+                found.append((line, record))
+            elif i < len(lines) or line.endswith(b"\n"):
+                raise ValueError(f"{self.metrics_path} is damaged: line {i} is no record; {UNCHANGED}")
+        return found
+
+    # ---- Writing ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first change of a run that is resumed: drops what follows the checkpoint that `restore` found."""
+        files.sign(self.lock_path)
+        if self._config is not None:
+            write_json(self.path / "config.json", self._config)
+        if self._more:  # it is no longer finished
+            (self.path / "summary.json").unlink(missing_ok=True)
+        for folder in (self.path, self.path / "checkpoints", self.path / "plots"):
+            files.remove_leftovers(folder)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        for round_ in self._damaged:
+            files.remove_folder(self.path / "checkpoints" / str(round_))
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes:
+            descriptor = os.open(self.metrics_path, os.O_WRONLY)
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                record = None
-            if isinstance(record, dict) and "round" in record:
-                records.append(record)
-            elif i < len(lines) or record is not None:
-                raise ValueError(f"{self.metrics_path} is damaged: line {i} is no record; nothing was changed")
-        return records
+                os.ftruncate(descriptor, self._bytes)  # in place: a full disk has room for it
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Adds lines to `metrics.jsonl`, all or none of them."""
+        data = b"".join(_line(record) for record in records)
+        descriptor = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            files.write_all(descriptor, data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, self._bytes)
+            raise type(error)(error.errno, error.strerror, str(self.metrics_path)) from None
+        finally:
+            os.close(descriptor)
+        self._chain.update(data)
+        self._count, self._bytes = self._count + len(records), self._bytes + len(data)
 
     def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:
-        """A checkpoint of `state` after `round_` rounds, atomically; the two latest are kept."""
-        import orbax.checkpoint as ocp
+        """Writes a checkpoint of `state` after `round_` rounds, whole or not at all; the two latest are kept.
 
-        if self.manager.latest_step() == round_:
+        A round that has one already keeps it. Cost: one pass over the state, hashed while it is written.
+        """
+        rounds = self._rounds()
+        if rounds[:1] == [round_]:
             return
-        leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-        about = {"totals": totals, "shapes": {name: list(leaf.shape) for name, leaf in leaves.items()}}
-        full = {name: leaf for name, leaf in leaves.items() if leaf.size}  # orbax refuses arrays without numbers
-        args = ocp.args.Composite(state=ocp.args.StandardSave(full), about=ocp.args.JsonSave(about))
-        self.manager.save(round_, args=args)
-        self.manager.wait_until_finished()
+        if self._count:
+            descriptor = os.open(self.metrics_path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # the checkpoint vouches for these lines
+            finally:
+                os.close(descriptor)
+        place = self.path / "checkpoints" / str(round_)
+        scratch = place.with_name(place.name + files.SUFFIX)
+        try:
+            scratch.mkdir(parents=True)
+            about = {"format": FORMAT, "round": round_, "leaves": _write_leaves(scratch / "state.bin", state)}
+            about |= {"totals": totals, "versions": _versions()}
+            about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
+            with files.new_file(scratch / "about.json") as descriptor:
+                files.write_all(descriptor, files.json_bytes(files.seal(about), allow_nan=True))
+            files.sync_folder(scratch)
+        except BaseException:
+            files.remove_leftovers(place.parent)
+            raise
+        os.rename(scratch, place)
+        files.sync_folder(place.parent)
+        for old in rounds[1:]:
+            files.remove_folder(place.with_name(str(old)))
 
-    def restore(self, like: PyTree, *, any_round: bool = True) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """The latest checkpoint as `(round, state of the structure of like, totals)`; `None` if there is none.
+    # ---- Reading ---------------------------------------------------------------------------------------------------
 
-        Where that is damaged, it goes, and the one before it is taken (unless `any_round` is False), with a warning.
-        Lines of `metrics.jsonl` from after it are dropped: those rounds are run again.
+    def restore(self, like: PyTree, *, any_round: bool = True) -> Restored | None:
+        """The latest checkpoint, with a state of the structure of `like`; `None` if there is none.
+
+        Where the latest is damaged, the one before it is taken (unless `any_round` is False), with a warning. Nothing
+        is changed; `begin` then removes what follows the checkpoint, since those rounds are run again.
 
         Raises:
-          ValueError: checkpoints of another model or number of clients; only damaged ones.
+          ValueError: a checkpoint of another model, number of clients or version; only damaged ones; lines of
+            `metrics.jsonl` that are not those that preceded the checkpoint.
         """
-        rounds = sorted(self.manager.all_steps(), reverse=True)
-        if not rounds:
-            self._truncate(0)
-            return None
+        rounds = self._rounds()
         damage = None
         for round_ in rounds if any_round else rounds[:1]:
             try:
-                state, totals = self._read(round_, like)
+                about = self._about(round_)
+                state = _read_leaves(self.path / "checkpoints" / str(round_) / "state.bin", about, like)
             except _Unfit as error:
-                raise ValueError(str(error)) from None
-            except Exception as error:  # of whatever kind orbax and tensorstore find a damaged file to be
-                damage = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
+            except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
+                damage = f"{type(error).__name__}: {str(error)[:200]}"
                 warnings.warn(f"the checkpoint of round {round_} in {self.path} is damaged ({damage})", stacklevel=3)
                 continue
-            for later in rounds[: rounds.index(round_)]:  # damaged: as long as they are there, orbax saves no others
-                self.manager.delete(later)
-            self._truncate(round_)
-            return round_, state, totals
-        raise ValueError(f"no checkpoint in {self.path} can be read: {damage}; nothing was changed")
+            records = self._verified(round_, about["records"])
+            self._damaged = rounds[: rounds.index(round_)]
+            return Restored(round_, state, about["totals"], records)
+        if rounds:
+            raise ValueError(f"no checkpoint in {self.path} can be read: {damage}; {UNCHANGED}")
+        return None
 
-    def _read(self, round_: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        import orbax.checkpoint as ocp
+    def _about(self, round_: int) -> dict[str, Any]:
+        place = self.path / "checkpoints" / str(round_)
+        if (place / "_CHECKPOINT_METADATA").exists():
+            raise _Unfit("was written by an earlier version of jfcl; resume it with that version, or run it again")
+        about = read_json(place / "about.json")
+        if "sha256" not in about:
+            raise ValueError("about.json lacks its digest")
+        if about.get("format") != FORMAT:
+            raise _Unfit(f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}")
+        if about["round"] != round_:
+            raise ValueError(f"it is one of round {about['round']}")
+        return about
 
-        wanted = {f"{i:04d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(jax.tree.leaves(like))}
-        about = self.manager.restore(round_, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-        if about["shapes"] != {name: list(leaf.shape) for name, leaf in wanted.items()}:
-            raise _Unfit(
-                f"the checkpoint of round {round_} in {self.path} is of another model or number of clients; nothing was"
-                " changed"
+    def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
+        """The records that preceded a checkpoint, if they are still the lines that they were."""
+        data = b""
+        if self.metrics_path.exists():
+            with self.metrics_path.open("rb") as f:
+                data = f.read(known["bytes"])
+        chain = hashlib.sha256(data)
+        if len(data) != known["bytes"] or chain.hexdigest() != known["sha256"]:
+            raise ValueError(
+                f"{self.metrics_path} is damaged: its first {known['count']} lines are not those that preceded the"
+                f" checkpoint of round {round_}; {UNCHANGED}"
             )
-        full = {name: leaf for name, leaf in wanted.items() if leaf.size}
-        saved = self.manager.restore(round_, args=ocp.args.Composite(state=ocp.args.StandardRestore(full)))
-        leaves = [saved.state.get(name, wanted[name]) for name in sorted(wanted)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), about["totals"]
+        self._chain, self._count, self._bytes = chain, known["count"], known["bytes"]
+        return [record for _, record in self._lines(data)]
 
-    def _truncate(self, round_: int) -> None:
-        kept = [r for r in self.records() if r["round"] <= round_]
-        scratch = self.metrics_path.with_name("metrics.jsonl.tmp")
-        scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(scratch, self.metrics_path)
+
+def _holds_something(path: Path) -> bool:
+    if path.is_dir():
+        return any(not p.name.endswith(files.SUFFIX) for p in path.iterdir())
+    return path.exists() and path.stat().st_size > 0
+
+
+def _differ(name: str, old: Any, new: Any) -> str:
+    """The difference of `old` and `new` in words, of dicts only the parts that differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+        return "; ".join(_differ(f"{name}.{n}", old.get(n), new.get(n)) for n in parts)
+    return f"{name}: it has {old!r}, asked for {new!r}"
+
+
+def _versions() -> dict[str, str]:
+    return {"jfcl": __version__, "jax": jax.__version__}
+
+
+def _said(versions: Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else "?"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The arrays of a state, one after the other in one file.
+
+
+def _names(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
+    """Writes `state.bin`; returns name, type, shape and SHA-256 of every array in it."""
+    leaves = []
+    with files.new_file(path) as descriptor, ThreadPoolExecutor(1) as hashing:
+        for name, leaf in _names(state):
+            array = np.asarray(leaf)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            digest = hashing.submit(hashlib.sha256, data)
+            files.write_all(descriptor, data)
+            about = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
+            leaves.append(about | {"sha256": digest.result().hexdigest()})
+    return leaves
+
+
+def _read_leaves(path: Path, about: dict[str, Any], like: PyTree) -> PyTree:
+    """The inverse of `_write_leaves`, for a state whose names, types and shapes are those of `like`."""
+    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in _names(like)]
+    if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in about["leaves"]] != wanted:
+        raise _Unfit("is of another model or number of clients")
+    arrays = []
+    with path.open("rb") as f:
+        for leaf, (_, x) in zip(about["leaves"], _names(like), strict=True):
+            array = np.empty(x.shape, x.dtype)
+            data = array.reshape(-1).view(np.uint8)
+            if f.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != leaf["sha256"]:
+                raise ValueError(f"the array {leaf['name'] or 'of the state'} differs from its digest")
+            arrays.append(array)
+        if f.read(1):
+            raise ValueError("state.bin is too long")
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Results.
+
+
+def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, Any]) -> None:
+    """Writes the result files of a run, and `summary.json` with their digests; on a full disk nothing changes."""
+    metrics = folder / "metrics.jsonl"
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items() if "/" not in name}
+    with files.lock(folder / "lock"):
+        if metrics.exists():
+            digests["metrics.jsonl"] = hashlib.sha256(metrics.read_bytes()).hexdigest()
+        sealed = files.seal(finite_or_none(summary) | {"files": digests})
+        files.replace_together(folder, contents | {"summary.json": files.json_bytes(sealed)})
+
+
+def verify_results(folder: Path, *names: str) -> None:
+    """`ValueError` if one of the files `names` (default: all) is not the one that `summary.json` describes.
+
+    Summaries of earlier versions describe none.
+    """
+    for name, digest in (read_json(folder / "summary.json").get("files") or {}).items():
+        if names and name not in names:
+            continue
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{file} is damaged: it differs from the digest in summary.json")
 
 
 def environment() -> dict[str, Any]:

@@ -6,6 +6,7 @@ that was stopped and resumed, or evaluated at other rounds, equals one that was 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -429,7 +430,8 @@ def simulate(
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), part)
 
     shown = progress and hosts.is_first()
-    with Watch(num_rounds, description=description, progress=shown, checkpoint_seconds=checkpoint_seconds) as watch:
+    watch = Watch(num_rounds, description=description, progress=shown, checkpoint_seconds=checkpoint_seconds)
+    with contextlib.ExitStack() as opened, watch:
         static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
         # Shapes of the state without padding clients: what is kept, so that a run may be resumed on other devices.
         shapes = of_all(clients)
@@ -448,15 +450,18 @@ def simulate(
         if out is not None:
             config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
             folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
+            opened.callback(folder.close if folder is not None else lambda: None)
         restored = _restore(folder, like) if resume else None
         if restored is None:
             done, totals, records = 0, {}, []
             state = _init(keys, clients, hyperparams, **static)
         else:
             done, state, totals, records = restored
+            check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
             rows = num_clients(clients)
             state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
-            check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
+        if resume and folder is not None:
+            folder.begin()
 
         # Methods that start with one cluster and split it have not collapsed while they have one.
         num_models = 1 if hasattr(state, "active") else jax.tree.leaves(state.params)[0].shape[1]
@@ -513,12 +518,11 @@ def simulate(
 
 def _restore(folder: RunFolder | None, like: Any) -> tuple[int, Any, dict[str, Any], list[dict[str, Any]]] | None:
     """`(rounds done, state, totals, records)` of the last checkpoint, the same in every process; `None` without one."""
-    found = folder.restore(like) if folder is not None else None
-    about = None if found is None else [found[0], found[2], folder.records()]
-    about = hosts.same_everywhere(about)
+    found = hosts.by_first(lambda: folder.restore(like))
+    about = hosts.same_everywhere(None if found is None else [found.round, found.totals, found.records])
     if about is None:
         return None
-    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found[1]
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found.state
     return about[0], hosts.same_arrays(state), about[1], about[2]
 
 

@@ -9,6 +9,7 @@ import jfcl
 
 ORDER = [
     "_version",
+    "files",
     "core",
     "hosts",
     "mapping",

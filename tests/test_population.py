@@ -349,7 +349,7 @@ def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path
         rows.write(ids, [rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 9, 4).astype(np.int32)])
 
     write(rows), rows.checkpointed(1), write(rows), rows.checkpointed(2)
-    before = [a.copy() for a in rows.arrays], rows.seen.copy()
+    before, saved = [a.copy() for a in rows.arrays], jax.tree.map(np.copy, rows.saved())
     write(rows), write(rows)
     if cut:  # the process was killed while the journal was being written: nothing of that round is in the rows
         whole = [a.copy() for a in rows.arrays]
@@ -359,13 +359,26 @@ def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path
         for array, values in zip(rows.arrays, whole, strict=True):
             array[:] = values
     back = ClientRows(10, row, folder=tmp_path, resume=True, in_memory=0)
-    back.restore(2, {"seen": before[1], "rows": []})
-    for mine, wanted in zip(back.arrays, before[0], strict=True):
-        np.testing.assert_array_equal(mine[before[1]], wanted[before[1]])
-    np.testing.assert_array_equal(back.seen, before[1])
+    for file, place in (("undo-00000002", 60), ("rows-00.npy", -1), ("rows-01.npy", -1)):  # one bit, anywhere
+        whole = (tmp_path / file).read_bytes()
+        seen = saved["seen"].copy()
+        saved["seen"][-1] = True  # or the last row would not count
+        with open(tmp_path / file, "r+b") as f:
+            f.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+            f.write(bytes([whole[place] ^ 1]))
+        with pytest.raises(ValueError, match="is damaged: "):
+            back.verify(2, saved)
+        with open(tmp_path / file, "r+b") as f:  # in place: the file is mapped
+            f.write(whole)
+        saved["seen"][:] = seen
+    back.verify(2, saved)
+    back.restore(2, saved)
+    for mine, wanted in zip(back.arrays, before, strict=True):
+        np.testing.assert_array_equal(mine[saved["seen"]], wanted[saved["seen"]])
+    np.testing.assert_array_equal(back.seen, saved["seen"])
 
 
-@pytest.mark.parametrize("damage", ["cut short", "is missing", "journal"])
+@pytest.mark.parametrize("damage", ["cut short", "is missing", "journal", "a bit"])
 def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     options = {"rows_in_memory": 0, "out": tmp_path / "run"}
     population(METHODS["ditto"], stop_after=2, **options)
@@ -374,9 +387,14 @@ def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     first = folder / "rows-00.npy"
     if damage == "cut short":
         first.write_bytes(first.read_bytes()[:-4])
+    elif damage == "a bit":
+        data = np.load(first, mmap_mode="r+")
+        data.view(np.uint8).reshape(len(data), -1)[:, 0] ^= 1
+        data.flush()
     else:
         (journal if damage == "journal" else first).unlink()
     words = {"journal": "undo-00000002 is missing", "cut short": "rows-00.npy was cut short"}
+    words["a bit"] = "the row of client . differs from its checksum"
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
     with pytest.raises(ValueError, match=words.get(damage, r"rows-00.npy is missing")):
         population(METHODS["ditto"], resume=True, **options)

@@ -142,7 +142,7 @@ def test_what_is_no_store_is_refused(folder):
     with pytest.raises(ValueError, match=r"format of .* must be 1, what jfcl writes, got 99"):
         ClientStore.open(folder)
     (folder / "store.json").write_text('{"form')
-    with pytest.raises(ValueError, match=r"store.json is not readable"):
+    with pytest.raises(ValueError, match=r"store.json is damaged"):
         ClientStore.open(folder)
 
 

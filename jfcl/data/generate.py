@@ -31,6 +31,7 @@ from jfcl.data.partition import OF_LABELS, PARTITIONS
 from jfcl.data.sources import Dataset, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
+from jfcl.files import sync_folder
 
 LAYOUTS = ("index", "rows")
 SYNTHETIC = {"ifca_regression": ifca_regression, "fc_regression": fc_regression, "xor_toy": xor_toy}
@@ -274,6 +275,7 @@ def _both(path: str | Path, fill) -> tuple[ClientStore, ClientStore]:
     try:
         fill(scratch)
         os.rename(scratch, path)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return open_stores(path)

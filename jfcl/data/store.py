@@ -25,8 +25,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count
+from jfcl.files import read_json, seal, sync_folder, write_json
 
 FORMAT = 1
 JAX_TYPES = {"float64": "float32", "int64": "int32", "uint64": "uint32"}  # jax's own, unless 64 bits are enabled
@@ -281,6 +284,7 @@ class ClientStore:
                 fill(writer)
                 writer.finish(cluster, about)
             os.rename(scratch, path)
+            sync_folder(path.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return cls.open(path)
@@ -296,14 +300,9 @@ class ClientStore:
           ValueError: no store, one of another format, a file that is missing, was cut short or (with `verify`) changed.
         """
         path = Path(path)
-        try:
-            about = json.loads((path / "store.json").read_text())
-        except FileNotFoundError:
-            raise ValueError(f"{path} holds no store of clients: store.json is missing") from None
-        except ValueError as error:
-            raise ValueError(f"{path / 'store.json'} is not readable: {error}") from None
-        found = about.get("format") if isinstance(about, dict) else None
-        check(found == FORMAT, f"format of {path}", found, f"{FORMAT}, what jfcl writes")
+        if not (path / "store.json").exists():
+            raise ValueError(f"{path} holds no store of clients: store.json is missing")
+        about = read_json(path / "store.json", check_format=FORMAT)
         missing = [name for name in ("files", "fields") if not isinstance(about.get(name), dict)]
         check(not missing, f"{path / 'store.json'}", f"none of {missing}", "whole: files and fields")
         arrays = {}
@@ -315,18 +314,17 @@ class ClientStore:
                 raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
             # A plain array over the map: NumPy's memmap objects cost a Python call at every indexing.
             empty = 0 in wanted["shape"]
-            arrays[name] = np.load(file, mmap_mode=None if empty else "r").view(np.ndarray)
-            if verify:
-                digest = _sha256(arrays[name])
-                if digest != wanted["sha256"]:
-                    raise ValueError(f"{file} was changed: expected SHA-256 {wanted['sha256']}, found {digest}")
+            try:
+                arrays[name] = np.load(file, mmap_mode=None if empty else "r").view(np.ndarray)
+            except (ValueError, EOFError, OSError, TypeError, SyntaxError) as error:  # of a header that was changed
+                raise ValueError(f"{file} was changed: {error}") from None
         fields = {
             name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])
             for name, f in about["fields"].items()
         }
         _check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
-        return cls(
+        store = cls(
             path,
             fields,
             {name: arrays[name] for name in fields},
@@ -336,6 +334,35 @@ class ClientStore:
             about,
             digest.hexdigest()[:16],
         )
+        if verify:
+            store.verify()
+        return store
+
+    def verify(self, *, progress: bool = False) -> None:
+        """Reads all files of the store and compares their SHA-256; of a store in memory, nothing.
+
+        Args:
+          progress: show a bar where there is much to read.
+
+        Raises:
+          ValueError: a file was changed since the store was made; the message names it.
+        """
+        if self.path is None:
+            return
+        arrays = self.arrays | {"offsets": self.offsets, "rows": self.rows, "cluster": self.cluster}
+        total = sum(array.nbytes for array in arrays.values() if array is not None)
+        bar = Progress(console=Console(stderr=True), transient=True, disable=not progress or total < 2**28)
+        with bar:
+            line = bar.add_task(f"verifying {self.path}", total=total)
+            for name, wanted in self.about["files"].items():
+                digest = hashlib.sha256()
+                for first in range(0, len(arrays[name]), 65536):
+                    part = np.ascontiguousarray(arrays[name][first : first + 65536])
+                    digest.update(part.reshape(-1).view(np.uint8))
+                    bar.advance(line, part.nbytes)
+                if digest.hexdigest() != wanted["sha256"]:
+                    said = f"expected SHA-256 {wanted['sha256']}, found {digest.hexdigest()}"
+                    raise ValueError(f"{self.path / name}.npy was changed: {said}")
 
 
 def _check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count: int) -> None:
@@ -353,13 +380,6 @@ def _check_cluster(cluster: Any, n: int) -> np.ndarray:
     fits = cluster.shape == (n,) and cluster.dtype.kind in "iu"
     check(fits, "cluster", f"{cluster.dtype} {cluster.shape}", f"integers of shape ({n},), one for every client")
     return cluster.astype(np.int32)
-
-
-def _sha256(array: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for first in range(0, len(array), 65536):
-        digest.update(np.ascontiguousarray(array[first : first + 65536]).data)
-    return digest.hexdigest()
 
 
 class _File:
@@ -456,7 +476,7 @@ class _Writer:
             "fields": {name: field._asdict() for name, field in self.fields.items()},
             "files": {name: file.finish() for name, file in self.files.items()},
         }
-        (self.path / "store.json").write_text(json.dumps(about | known, indent=1, allow_nan=False) + "\n")
+        write_json(self.path / "store.json", seal(about | known))
 
     def close(self) -> None:
         for file in self.files.values():

@@ -204,7 +204,7 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     """The options of `Config` in what a run's `config.json` holds: those that are not None."""
     options = saved | {"rounds": saved.get("num_rounds", saved.get("rounds"))}
-    others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
+    others = ("num_rounds", "split_hash", "cohorts", "versions")  # cohorts: how those of a population were drawn
     options = {name: float(v) if v in ("inf", "-inf") else v for name, v in options.items()}  # JSON has no infinity
     return {name: value for name, value in options.items() if value is not None and name not in others}
 

@@ -159,6 +159,8 @@ def make_stores(
     texts = config.model in LANGUAGE_MODELS
     if folder.exists():
         store, tests = data.open_stores(folder)
+        for part in (store, tests):
+            part.verify(progress=progress)
         check_dealt(config, store, folder)
         config = dataclasses.replace(config, **as_dealt(store))
         return config, store, tests, load_dataset(config, data_dir)[1] if texts else None

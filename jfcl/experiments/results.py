@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
-from jfcl import hosts, parameter_tree, plots
+from jfcl import hosts, parameter_tree, plots, runs
 from jfcl.algorithms.splitting import CFLState
 from jfcl.core import PyTree, check, client_ids, path_name
 from jfcl.experiments.config import Config, from_saved, of_population
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.metrics import rounds_to_recovery
-from jfcl.runs import RunFolder, environment, finite_or_none, read_json, write_json
+from jfcl.runs import RunFolder, environment, finite_or_none, read_json
 from jfcl.simulation import History
 
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
@@ -64,63 +66,84 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
 
 
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
-    """`clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
+    """Writes `clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
+    name, records = summary["method"], history.records
+    first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
+    contents = {"clients.csv": _clients_csv(history, parts)}
+    contents["params.npz"] = _npz({path_name(path): leaf for path, leaf in first})
+    figures = {"accuracy": plots.curves({name: records}), "loss": plots.curves({name: records}, "train_loss")}
+    if "perplexity" in history.clients:
+        figures["perplexity"] = plots.curves({name: records}, "perplexity")
+    figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
+    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+        trees, drawn, summary["path_accuracy"] = _trees(history, parts)
+        contents |= trees
+        figures |= drawn
+    if "cluster" in records[0]:
+        figures["clusters"] = plots.assignments(records, parts.federation.cluster)
+    contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
+    runs.write_results(out, contents, summary)
+
+
+def _clients_csv(history: History, parts: Setup) -> bytes:
+    """A line per seed and client."""
     federation = parts.federation
     names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
-    with (out / "clients.csv").open("w", newline="") as f:
-        table = csv.writer(f)
-        extra = {}
-        if parts.malicious is not None:
-            extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
-        if hasattr(history.state, "excluded"):
-            extra["excluded_in_round"] = np.asarray(history.state.excluded)
-        model = history.clients.get("model", history.clients["cluster"])
-        if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
-            extra["model"] = model
-        table.writerow(["seed", "client", "examples", "true_cluster", "cluster", *extra, *names])
-        # With several processes this one holds some clients only; a federation's are then numbered as they come.
-        ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
-        for s, seed in enumerate(parts.seeds):
-            for i in range(len(federation.cluster)):
-                found = [
-                    int(history.clients["examples"][s, i]),
-                    int(federation.cluster[i]),
-                    int(history.clients["cluster"][s, i]),
-                    *[int(values[s, i]) for values in extra.values()],
-                ]
-                table.writerow([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
-    first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
-    np.savez(out / "params.npz", **{path_name(path): leaf for path, leaf in first})
-    name = summary["method"]
-    plots.save(plots.curves({name: history.records}), out / "plots" / "accuracy.png")
-    plots.save(plots.curves({name: history.records}, "train_loss"), out / "plots" / "loss.png")
-    if "perplexity" in history.clients:
-        plots.save(plots.curves({name: history.records}, "perplexity"), out / "plots" / "perplexity.png")
-    plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
-    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
-        summary["path_accuracy"] = write_trees(out, history, parts)
-    if "cluster" in history.records[0]:
-        plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
-    write_json(out / "summary.json", summary)
+    extra = {}
+    if parts.malicious is not None:
+        extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
+    if hasattr(history.state, "excluded"):
+        extra["excluded_in_round"] = np.asarray(history.state.excluded)
+    model = history.clients.get("model", history.clients["cluster"])
+    if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
+        extra["model"] = model
+    lines = [["seed", "client", "examples", "true_cluster", "cluster", *extra, *names]]
+    # With several processes this one holds some clients only; a federation's are then numbered as they come.
+    ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
+    for s, seed in enumerate(parts.seeds):
+        for i in range(len(federation.cluster)):
+            found = [
+                int(history.clients["examples"][s, i]),
+                int(federation.cluster[i]),
+                int(history.clients["cluster"][s, i]),
+                *[int(values[s, i]) for values in extra.values()],
+            ]
+            lines.append([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
+    return _csv(lines)
 
 
-def write_trees(out: Path, history: History, parts: Setup) -> list[float] | None:
+def _csv(lines: list[list]) -> bytes:
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer).writerows(lines)
+    return buffer.getvalue().encode()
+
+
+def _npz(arrays: dict[str, np.ndarray]) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, Figure], list[float] | None]:
     """Every seed's `tree.npz` and its picture, and `paths.csv`: how each model on its path would serve every client.
 
     Those of the first seed are called so; of another seed `tree-SEED.npz`. With several processes, of which each has
     some of the test examples, there is no `paths.csv`.
 
     Returns:
-      The first seed's mean accuracy over clients by level: under the root's model, one level down, ..., under their
-      own; None where nobody knows.
+      The files; the figures; the first seed's mean accuracy over clients by level: under the root's model, one level
+      down, ..., under their own; `None` where it is unknown.
     """
-    lines, means, ids = [], None, client_ids(parts.federation.train).tolist()
+    contents, figures, lines, means = {}, {}, [], None
+    ids = client_ids(parts.federation.train).tolist()
     for s, seed in enumerate(parts.seeds):
         name = "tree" if s == 0 else f"tree-{seed}"
         one = jax.tree.map(lambda x, s=s: x[s], history.state)
-        parameter_tree.save_tree(out / f"{name}.npz", one)
+        buffer = io.BytesIO()
+        parameter_tree.save_tree(buffer, one)
+        contents[f"{name}.npz"] = buffer.getvalue()
         nodes = parameter_tree.nodes(one)
-        plots.save(plots.tree(nodes, parts.federation.cluster), out / "plots" / f"{name}.png")
+        figures[name] = plots.tree(nodes, parts.federation.cluster)
         if hosts.several():
             continue
         test = parts.federation.test
@@ -134,11 +157,8 @@ def write_trees(out: Path, history: History, parts: Setup) -> list[float] | None
         if s == 0 and found.accuracy is not None:
             means = np.nanmean(found.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
     if lines:
-        with (out / "paths.csv").open("w", newline="") as f:
-            table = csv.writer(f)
-            table.writerow(["seed", "client", "level", "node", "made_in_round", *columns])
-            table.writerows(lines)
-    return means
+        contents["paths.csv"] = _csv([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
+    return contents, figures, means
 
 
 class LoadedRun(NamedTuple):
@@ -177,7 +197,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       (8,)
     """
     folder = Path(folder)
-    read_run(folder)  # makes sure that there is one
+    read_run(folder, "clients.csv", "params.npz")  # makes sure that there is one, and whole
     saved = read_json(folder / "config.json")
     config = Config(**from_saved(saved))
     check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
@@ -192,12 +212,21 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     return LoadedRun(config, parts, load_params(folder), served)
 
 
-def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`(summary, records)` of a finished run; `ValueError` for a folder that holds none."""
+def read_run(folder: str | Path, *files: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`(summary, records)` of a finished run.
+
+    Args:
+      folder: that `jfcl run --out` made.
+      files: names of other result files, such as `"params.npz"`, to be verified as well.
+
+    Raises:
+      ValueError: no finished run; a file that is damaged.
+    """
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
+    runs.verify_results(folder, "metrics.jsonl", *files)
     if not summary.get("per_seed"):
         raise ValueError(f"{folder / 'summary.json'} is damaged: it does not say what each seed reached")
     if not records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import hosts
+from jfcl import files, hosts
 from jfcl.experiments.config import Config, of_population, to_saved
 from jfcl.experiments.population import run_population
 from jfcl.experiments.results import summarize_run, write_results
@@ -43,31 +44,39 @@ def run(
     """
     if out is not None:
         hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded
-    if of_population(config):
-        with jax.default_matmul_precision(matmul_precision(config.precision)):
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
+        if resume and out is not None:  # also while results are written
+            hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
+        if of_population(config):
             return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
-    every = config.eval_every or max(1, config.rounds // 50)
-    with jax.default_matmul_precision(matmul_precision(config.precision)):
-        parts = setup(config, data_dir=data_dir)
-        federation = parts.federation
-        history = simulate(
-            parts.algorithm,
-            federation.train,
-            key=jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32)),
-            num_rounds=config.rounds,
-            test_clients=federation.test,
-            newcomers=federation.newcomers,
-            true_cluster=good_clusters(parts),
-            eval_every=every,
-            seeds=parts.seeds,
-            client_axis=parts.client_axis,
-            out=out,
-            resume=resume,
-            config=to_saved(config, federation.split_hash),
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
-            description=config.method,
-        )
+        return _run_clients(config, out, resume, data_dir, progress, checkpoint_seconds)
+
+
+def _run_clients(
+    config: Config, out: Any, resume: bool, data_dir: str | None, progress: bool, checkpoint_seconds: float
+) -> tuple[dict[str, Any], History, Setup]:
+    """`run` for clients that are all on the device."""
+    parts = setup(config, data_dir=data_dir)
+    federation = parts.federation
+    history = simulate(
+        parts.algorithm,
+        federation.train,
+        key=jax.vmap(jax.random.key)(jnp.array(parts.seeds, jnp.uint32)),
+        num_rounds=config.rounds,
+        test_clients=federation.test,
+        newcomers=federation.newcomers,
+        true_cluster=good_clusters(parts),
+        eval_every=config.eval_every or max(1, config.rounds // 50),
+        seeds=parts.seeds,
+        client_axis=parts.client_axis,
+        out=out,
+        resume=resume,
+        config=to_saved(config, federation.split_hash),
+        checkpoint_seconds=checkpoint_seconds,
+        progress=progress,
+        description=config.method,
+    )
     summary = summarize_run(config, history, parts)
     if out is not None and hosts.is_first():
         write_results(Path(out), summary, history, parts)

@@ -1,0 +1,250 @@
+"""Files that are whole or absent, JSON that carries its own digest, and a lock with its owner.
+
+Every write, rename and removal below a run's folder goes through this module, in the order that crash safety needs: a
+temporary file, `fsync`, rename, `fsync` of the folder. A process or a machine that stops in between leaves the old file
+or the new one, and at most a temporary file (`*.tmp`), which the next writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where folders are therefore not locked
+    fcntl = None
+
+SUFFIX = ".tmp"
+CHUNK = 2**24  # bytes in one call of the operating system
+MOST_JSON = 2**28  # bytes; a larger JSON file is no file of ours
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds the path to errors of the operating system, which omits it where a call takes a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _bytes_of(data: Any) -> memoryview:
+    if isinstance(data, np.ndarray):
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return memoryview(data)
+
+
+def write_all(descriptor: int, data: Any) -> None:
+    """Writes all of `data` (bytes or an array) to an open file."""
+    view = _bytes_of(data)
+    while len(view):
+        view = view[os.write(descriptor, view[:CHUNK]) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor to write `path` with; durable at the end, removed where an error ends it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        with _named(path):
+            try:
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def replace_together(folder: Path, contents: dict[str, Any]) -> None:
+    """Replaces several files of `folder` (name to bytes); the last one, where it exists, describes the others.
+
+    All of them are written beside their places first, so that a full disk changes nothing. Then the last one is
+    removed, the others are renamed, and the last one is renamed as well.
+    """
+    *others, last = names = [*contents]
+    written = []
+    try:
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with new_file(folder / (name + SUFFIX)) as descriptor:
+                written.append(folder / (name + SUFFIX))
+                write_all(descriptor, contents[name])
+    except BaseException:
+        for path in written:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
+    if others and (folder / last).exists():
+        os.unlink(folder / last)
+        sync_folder(folder)
+    for name in names:
+        if name == last and others:
+            for parent in {(folder / other).parent for other in others}:
+                sync_folder(parent)
+        os.replace(folder / (name + SUFFIX), folder / name)
+    sync_folder((folder / last).parent)
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """Writes a file, whole or not at all, and durable on return."""
+    replace_together(path.parent, {path.name: data})
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder such that no reader sees half of it."""
+    aside = path.with_name(path.name + SUFFIX)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes the temporary files and folders that a process left when it was stopped."""
+    for path in folder.glob("*" + SUFFIX):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# JSON.
+
+
+def _digest_of(value: dict[str, Any]) -> str:
+    text = json.dumps({name: v for name, v in value.items() if name != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with the digest of all of it, under `"sha256"`."""
+    return value | {"sha256": _digest_of(value)}
+
+
+def json_bytes(value: Any, *, allow_nan: bool = False) -> bytes:
+    """`value` as an indented JSON file."""
+    return (json.dumps(value, indent=2, allow_nan=allow_nan) + "\n").encode()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON, whole or not at all."""
+    write_whole(path, json_bytes(value))
+
+
+def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
+    """Returns what `write_json` wrote, after a check of its format (`"format"`) and of its digest if it has one.
+
+    Raises:
+      ValueError: the file is missing, no JSON object, of another format, or differs from its digest.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > MOST_JSON:
+            raise ValueError(f"it must be a file of at most {MOST_JSON} bytes")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
+    if check_format is not None:
+        found = value.get("format")
+        if found != check_format:
+            raise ValueError(f"format of {path} must be {check_format}, what jfcl writes, got {found!r}")
+    if value.get("sha256", _digest_of(value)) != _digest_of(value):
+        raise ValueError(f"{path} is damaged: its content differs from its digest")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The lock.
+
+_held: dict[tuple[str, int], int] = {}  # by file and thread: how often
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Keeps other processes and threads out while this is open; the same thread may enter again.
+
+    The operating system releases the lock of a process that ends, however it ends. The file stays, and says which
+    process held it last (`sign`).
+
+    Raises:
+      ValueError: another process or thread holds it; the message says which.
+    """
+    name = (str(path.absolute()), threading.get_ident())
+    if fcntl is None or name in _held:
+        _held[name] = _held.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            _held[name] -= 1
+            if not _held[name]:
+                del _held[name]
+        return
+    found = path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _take(descriptor, path)
+        _held[name] = 1
+        try:
+            yield
+        finally:
+            del _held[name]
+            if not found and not os.fstat(descriptor).st_size:  # nothing was written, so nothing is left
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        raise ValueError(f"{path.parent} is in use by {owner}; wait for it to end, or stop it") from None
+    except OSError:  # a file system without locks
+        return
+    if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(descriptor).st_ino:  # removed by its last owner
+        raise ValueError(f"{path.parent} is in use by another process; try again")
+
+
+def sign(path: Path) -> None:
+    """Writes into a lock that is held which process holds it."""
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        with _named(path):
+            data = f"{owner}\n".encode()
+            write_all(descriptor, data)
+            os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
