@@ -171,6 +171,7 @@ class RunFolder:
             folder.metrics_path.unlink(missing_ok=True)  # an empty one
             # Last: a folder without config.json holds no run, and can be used again.
             write_json(folder.path / "config.json", finite_or_none(config) | {"versions": _versions()})
+            files.sync_folder(folder.path.parent)
         except BaseException:
             folder.close()
             raise

@@ -460,8 +460,8 @@ def simulate(
             check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
             rows = num_clients(clients)
             state = _with_rows_behind(state, whole, rows, client_axis) if spread else jax.device_put(state)
-        if resume and folder is not None:
-            folder.begin()
+        if resume:
+            hosts.by_first(lambda: folder.begin())
 
         # Methods that start with one cluster and split it have not collapsed while they have one.
         num_models = 1 if hasattr(state, "active") else jax.tree.leaves(state.params)[0].shape[1]

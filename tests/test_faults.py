@@ -1,0 +1,524 @@
+"""Faults are injected, not imagined: crashes after every write, lost writes, full disks, flipped bits, two processes.
+
+Two laws throughout: a resumed run ends with the bits of one that was not interrupted, or it is refused; and a refused
+command leaves every byte of the folder as it was.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import jfcl
+from jfcl import files, runs
+from jfcl.testing import problem
+
+CLIENTS, CLUSTER, TASK, TRAINING = problem()
+IFCA = jfcl.ifca(TASK, TRAINING, num_clusters=2)
+ROUNDS = 4
+WRITES = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate")
+
+
+def results(out, history):
+    """The files that a finished run leaves, as `jfcl.experiments.run` writes them."""
+    contents = {"clients.csv": b"seed,client\n", "plots/a.png": b"png", "params.npz": str(history.state).encode()}
+    runs.write_results(Path(out), contents, {"num_rounds": history.rounds})
+
+
+def run(out=None, *, rounds=ROUNDS, resume=False, stop_after=None):
+    """A run of `rounds` rounds with a record and a checkpoint in each, and its results."""
+    history = jfcl.simulate(
+        IFCA,
+        CLIENTS,
+        key=jax.random.key(3),
+        num_rounds=rounds,
+        true_cluster=CLUSTER,
+        out=out,
+        resume=resume,
+        config=None if out is None else {"key": 3, "num_rounds": rounds},
+        checkpoint_seconds=0.0,
+        stop_after=stop_after,
+    )
+    if out is not None and history.rounds == rounds:
+        results(out, history)
+    return history
+
+
+@cache
+def wanted(rounds):
+    return run(rounds=rounds)
+
+
+def check_right(history):
+    right = wanted(history.rounds)
+    for a, b in zip(jax.tree.leaves(history.state), jax.tree.leaves(right.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert history.records == right.records
+
+
+def digest(folder, but=None):
+    """Of the names and the bytes below a folder."""
+    found = hashlib.sha256()
+    for path in sorted(p for p in Path(folder).rglob("*") if p.name != but):
+        found.update(str(path.relative_to(folder)).encode() + b"\0")
+        if path.is_file():
+            found.update(path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def resume_or_begin(folder, rounds=ROUNDS):
+    """What a user does after a crash: resume where there is a run, else begin."""
+    return run(folder, rounds=rounds, resume=(Path(folder) / "config.json").exists())
+
+
+# ---- Every write, rename and fsync -----------------------------------------------------------------------------------
+
+
+class Disk:
+    """Interposed between the library and the operating system, for everything below `root`.
+
+    `after(index, name)` is called after every operation; `before(index, name, args)` may raise in its place. `durable`
+    is what a machine that loses its power would find: contents as of their last `fsync`, names as of the last
+    `fsync` of their folder.
+    """
+
+    def __init__(self, monkeypatch, root, before=None, after=None):
+        self.root, self.before, self.after, self.count = Path(root), before, after, 0
+        self.real = {name: getattr(os, name) for name in WRITES}
+        self.contents, self.names = {}, {}  # by inode; by folder's inode
+        self.busy = False  # in one of these calls
+        for name in WRITES:
+            monkeypatch.setattr(os, name, self._wrap(name))
+
+    def _mine(self, name, args, kwargs):
+        if name == "open":
+            return args[1] & (os.O_WRONLY | os.O_RDWR) and self._below(args[0])
+        if name in ("write", "fsync", "ftruncate"):
+            return self._below(os.readlink(f"/proc/self/fd/{args[0]}").removesuffix(" (deleted)"))
+        if kwargs.get("dir_fd") is not None:
+            return self._below(os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}").removesuffix(" (deleted)"))
+        return self._below(args[0])
+
+    def _below(self, path):
+        return isinstance(path, (str, os.PathLike)) and Path(os.path.abspath(path)).is_relative_to(self.root)
+
+    def _wrap(self, name):
+        def call(*args, **kwargs):
+            if self.busy or not self._mine(name, args, kwargs):
+                return self.real[name](*args, **kwargs)
+            self.count += 1
+            self.busy = True
+            try:
+                if self.before is not None:
+                    self.before(self.count, name, args)
+                found = self.real[name](*args, **kwargs)
+                if name == "fsync":
+                    self._note(args[0])
+                if self.after is not None:
+                    self.after(self.count, name)
+            finally:
+                self.busy = False
+            return found
+
+        return call
+
+    def _note(self, descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        inode = os.stat(path).st_ino
+        if os.path.isdir(path):
+            self.names[inode] = {e.name: (e.inode(), e.is_dir()) for e in os.scandir(path)}
+        else:
+            self.contents[inode] = Path(path).read_bytes()
+
+    def durable(self, to):
+        """Writes to the folder `to` what a power cut would leave."""
+
+        def put(inode, place):
+            os.mkdir(place)
+            for name, (child, is_dir) in self.names.get(inode, {}).items():
+                if is_dir:
+                    put(child, place / name)
+                else:
+                    (place / name).write_bytes(self.contents.get(child, b""))
+
+        put(os.stat(self.root).st_ino, Path(to))
+
+
+def snapshots(monkeypatch, tmp_path, durable, action):
+    """The states of the run's folder after each operation of `action(folder)`."""
+    root, found = tmp_path / "disk", []
+    root.mkdir(exist_ok=True)
+
+    def after(index, name):
+        place = tmp_path / f"after-{index:04d}"
+        if durable:
+            disk.durable(place)
+        else:
+            shutil.copytree(root, place)
+        if not found or digest(place) != digest(found[-1]):
+            found.append(place)
+        else:
+            shutil.rmtree(place)
+
+    with monkeypatch.context() as patched:
+        disk = Disk(patched, root, after=after)
+        if durable:  # what was there before is on the disk
+            for path in [root, *root.rglob("*")]:
+                descriptor = disk.real["open"](path, os.O_RDONLY)
+                disk._note(descriptor)
+                os.close(descriptor)
+        action(root / "run")
+    return found
+
+
+def extend(folder):
+    run(folder, rounds=2)
+    run(folder, rounds=ROUNDS, resume=True)
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["killed", "power cut"])
+def test_a_run_survives_a_crash_after_every_operation(durable, monkeypatch, tmp_path):
+    found = snapshots(monkeypatch, tmp_path, durable, extend)
+    assert len(found) > (12 if durable else 60)
+    for folder in found:
+        check_right(resume_or_begin(folder / "run"))
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["round"] for line in lines] == [1, 2, 3, 4]
+        runs.verify_results(folder / "run")
+        left = {p.name for p in (folder / "run").rglob("*")}
+        assert not [name for name in left if name.endswith(files.SUFFIX)]
+
+
+def failing(number, code):
+    """An operation that fails, as it would on a full disk or a broken one; a write has then written a part."""
+
+    def before(count, name, args):
+        if count == number:
+            if name == "write":
+                os.pwrite(args[0], bytes(args[1])[: len(args[1]) // 2], os.fstat(args[0]).st_size)
+            raise OSError(code, os.strerror(code))
+
+    return before
+
+
+def operations(monkeypatch, folder, action):
+    with monkeypatch.context() as patched:
+        disk = Disk(patched, folder.parent)
+        action(folder)
+    return disk.count
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_an_error_of_the_disk_at_any_operation_costs_nothing(code, every, monkeypatch, tmp_path):
+    total = operations(monkeypatch, tmp_path / "0" / "run", extend)
+    for number in range(1, total + 1, every):
+        folder = tmp_path / f"{number}" / "run"
+        folder.parent.mkdir(exist_ok=True)
+        with monkeypatch.context() as patched:
+            Disk(patched, folder.parent, before=failing(number, code))
+            try:
+                extend(folder)
+            except OSError as error:
+                assert error.errno == code
+        check_right(resume_or_begin(folder))
+        runs.verify_results(folder)
+
+
+def test_a_finished_run_that_is_resumed_on_a_full_disk_stays_finished(monkeypatch, tmp_path):
+    folder = tmp_path / "a" / "run"
+    run(folder)
+    before = digest(folder, but="lock")
+    total, refused = operations(monkeypatch, folder, lambda folder: run(folder, resume=True)), 0
+    for number in range(1, total + 1, 7):
+        with monkeypatch.context() as patched:
+            Disk(patched, tmp_path, before=lambda count, name, args, n=number: full(count >= n and name == "write"))
+            try:
+                run(folder, resume=True)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                assert digest(folder, but="lock") == before
+                refused += 1
+    assert refused > 1
+    check_right(run(folder, resume=True))
+
+
+def full(is_full):
+    if is_full:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---- Damage ----------------------------------------------------------------------------------------------------------
+
+
+def damage(folder, how, rng):
+    """Damages something below the folder; returns words that say what."""
+    there = sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.name != "lock")
+    path = rng.choice(there)
+    data = bytearray(path.read_bytes())
+    if how == "flip" and data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    elif how == "cut":
+        path.write_bytes(data[: rng.randrange(len(data) + 1)])
+    elif how == "delete":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "swap lines":
+        lines = data.splitlines(keepends=True)
+        rng.shuffle(lines)
+        path.write_bytes(b"".join(lines))
+    elif how == "drop a line":
+        lines = data.splitlines(keepends=True)
+        if lines:
+            del lines[rng.randrange(len(lines))]
+        path.write_bytes(b"".join(lines))
+    elif how == "checkpoints":
+        shutil.rmtree(Path(folder) / "checkpoints")
+    return f"{how} {path.relative_to(folder)}"
+
+
+HOW = ("flip", "cut", "delete", "empty", "swap lines", "drop a line", "checkpoints")
+
+
+def right_or_refused(folder, rounds):
+    """The two laws; returns the history, or None where the command was refused."""
+    before = digest(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            history = resume_or_begin(folder, rounds)
+        except ValueError as error:
+            assert digest(folder) == before, error
+            return None
+    check_right(history)
+    runs.verify_results(Path(folder))
+    return history
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damage_is_refused_or_survived(count, tmp_path):
+    rng = random.Random(0)
+    run(tmp_path / "finished")
+    run(tmp_path / "begun", stop_after=3)
+    refused = 0
+    for i in range(count):
+        folder = tmp_path / "damaged"
+        shutil.copytree(tmp_path / rng.choice(["finished", "begun"]), folder)
+        said = damage(folder, HOW[i % len(HOW)], rng)
+        try:
+            refused += right_or_refused(folder, ROUNDS + rng.choice([0, 1])) is None
+        except AssertionError as error:
+            raise AssertionError(said) from error
+        shutil.rmtree(folder)
+    assert count / 8 < refused < count
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("metrics.jsonl", lambda t: t.replace('"round": 2', '"round": 3'), "its first 4 lines are not those"),
+        ("metrics.jsonl", lambda t: "\n".join(t.split("\n")[1:]), "its first 4 lines are not those"),
+        ("metrics.jsonl", lambda t: t.replace("seed", "x", 1), "its first 4 lines are not those"),
+        ("metrics.jsonl", None, "its first 4 lines are not those"),
+        ("config.json", lambda t: t.replace('"num_rounds": 4', '"num_rounds": null'), "num_rounds is None"),
+        ("config.json", lambda t: t.replace('"key": 3', '"key": 4'), "another configuration"),
+        ("config.json", lambda t: "[" * 100000, "config.json is damaged"),
+        ("checkpoints", None, "its checkpoints are missing"),
+    ],
+)
+def test_a_finished_run_that_is_damaged_keeps_its_result(file, change, words, tmp_path):
+    run(tmp_path / "run")
+    if file == "checkpoints":
+        shutil.rmtree(tmp_path / "run" / file)
+    elif change is None:
+        (tmp_path / "run" / file).unlink()
+    else:
+        path = tmp_path / "run" / file
+        text = path.read_text()
+        assert change(text) != text
+        path.write_text(change(text))
+    before = digest(tmp_path / "run")
+    with pytest.raises(ValueError, match=words):
+        run(tmp_path / "run", rounds=6, resume=True)
+    assert digest(tmp_path / "run") == before
+
+
+def test_results_that_were_changed_are_named(tmp_path):
+    run(tmp_path)
+    runs.verify_results(tmp_path)
+    for name in ("clients.csv", "params.npz", "metrics.jsonl"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole.replace(whole[:1], b"?", 1))
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            runs.verify_results(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    (tmp_path / "summary.json").write_text((tmp_path / "summary.json").read_text().replace('rounds": 4', 'rounds": 5'))
+    with pytest.raises(ValueError, match=r"summary\.json is damaged: its content differs from its digest"):
+        runs.verify_results(tmp_path)
+
+
+def test_a_run_of_another_version_is_resumed_with_a_warning(tmp_path):
+    run(tmp_path, stop_after=2)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["versions"] == {"jfcl": jfcl.__version__, "jax": jax.__version__}
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"versions": {"jfcl": "0.0", "jax": "0.0"}}))
+    with pytest.warns(UserWarning, match=r"was begun with jfcl 0\.0, jax 0\.0, and is resumed with jfcl"):
+        check_right(run(tmp_path, resume=True))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    run(tmp_path, stop_after=2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA").write_text("{}")
+    before = digest(tmp_path)
+    with pytest.raises(ValueError, match="was written by an earlier version of jfcl"):
+        run(tmp_path, resume=True)
+    assert digest(tmp_path) == before
+
+
+def test_records_of_a_resumed_run_keep_what_json_does_not_have(tmp_path):
+    folder = runs.RunFolder.create(tmp_path, {})
+    record = {"seed": 0, "round": 1, "x": [float("inf"), 1.5, -float("inf")], "none": None, "y": float("nan"), "n": 2}
+    folder.append([record])
+    folder.save(1, {"a": np.zeros(0), "b": np.float32(3)}, {"t": [float("inf")]})
+    folder.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["x"] == [None, 1.5, None]
+    found = runs.RunFolder.reopen(tmp_path, {}).restore({"a": np.zeros(0), "b": np.float32(0)})
+    assert str(found.records) == str([record]) and found.totals == {"t": [float("inf")]}
+
+
+# ---- Two at once -----------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from pathlib import Path
+from jfcl import files
+with files.lock(Path(sys.argv[1]) / "lock"):
+    files.sign(Path(sys.argv[1]) / "lock")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    run(tmp_path, stop_after=2)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        before = digest(tmp_path)
+        with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*, since 20"):
+            run(tmp_path, resume=True)
+        assert digest(tmp_path) == before
+    finally:
+        other.kill()  # the system releases the lock
+        other.communicate()
+    check_right(run(tmp_path, resume=True))
+
+
+def test_one_thread_writes_at_a_time(tmp_path):
+    run(tmp_path, stop_after=2)
+    errors = []
+
+    def other():
+        try:
+            run(tmp_path, resume=True)
+        except ValueError as error:
+            errors.append(str(error))
+
+    with files.lock(tmp_path / "lock"), files.lock(tmp_path / "lock"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert "is in use by" in errors[0]
+    check_right(run(tmp_path, resume=True))
+
+
+# ---- All of it, in any order -----------------------------------------------------------------------------------------
+
+
+class Folder(RuleBasedStateMachine):
+    """Runs, stops, kills, damages, resumes and extends one folder."""
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def begin(self, seed):
+        import tempfile
+
+        self.rng = random.Random(seed)
+        self.place = Path(tempfile.mkdtemp(prefix="jfcl-faults-"))
+        self.folder = self.place / "run"
+        self.rounds = 2
+
+    def teardown(self):
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    @rule(more=st.integers(0, 1))
+    def go_on(self, more):
+        self.rounds += more
+        if self.folder.exists():
+            if right_or_refused(self.folder, self.rounds) is None:
+                shutil.rmtree(self.folder)
+        else:
+            check_right(run(self.folder, rounds=self.rounds))
+
+    @rule(after=st.integers(1, 60))
+    def kill(self, after):
+        """The process ends in the middle of its n-th operation: none after it has an effect."""
+
+        class Killed(BaseException):
+            pass
+
+        def before(count, name, args):
+            if count >= after:
+                raise Killed
+
+        with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Disk(patched, self.place, before=before)
+            try:
+                resume_or_begin(self.folder, self.rounds)
+            except Killed:
+                pass
+            except ValueError:  # of damage
+                return
+
+    @precondition(lambda self: self.folder.exists() and any(p.name != "lock" for p in self.folder.rglob("*.*")))
+    @rule(how=st.sampled_from(HOW))
+    def harm(self, how):
+        if how != "checkpoints" or (self.folder / "checkpoints").exists():
+            damage(self.folder, how, self.rng)
+
+
+FAST = settings(
+    max_examples=12, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestFolder = Folder.TestCase
+TestFolder.settings = FAST
+
+
+@pytest.mark.slow
+def test_the_folder_for_long():
+    class Long(Folder):
+        pass
+
+    Long.TestCase.settings = settings(FAST, max_examples=300, stateful_step_count=20)
+    Long.TestCase().runTest()
