@@ -136,6 +136,7 @@ class RunFolder:
         self._config: dict[str, Any] | None = None  # to be written by `begin`
         self._damaged: list[int] = []  # rounds of damaged checkpoints, to be removed by `begin`
         self._more = False  # a finished run is extended
+        self._restored = False
 
     @classmethod
     def look(cls, path: str | Path, resume: bool) -> None:
@@ -283,7 +284,7 @@ class RunFolder:
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for round_ in self._damaged:
             files.remove_folder(self.path / "checkpoints" / str(round_))
-        if self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes:
+        if self._restored and self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes:
             descriptor = os.open(self.metrics_path, os.O_WRONLY)
             try:
                 os.ftruncate(descriptor, self._bytes)  # in place: a full disk has room for it
@@ -350,8 +351,7 @@ class RunFolder:
           ValueError: a checkpoint of another model, number of clients or version; only damaged ones; lines of
             `metrics.jsonl` that are not those that preceded the checkpoint.
         """
-        rounds = self._rounds()
-        damage = None
+        rounds, damage, self._restored = self._rounds(), None, True
         for round_ in rounds if any_round else rounds[:1]:
             try:
                 about = self._about(round_)

@@ -393,7 +393,10 @@ def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished / "fedavg", run)
     more = ["run", "fedavg", *QUICK[:4], "--rounds", "9", *QUICK[6:], "--seeds", "2", "--out", str(run), "--resume"]
-    RunFolder.reopen(run, json.loads((run / "config.json").read_text()) | {"num_rounds": 9})  # and then it is killed
+    folder = RunFolder.reopen(run, json.loads((run / "config.json").read_text()) | {"num_rounds": 9})
+    assert cli.main(["compare", str(run)]) == 0  # nothing has changed yet
+    folder.begin()  # and then it is killed
+    folder.close()
     assert cli.main(["compare", str(run)]) == 2
     assert "holds no finished run" in capsys.readouterr().err
     assert cli.main(more) == 0 and cli.main(["compare", str(run)]) == 0
