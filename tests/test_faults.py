@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -261,6 +262,47 @@ def test_a_finished_run_that_is_resumed_on_a_full_disk_stays_finished(monkeypatc
 def full(is_full):
     if is_full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+KILLED = """
+import sys, jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[3])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+sys.path.insert(0, sys.argv[1])
+import test_faults
+print("ready", flush=True)
+history = test_faults.resume_or_begin(sys.argv[2], 60)
+print("done", flush=True)
+if sys.argv[4] == "check":
+    test_faults.check_right(history)
+"""
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_at_random_moments(tmp_path):
+    """Set JFCL_KILLS to another number."""
+    rng, in_the_middle = random.Random(1), 0
+
+    def start(folder, what):
+        here, cache = Path(__file__).parent, tmp_path / "cache"
+        return subprocess.Popen(
+            [sys.executable, "-c", KILLED, here, folder, cache, what], stdout=subprocess.PIPE, text=True
+        )
+
+    for i in range(int(os.environ.get("JFCL_KILLS", "100"))):
+        folder = tmp_path / f"{i}"
+        killed = start(folder, "run")
+        assert killed.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0, 2.0))
+        killed.kill()
+        in_the_middle += (folder / "config.json").exists() and not (folder / "summary.json").exists()
+        killed.communicate()
+        finishes = start(folder, "check")
+        assert finishes.communicate()[0] == "ready\ndone\n" and finishes.returncode == 0
+        runs.verify_results(folder)
+        shutil.rmtree(folder)
+    print(f"{in_the_middle} of them while the run's folder was in use")
+    assert in_the_middle
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------------------
