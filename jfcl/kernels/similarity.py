@@ -7,11 +7,13 @@ concatenated: their leaves' products are added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl.kernels.base import (
     HIGHEST,
@@ -87,6 +89,45 @@ def _pairwise_cosine(rows, mask, dtype, block_size):
     similarity = jnp.where(similar, nonzero.astype(similarity.dtype)[:, None], similarity)
     broken = ~finite[:, None] | ~finite[None, :]
     return jnp.where(broken & counted, jnp.where(similar, 1.0, -1.0).astype(similarity.dtype), similarity)
+
+
+def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float:
+    """Returns how far rounding alone brings the computed similarity of parallel updates below 1.
+
+    `1 - similarity <= similarity_tolerance(D, dtype)` therefore means: identical updates but for their lengths, as far
+    as the precision tells. Updates whose directions differ by an angle above `sqrt(2 tolerance)` are told apart.
+
+    The bound is the sum of two:
+
+    * `8 (sqrt(D) + 1) u` for sums of `D` products. Rounding errors of mean zero leave a sum of `D` terms, in any order,
+      off by more than `λ sqrt(D) u` of the sum of magnitudes with probability `2 exp(-λ² / 2)` at most (Higham, Mary
+      2019, theorem 2.4; the worst case is `D u`). A similarity has such an error in the product, and half of one in
+      each of the two lengths; `λ = 4`. `u` is the unit roundoff of float32, or of float64 for float64 updates.
+    * `2 u'` where updates are multiplied in a type of fewer digits than float32, with unit roundoff `u'`: both rows are
+      rounded to it after their normalisation.
+
+    Args:
+      num_parameters: `D`, numbers in one client's update (all leaves together).
+      dtype: of the updates (of leaves in several types, the one with the fewest digits), or that of
+        `pairwise_cosine(..., dtype=...)`.
+
+    Returns:
+      A Python float: 1.0e-5 for 400 numbers in float32, 4.8e-4 for a million.
+
+    Raises:
+      ValueError: `num_parameters` not an integer of at least 1; not a floating-point type.
+
+    Example:
+      >>> similarity_tolerance(10_000) < 5e-5 < similarity_tolerance(10_000, "bfloat16")
+      True
+    """
+    whole = isinstance(num_parameters, (int, np.integer)) and not isinstance(num_parameters, bool)
+    check(whole and num_parameters >= 1, "num_parameters", num_parameters, "an integer, at least 1")
+    dtype = jnp.dtype(dtype)
+    check(jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
+    roundoff = lambda dtype: float(jnp.finfo(dtype).eps) / 2  # noqa: E731
+    sums = 8 * (math.sqrt(num_parameters) + 1) * roundoff(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return sums + (2 * roundoff(dtype) if dtype.itemsize < 4 else 0.0)
 
 
 def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax.Array]:
