@@ -256,7 +256,8 @@ def _squared_distances_to(rows, others, mask):
     origin = central_origin(rows, usable)
     moved = [usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
     others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
-    products = sum(product_of_rows(x, y) for x, y in zip(moved, others, strict=True))
+    dtype = sum_dtype(*rows)
+    products = sum(product_of_rows(x, y, dtype) for x, y in zip(moved, others, strict=True))
     squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 
@@ -327,17 +328,24 @@ def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
 
 @jax.jit
 def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
-    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others."""
-    weights = weights.astype(x.dtype)
-    total = jnp.matmul(weights, x, precision=HIGHEST)
+    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others.
 
-    def cleaned():  # 0 · NaN is NaN: where that has happened, again without the unusable rows
+    In the type of `x`, the products and sums of 16-bit numbers in float32: a share of 1/N is no float16 for large N.
+    """
+    dtype = sum_dtype(x)
+    weights = weights.astype(dtype)
+
+    def cleaned():
         def put(part, leaf, start, out):
-            sums = jnp.matmul(weights, usable_rows(part, usable), precision=HIGHEST)
-            return jax.lax.dynamic_update_slice_in_dim(out, sums, start, axis=-1)
+            sums = jnp.matmul(weights, usable_rows(part, usable).astype(dtype), precision=HIGHEST)
+            return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), start, axis=-1)
 
-        return fold_columns(put, jnp.zeros_like(total), [x], BLOCK_COLUMNS)
+        return fold_columns(put, jnp.zeros((*weights.shape[:-1], x.shape[1]), x.dtype), [x], BLOCK_COLUMNS)
 
+    if x.dtype != dtype:  # block by block, without a copy of all of `x` in float32
+        return cleaned()
+    total = jnp.matmul(weights, x, precision=HIGHEST)
+    # 0 · NaN is NaN: where that has happened, again without the unusable rows
     return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
 
 
