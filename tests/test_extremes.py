@@ -9,7 +9,10 @@ import pytest
 import jfcl
 from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
+from jfcl.algorithms.ifca import lowest_loss
+from jfcl.algorithms.restarts import mean_over_examples
 from jfcl.core import Adversary, Clients, Task
+from jfcl.local import masked_mean
 
 KEY = jax.random.key(0)
 # A client's data are copies of one number, which the model "b" runs after.
@@ -76,6 +79,56 @@ def test_sixteen_bits_are_added_up_in_more():
     for name in ("trimmed_mean", "mean_around_median", "bulyan"):
         updates = jnp.full((200, 3), 700, jnp.float16)
         assert kernels.AGGREGATORS[name](updates, num_malicious=2).tolist() == [700, 700, 700]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_means_of_many_losses_in_sixteen_bits(dtype):
+    # 70,000 losses of 2.8125 and 2.5312 (exactly, in both types): their sums, and their number, exceed any float16.
+    count = 70_000
+    losses = jnp.full(count + 5, 2.8125, dtype)
+    for mean in (masked_mean(losses, jnp.arange(count + 5) < count), mean_over_examples(losses, jnp.ones(count + 5))):
+        assert mean.dtype == jnp.float32
+        np.testing.assert_allclose(mean, 2.8125, rtol=1e-2)  # a float32 sum, term by term
+    clients = Clients({"x": np.zeros((2, count), dtype), "y": np.zeros((2, count), dtype)}, np.int32([count, 3]))
+    task = BIAS._replace(correct=lambda p, batch: (batch["y"] == 0).astype(dtype))
+    models = {"b": jnp.asarray([2.375, 2.25], dtype)}
+    found = jfcl.evaluate(task, models, clients, None)
+    assert found["cluster"].tolist() == [1, 1]
+    np.testing.assert_allclose(found["loss"], 2.53125, rtol=1e-2)
+    np.testing.assert_allclose(found["accuracy"], 1, rtol=1e-2)
+    chosen = lowest_loss(task, models, clients, client_axis=jfcl.chunked(1))
+    assert chosen.tolist() == [1, 1]
+
+
+def test_means_of_float64_losses_stay_so():
+    with jax.enable_x64(True):
+        losses = jnp.ones(3, jnp.float64)
+        assert (
+            masked_mean(losses, jnp.ones(3, bool)).dtype == mean_over_examples(losses, jnp.ones(3)).dtype == "float64"
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_kernels_of_sixteen_bits_add_up_in_more(dtype):
+    rng = np.random.default_rng(0)
+    points = jnp.asarray(rng.standard_normal((5000, 2)), dtype)
+    exact = np.asarray(points, np.float64)
+    one_ulp = float(jnp.finfo(dtype).eps)
+    mean = kernels.mean(points + jnp.asarray(2, dtype))
+    np.testing.assert_allclose(np.float64(mean), (exact + 2).mean(axis=0), rtol=2 * one_ulp)
+    # The quantile is a place among 5,000 distances, which float16 counts in fours and bfloat16 in 32s.
+    distances = np.linalg.norm(exact, axis=1)
+    inside = distances <= np.quantile(distances, 0.3)
+    center = exact[inside].sum(axis=0) / 5000
+    moved = kernels.threshold_clustering(points, jnp.zeros((1, 2), dtype), quantile=0.3, num_rounds=1, form="direct")
+    np.testing.assert_allclose(np.float64(moved[0]), center, atol=1e-4 + one_ulp * abs(center).max())
+    if dtype == jnp.bfloat16:
+        return
+    # Inner products beyond the largest float16.
+    long = jnp.full((3, 5000), 4, dtype).at[1].set(8)
+    moved = kernels.threshold_clustering(long, long[:1], radius=1.0, num_rounds=1, form="direct")
+    assert moved.tolist() == [[4.0] * 5000]
+    assert kernels.squared_distances(long, long[:1])[:, 0].tolist() == [0.0, 16 * 5000.0, 0.0]
 
 
 def test_bulyan_of_few_is_one_of_them():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from scipy.cluster.hierarchy import cophenet, fcluster, linkage
+from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.spatial.distance import squareform
 
 from jfcl.kernels import (
@@ -267,6 +268,124 @@ def test_sketch_is_within_its_bound(seed):
     assert abs(sketched - exact) < min(bound, 4 / np.sqrt(256))  # and typically 1 / sqrt(256)
 
 
+# Sides of at least `min_size` clients.
+
+
+def weakest_edge(similarity, active, min_size):
+    """Every edge of SciPy's spanning tree removed in turn: the side without the first active client, the similarity."""
+    members = np.flatnonzero(active)
+    count = len(members)
+    weight = np.triu(3 - np.asarray(similarity, np.float64)[np.ix_(members, members)], 1)
+    order = np.zeros((count, count))  # of equal similarities the first pair is the largest
+    order[np.triu_indices(count, 1)] = np.linspace(0, 1e-8, count * (count - 1) // 2)
+    tree = minimum_spanning_tree(weight + order).toarray()
+    for i, j in sorted(np.argwhere(tree), key=lambda edge: -tree[tuple(edge)]):
+        rest = tree.copy()
+        rest[i, j] = 0
+        _, part = connected_components(rest, directed=False)
+        if min((part == part[0]).sum(), (part != part[0]).sum()) >= min_size:
+            side = np.zeros(len(active), bool)
+            side[members[part != part[0]]] = True
+            return side, similarity[members[i], members[j]]
+    return np.zeros(len(active), bool), np.inf
+
+
+@pytest.mark.parametrize("count", [4, 9])
+@given(SEEDS, st.sampled_from([None, 1, 3]), st.booleans())
+def test_min_size_removes_the_weakest_edge_with_enough_on_both_sides(count, seed, levels, some_inactive):
+    similarity = similarities(count, seed, levels)
+    active = np.random.default_rng(seed + 1).random(count) < (0.8 if some_inactive else 2)
+    for min_size in range(1 if levels is None else 2, count // 2 + 1):
+        side, cross = weakest_edge(similarity, active, min_size)
+        ours = optimal_bipartition(similarity, jnp.asarray(active), min_size=min_size)
+        np.testing.assert_array_equal(ours.side, side)
+        assert ours.cross_similarity == cross
+
+
+SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in (2, 12)]
+
+
+@pytest.mark.parametrize("min_size", [5, *SLOW])
+@given(SEEDS, st.sampled_from(["random", "clusters", "signs", "few", "active"]))
+def test_from_updates_min_size_removes_the_same_edge(min_size, seed, kind):
+    rng = np.random.default_rng(seed)
+    updates = rng.standard_normal((24, 16)).astype(np.float32)
+    active = rng.random(24) < (0.8 if kind == "active" else 2)
+    if kind == "clusters":
+        updates = 0.3 * updates + rng.standard_normal((3, 16)).astype(np.float32)[rng.integers(0, 3, 24)]
+    elif kind in ("signs", "few"):  # cosines are eighths, exactly
+        updates = np.sign(updates)[rng.integers(0, 3, 24) if kind == "few" else np.arange(24)]
+    rows = updates.astype(np.float64)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    similarity = np.round(rows @ rows.T, 12)
+    side, cross = weakest_edge(similarity, active, min_size)
+    tiled = bipartition_of_updates(updates, jnp.asarray(active), block_size=7, min_size=min_size)
+    np.testing.assert_array_equal(tiled.side, side)
+    np.testing.assert_allclose(tiled.cross_similarity, cross, atol=1e-6)
+
+
+@given(SEEDS)
+def test_from_updates_rounding_cannot_break_the_tree(seed):
+    # Within a group all similarities are 1 but for rounding, which differs between the two tiles that hold a pair.
+    rng = np.random.default_rng(seed)
+    group = rng.permutation(np.arange(24) % 3)
+    rows = rng.standard_normal((3, 16))[group] * rng.uniform(0.5, 2, (24, 1))
+    side, cross = bipartition_of_updates(rows.astype(np.float32), block_size=7, min_size=5)
+    assert side.sum() in (8, 16) and all(len(set(np.asarray(side)[group == g])) == 1 for g in range(3))
+    assert cross < 0.99
+
+
+@given(SEEDS)
+def test_permuting_clients_permutes_sides_of_min_size(seed):
+    similarity = similarities(9, seed)
+    active = np.random.default_rng(seed + 1).random(9) < 0.9
+    order = np.random.default_rng(seed).permutation(9)
+    one = optimal_bipartition(similarity, jnp.asarray(active), min_size=3)
+    other = optimal_bipartition(similarity[np.ix_(order, order)], jnp.asarray(active[order]), min_size=3)
+    assert one.cross_similarity == other.cross_similarity
+    moved = np.asarray(one.side)[order]
+    flipped = ~moved & active[order] & moved.any()
+    assert (moved == other.side).all() or (flipped == other.side).all()
+
+
+def test_min_size_finds_the_groups_behind_outliers():
+    rng = np.random.default_rng(0)
+    axis, group = np.eye(16), np.repeat([1, 2], 10)
+    groups = axis[0] + axis[group] + 0.05 * rng.standard_normal((20, 16))  # cosines of about 1/2 across
+    outliers = axis[3:7] + 0.1 * axis[0]  # less like each other than like both groups
+    rows = np.concatenate([groups, outliers]).astype(np.float32)
+    plain = optimal_bipartition(pairwise_cosine(rows))
+    assert plain.side.sum() == 1 and plain.side[20:].any()
+    for side, cross in (
+        optimal_bipartition(pairwise_cosine(rows), min_size=5),
+        bipartition_of_updates(rows, block_size=7, min_size=5),
+    ):
+        np.testing.assert_array_equal(np.asarray(side)[:20], group == 2)
+        assert 0.4 < cross < 0.6 and plain.cross_similarity < 0.2
+
+
+def test_where_no_edge_leaves_enough_there_is_no_bipartition():
+    star = np.full((6, 6), 0.1, np.float32)
+    star[0], star[:, 0] = 0.5, 0.5
+    few = jnp.arange(6) < 3
+    for side, cross in (optimal_bipartition(star, min_size=2), optimal_bipartition(star, few, min_size=2)):
+        assert cross == np.inf and not side.any()
+    none = optimal_bipartition(star, jnp.zeros(6, bool), min_size=2)
+    tiled = bipartition_of_updates(np.eye(24, 16, dtype=np.float32), jnp.arange(24) < 9, block_size=7, min_size=5)
+    assert none.cross_similarity == tiled.cross_similarity == np.inf and not none.side.any() and not tiled.side.any()
+
+
+def test_min_size_inside_jit_and_of_many_at_once():
+    batch = np.stack([similarities(7, seed) for seed in range(5)])
+    batch[4, 2, :] = batch[4, :, 2] = np.nan  # counts as -1
+    active = np.random.default_rng(0).random((5, 7)) < 0.9
+    many = jax.vmap(lambda s, a: optimal_bipartition(s, a, min_size=2))(jnp.asarray(batch), jnp.asarray(active))
+    for i in range(5):
+        side, cross = weakest_edge(np.where(np.isnan(batch[i]), np.float32(-1), batch[i]), active[i], 2)
+        np.testing.assert_array_equal(many.side[i], side)
+        assert many.cross_similarity[i] == cross
+
+
 # The separation gap.
 
 
@@ -304,6 +423,15 @@ def test_positive_gap_means_a_correct_split(seed, num_clusters):
         (lambda: bipartition_of_updates(jnp.ones((3, 2)), block_size=0), "block_size must be at least 1"),
         (lambda: bipartition_of_updates(jnp.ones((3, 2)), sketch_dim=0), "sketch_dim must be at least 1"),
         (lambda: bipartition_of_updates(jnp.full((3, 2), jnp.inf)), "NaN or infinity in 3 row"),
+        (lambda: optimal_bipartition(jnp.eye(5), min_size=0), "min_size must be an integer, at least 1, got 0"),
+        (lambda: optimal_bipartition(jnp.eye(5), min_size=2.0), "min_size must be an integer, at least 1, got 2.0"),
+        (lambda: optimal_bipartition(jnp.eye(5), min_size=3), "at most half of the N = 5 clients, 2, .*smaller.*got 3"),
+        (lambda: optimal_bipartition(jnp.eye(5), linkage="complete", min_size=2), 'linkage="complete" 1, got 2'),
+        (
+            lambda: bipartition_of_updates(jnp.eye(5), min_size=True),
+            "min_size must be an integer, at least 1, got True",
+        ),
+        (lambda: bipartition_of_updates(jnp.eye(5), min_size=3), "min_size must be at most half of the N = 5"),
     ],
 )
 def test_bad_input_is_named(call, words):

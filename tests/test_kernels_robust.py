@@ -127,7 +127,7 @@ ORACLES = {
 @given(SEEDS, st.sampled_from([0.0, 100.0]))
 def test_definition(name, seed, offset):
     z = updates(seed) + np.float32(offset if name != "centered_clip" else 0)
-    tolerance = 2e-3 if name == "geometric_median" else 2e-5 * (1 + offset)
+    tolerance = 1e-4 + 2e-6 * offset if name == "geometric_median" else 2e-5 * (1 + offset)
     np.testing.assert_allclose(call(name, z), ORACLES[name](z.astype(np.float64)), atol=tolerance)
 
 
@@ -297,6 +297,59 @@ def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):
     assert changed["a"].shape[1:] == (2, 2) and all(np.isfinite(leaf).all() for leaf in changed.values())
     result = kernels.trimmed_mean(changed, num_malicious=1, mask=mask)
     assert np.isfinite(result["a"]).all()
+
+
+def exact_median(z, weights):
+    """`(median, cost)` in float64: Weiszfeld's steps, or the best of the points themselves."""
+    cost = lambda v: (weights * np.linalg.norm(z - v, axis=1)).sum()  # noqa: E731
+    v = np.average(z, axis=0, weights=weights)
+    for _ in range(20_000):
+        pulls = weights / np.maximum(np.linalg.norm(z - v, axis=1), 1e-12)
+        v = pulls @ z / pulls.sum()
+    return min([v, *z], key=cost), cost
+
+
+def hard_medians():
+    """`name: (points, whether they determine the median well)`, all `[11, 3]`, so that one program serves them."""
+    rng = np.random.default_rng(0)
+    cloud = rng.standard_normal((11, 3))
+    line = np.outer(rng.standard_normal(11), [1, 0.5, 0]) + 1e-3 * rng.standard_normal((11, 3))
+    opposite = np.concatenate([cloud[:5], -cloud[:5], np.zeros((1, 3))])
+    triangle = np.resize([[0, 0, 0], [1, 0, 0], [0.5, np.tan(np.pi / 6) / 2, 0]], (11, 3))  # 120 degrees
+    return {
+        "nearly in a line": (line, True),
+        "the median is one of them": (opposite, True),
+        "most of them coincide": (np.where(np.arange(11)[:, None] < 6, 1.0, cloud + 10), True),
+        "three far away": (np.where(np.arange(11)[:, None] < 3, 1e4 * cloud, cloud), True),
+        "far from the origin": (cloud + 100, True),
+        "two groups": (np.where(np.arange(11)[:, None] < 6, 0.01 * cloud, 10 + 0.01 * cloud), True),
+        "an angle of 120 degrees": (triangle, False),
+    }
+
+
+@pytest.mark.parametrize("case", hard_medians())
+def test_the_geometric_median_is_precise(case):
+    points, sharp = hard_medians()[case]
+    points = points.astype(np.float32)
+    weights = np.ones(11) if case != "an angle of 120 degrees" else np.float64([1, 1, 1] + [0] * 8)
+    truth, cost = exact_median(points.astype(np.float64), weights)
+    found = kernels.geometric_median(points, weights=weights.astype(np.float32))
+    spread = np.median(np.linalg.norm(points - truth, axis=1)) + np.linalg.norm(truth) / 10
+    assert cost(np.asarray(found, np.float64)) <= (1 + 1e-5) * cost(truth)
+    assert np.linalg.norm(found - truth) <= (1e-4 if sharp else 1e-2) * spread
+
+
+def test_geometric_medians_of_many_at_once_and_of_a_given_number_of_steps():
+    many = np.stack([points for points, _ in hard_medians().values()]).astype(np.float32)
+    together = jax.jit(jax.vmap(kernels.geometric_median))(many)
+    for points, found in zip(many, together, strict=True):
+        np.testing.assert_allclose(found, kernels.geometric_median(points), rtol=1e-4, atol=1e-5)
+    cloud = many[4] - 100
+    v = np.median(cloud.astype(np.float64), axis=0)
+    for _ in range(3):
+        pulls = 1 / np.linalg.norm(cloud - v, axis=1)
+        v = pulls @ cloud / pulls.sum()
+    np.testing.assert_allclose(kernels.geometric_median(cloud, num_iters=3), v, atol=1e-5)
 
 
 Z = jnp.ones((6, 2))

@@ -9,7 +9,14 @@ from hypothesis import given
 from scipy.spatial.distance import cdist
 from sklearn.metrics.pairwise import cosine_similarity
 
-from jfcl.kernels import gram, pairwise_cosine, similarity_summary, squared_distances
+from jfcl.kernels import (
+    bipartition_of_updates,
+    gram,
+    pairwise_cosine,
+    similarity_summary,
+    similarity_tolerance,
+    squared_distances,
+)
 
 SEEDS = st.integers(0, 2**31)
 SHAPES = st.sampled_from([(1, 4), (7, 3), (300, 5)])  # 300 clients: two strips
@@ -49,6 +56,48 @@ def test_order_of_clients_is_carried_along(seed):
     updates, order = normal((300, 5), seed), np.random.default_rng(seed).permutation(300)
     one, other = np.asarray(pairwise_cosine(updates)), np.asarray(pairwise_cosine(updates[order]))
     np.testing.assert_allclose(one[np.ix_(order, order)], other, atol=5e-7)
+
+
+def parallel(dim, seed):
+    """Rows that differ in length only, of several kinds; in float64."""
+    rng = np.random.default_rng(seed)
+    kinds = [rng.standard_normal(dim), np.full(dim, rng.uniform(0.1, 1)), np.resize(rng.uniform(0.1, 1, 3), dim)]
+    kinds += [np.exp(3 * rng.standard_normal(dim)), 1 / np.sqrt(np.arange(1, dim + 1))]
+    lengths = np.array([1, 1, *rng.uniform(0.05, 20, 2)])[:, None]
+    return [lengths * row[None] / abs(row).max() for row in kinds]
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [(1, "float32"), (2048, "float32"), (10**4, "float32"), (10**6, "float32"), (500, "bfloat16"), (500, "float16")],
+)
+def test_rounding_stays_below_the_tolerance(dim, dtype):
+    tolerance = similarity_tolerance(dim, dtype)
+    seeds = range(20 if dim <= 10**4 else 1)
+    for rows in (rows for seed in seeds for rows in parallel(dim, seed)):
+        updates = jnp.asarray(rows, dtype)
+        exact = cosine(np.asarray(updates.astype(jnp.float32)))
+        assert exact.min() > 1 - tolerance
+        assert abs(np.asarray(pairwise_cosine(updates), np.float64) - exact).max() <= tolerance
+        if dim == 2048:
+            assert 1 - bipartition_of_updates(updates).cross_similarity <= tolerance
+
+
+def test_tolerance_in_float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        for rows in parallel(2048, 0):
+            assert 1 - float(pairwise_cosine(rows).min()) <= similarity_tolerance(2048, "float64") < 1e-13
+
+
+@pytest.mark.parametrize("dim", [100, 10**4])
+def test_directions_further_apart_than_the_tolerance_are_told_apart(dim):
+    rng = np.random.default_rng(0)
+    row, other = rng.standard_normal(dim), rng.standard_normal(dim)
+    other -= (other @ row) / (row @ row) * row
+    angle = np.sqrt(2 * 2 * similarity_tolerance(dim))  # a cosine below 1 by twice the tolerance
+    rows = [row, np.cos(angle) * row + np.sin(angle) * other * np.linalg.norm(row) / np.linalg.norm(other)]
+    assert angle < 0.02
+    assert 1 - float(pairwise_cosine(np.float32(rows))[0, 1]) > similarity_tolerance(dim)
 
 
 def test_many_columns_go_block_by_block():
@@ -177,6 +226,8 @@ def test_wide_updates_are_not_copied():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: similarity_tolerance(0), "num_parameters must be an integer, at least 1, got 0"),
+        (lambda: similarity_tolerance(9, jnp.int32), "dtype must be a floating-point type"),
         (lambda: pairwise_cosine(jnp.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
         (lambda: pairwise_cosine(jnp.ones((0, 3))), r"of at least one client \(N = 0\)"),
         (lambda: pairwise_cosine({}), "updates must be an array"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, check_count
+from jfcl.kernels.base import sum_dtype
 
 COSTS = ("bytes_up", "bytes_down", "client_steps")
 
@@ -64,7 +65,12 @@ def num_failed(metrics: dict[str, jax.Array]) -> jax.Array:
 
 
 def mean_over_examples(loss: jax.Array, size: jax.Array) -> jax.Array:
-    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite; else infinity."""
-    weight = jnp.where(jnp.isfinite(loss), jnp.asarray(size).astype(jnp.float32), jnp.zeros_like(loss))
+    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite; else infinity.
+
+    In float32 at least.
+    """
+    loss = loss.astype(sum_dtype(loss))
+    size = jnp.asarray(size).astype(loss.dtype)
+    weight = jnp.where(jnp.isfinite(loss), size, jnp.zeros_like(loss))
     mean = jnp.where(weight > 0, loss, jnp.zeros_like(loss)) @ weight / jnp.maximum(weight.sum(), 1.0)
     return jnp.where(weight.sum() > 0, mean, jnp.inf)

@@ -37,6 +37,7 @@ from jfcl.kernels.similarity import (
     gram,
     pairwise_cosine,
     similarity_summary,
+    similarity_tolerance,
     squared_distances,
 )
 from jfcl.kernels.threshold import threshold_clustering
@@ -94,6 +95,7 @@ __all__ = [
     "pairwise_cosine",
     "separation_gap",
     "similarity_summary",
+    "similarity_tolerance",
     "single_linkage_tree",
     "squared_distances",
     "threshold_clustering",

@@ -10,10 +10,11 @@ in which they join, and the similarity at which each does. Everything here is re
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl.kernels.base import (
     check,
@@ -22,6 +23,7 @@ from jfcl.kernels.base import (
     sum_dtype,
 )
 from jfcl.kernels.similarity import as_clusters, as_similarity
+from jfcl.kernels.spanning_tree import TreeEdges, cut_with_size
 
 LINKAGES = ("single", "complete")
 
@@ -31,7 +33,7 @@ class Bipartition(NamedTuple):
 
     `side`: `[N]` bool, False for the first active client's side (and for inactive clients).
     `cross_similarity`: `[]`, the largest similarity across; `inf` where fewer than two clients are active, the
-    minimum over no bipartition at all.
+    minimum over no bipartition at all. (With `min_size` above 1: the similarity of the edge removed.)
     """
 
     side: jax.Array
@@ -39,7 +41,7 @@ class Bipartition(NamedTuple):
 
 
 def optimal_bipartition(
-    similarity: jax.Array, active: jax.Array | None = None, *, linkage: str = "single"
+    similarity: jax.Array, active: jax.Array | None = None, *, linkage: str = "single", min_size: int = 1
 ) -> Bipartition:
     """The bipartition whose largest similarity across is smallest (Clustered Federated Learning, equation 25).
 
@@ -47,19 +49,32 @@ def optimal_bipartition(
     smallest possible: everybody connected to it through similarities above `cross_similarity`, and nobody else. That
     depends on values alone, not on the order in which an algorithm happens to look at them.
 
+    With `min_size` above 1: of all edges of the maximum spanning tree of the active clients, the weakest whose removal
+    leaves at least `min_size` clients on both sides is removed, as in HDBSCAN's condensed tree (Campello, Moulavi,
+    Sander 2013). The sides are the two components of the tree without that one edge, and `cross_similarity` is that
+    edge's similarity. This is not the minimum of equation 25 over bipartitions with `min_size` clients on each side:
+    that minimum is reached by collecting the outliers of all groups on one side, which separates no groups. Of equal
+    similarities that of the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest, so that
+    the tree and the edge are unique; the sides then depend on the clients' numbers too.
+
     Args:
       similarity: `[N, N]`, symmetric; the diagonal is not looked at.
       active: `[N]` bool, the members of the cluster to split; default all. Others are on neither side's account.
       linkage: `"single"`: the paper's, exact. `"complete"`: what the authors' later public code does instead, the
         last merge of complete linkage; it keeps sides compact and is not optimal in the sense of the paper.
+      min_size: clients that either side must have; above 1 for single linkage only (complete linkage has no spanning
+        tree, only its last merge).
 
     Returns:
-      `Bipartition(side [N] bool, cross_similarity [])`. Inside `jit`, NaN and infinite similarities count as -1.
+      `Bipartition(side [N] bool, cross_similarity [])`. Where no edge leaves `min_size` clients on both sides, `side`
+      is all False and `cross_similarity` is `inf`. Inside `jit`, NaN and infinite similarities count as -1.
 
     Raises:
-      ValueError: not square, not symmetric, NaN or infinity (the last two outside `jit` only), an unknown linkage.
+      ValueError: not square, not symmetric, NaN or infinity (the last two outside `jit` only), an unknown linkage;
+        `min_size` below 1, not an integer, more than half of `N`, or above 1 with complete linkage.
 
-    Cost: `N` steps of `O(N)`, each similarity read once. Complete linkage: at most `3 N` such steps, and a copy.
+    Cost: `N` steps of `O(N)`, each similarity read once. With `min_size` above 1 the same and a sort of `2 N` integers.
+    Complete linkage: at most `3 N` such steps, and a copy.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,22 +82,50 @@ def optimal_bipartition(
       >>> side, cross = optimal_bipartition(a)
       >>> side.tolist(), round(float(cross), 3)
       ([False, False, True], 0.1)
+
+      Two groups and an outlier, which `min_size` leaves with the group that it is nearest to:
+
+      >>> x = jnp.array([0.0, 1.0, 6.0, 7.0, 20.0])
+      >>> a = 1 - jnp.abs(x[:, None] - x[None, :]) / 20
+      >>> optimal_bipartition(a).side.tolist(), optimal_bipartition(a, min_size=2).side.tolist()
+      ([False, False, False, False, True], [False, False, True, True, True])
     """
     similarity = as_similarity(similarity)
     check(linkage in LINKAGES, "linkage", linkage, f"one of {LINKAGES}")
+    min_size = as_min_size(min_size, len(similarity))
+    check(min_size == 1 or linkage == "single", "min_size", min_size, 'for linkage="complete" 1')
     active = row_mask(active, len(similarity), name="active")
-    return _optimal_bipartition(similarity, active, linkage)
+    return _optimal_bipartition(similarity, active, linkage, min_size)
 
 
-@jax.jit(static_argnames="linkage")
-def _optimal_bipartition(similarity, active, linkage):
+def as_min_size(min_size: Any, count: int) -> int:
+    """`min_size` as an `int`, or a `ValueError`."""
+    integer = isinstance(min_size, (int, np.integer)) and not isinstance(min_size, bool)
+    check(integer and min_size >= 1, "min_size", min_size, "an integer, at least 1")
+    fits = min_size == 1 or 2 * min_size <= count
+    advice = "for two sides of that many; choose a smaller one or add clients"
+    check(fits, "min_size", int(min_size), f"at most half of the N = {count} clients, {count // 2}, {advice}")
+    return int(min_size)
+
+
+@jax.jit(static_argnames=("linkage", "min_size"))
+def _optimal_bipartition(similarity, active, linkage, min_size=1):
     if linkage == "complete" and len(similarity) > 1:
         return _complete(similarity, active)[0]
+    if min_size > 1:
+        return bipartition_of_tree(_spanning_tree(similarity, active), active, min_size)
     step, joined_at = _prim(similarity, active)
     weakest = jnp.argmin(joined_at)  # the first weakest: what joined before it hangs together by more
     cross = float_of_key(joined_at[weakest])
     two = active.sum() >= 2
     return Bipartition((step >= weakest) & active & two, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+
+
+def bipartition_of_tree(edges: TreeEdges, active: jax.Array, min_size: int) -> Bipartition:
+    """The bipartition by the weakest edge of a spanning tree of the active clients with `min_size` on both sides."""
+    cut = cut_with_size(edges, jnp.argmax(active).astype(jnp.int32), len(active), min_size)
+    cross = float_of_key(cut.key)
+    return Bipartition(cut.side, jnp.where(cut.found, cross, jnp.inf).astype(cross.dtype))
 
 
 # Similarities are compared as integers in the same order: integer maxima vectorise, float ones (NaN!) do not, and two
@@ -154,6 +197,38 @@ def _prim(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Arra
         jnp.full(count, jnp.array(largest, kind)),
     )
     return jax.lax.fori_loop(1, count, join, carry)[3:]
+
+
+def _spanning_tree(similarity: jax.Array, active: jax.Array) -> TreeEdges:
+    """The maximum spanning tree of the active clients by Prim's algorithm; edge `i` joins client `i` to its parent.
+
+    Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
+    that is the lowest other one.
+    """
+    count = len(similarity)
+    kind = order_key(similarity[:1]).dtype
+    out = jnp.array(jnp.iinfo(kind).min, kind)
+    places = jnp.arange(count, dtype=jnp.int32)
+    root = jnp.argmax(active).astype(jnp.int32)
+
+    def lowest(values, among):
+        return jnp.where(among, values, count).min()
+
+    def join(_, carry):
+        best, parent, outside, newest = carry
+        row = order_key(jax.lax.dynamic_index_in_dim(similarity, newest, keepdims=False))
+        closer = outside & ((row > best) | ((row == best) & (newest < parent)))
+        best, parent = jnp.where(closer, row, best), jnp.where(closer, newest, parent)
+        low, high = jnp.minimum(places, parent), jnp.maximum(places, parent)
+        first = outside & (best == jnp.where(outside, best, out).max())
+        first = first & (low == lowest(low, first))
+        newest = jnp.minimum(lowest(places, first & (high == lowest(high, first))), count - 1)
+        return best, parent, outside & (places != newest), newest
+
+    carry = (jnp.full(count, out), jnp.full(count, count, jnp.int32), active & (places != root), root)
+    best, parent, _, _ = jax.lax.fori_loop(1, count, join, carry)
+    real = active & (places != root)
+    return TreeEdges(places, jnp.where(real, parent, places), best, real)
 
 
 def _complete(similarity: jax.Array, active: jax.Array) -> tuple[Bipartition, jax.Array, jax.Array]:

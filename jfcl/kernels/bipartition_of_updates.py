@@ -28,8 +28,9 @@ from jfcl.kernels.base import (
     rows_of,
     sum_dtype,
 )
-from jfcl.kernels.bipartition import Bipartition, float_of_key, order_key
+from jfcl.kernels.bipartition import Bipartition, as_min_size, bipartition_of_tree, float_of_key, order_key
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
+from jfcl.kernels.spanning_tree import TreeEdges
 
 BLOCK_SIZE = 1024  # clients a side of a tile: 4 MB, large enough for the matrix product's full speed
 MAX_BLOCKS = 64  # candidates kept for a client
@@ -44,8 +45,9 @@ def bipartition_of_updates(
     block_size: int | None = None,
     sketch_dim: int | None = None,
     key: jax.Array | None = None,
+    min_size: int = 1,
 ) -> Bipartition:
-    """`optimal_bipartition(pairwise_cosine(updates), active)` in memory that grows with N, not N².
+    """`optimal_bipartition(pairwise_cosine(updates), active, min_size=min_size)` in memory that grows with N, not N².
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
@@ -56,6 +58,7 @@ def bipartition_of_updates(
         `sqrt(8 ln(2 N² / δ) / sketch_dim)` (Johnson-Lindenstrauss; for N = 10⁴, δ = 0.01 and 4,000 numbers: 0.22.
         Typically it is off by `1 / sqrt(sketch_dim)`).
       key: of the random projection; default `jax.random.key(0)`.
+      min_size: clients that either side must have, see `optimal_bipartition`.
 
     Returns:
       `Bipartition(side [N] bool, cross_similarity [])`; the same rule for equal similarities as `optimal_bipartition`
@@ -63,8 +66,8 @@ def bipartition_of_updates(
       -1 to everybody.
 
     Raises:
-      ValueError: wrong rank or lengths, a block size or sketch size below 1; outside `jit`: active rows with NaN or
-        infinity.
+      ValueError: wrong rank or lengths, a block size or sketch size below 1; `min_size` below 1, not an integer, or
+        more than half of `N`; outside `jit`: active rows with NaN or infinity.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
     more where clusters stand apart (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of 8
@@ -82,7 +85,8 @@ def bipartition_of_updates(
     check(sketch_dim is None or sketch_dim >= 1, "sketch_dim", sketch_dim, "at least 1")
     refuse_nonfinite(rows, rows_that_count=active)
     key = jax.random.key(0) if key is None else key
-    return _bipartition_of_updates(rows, active, key, block_size or BLOCK_SIZE, sketch_dim)[0]
+    min_size = as_min_size(min_size, len(active))
+    return _bipartition_of_updates(rows, active, key, block_size or BLOCK_SIZE, sketch_dim, min_size)[0]
 
 
 def tiles_computed(updates: PyTree, active: jax.Array | None = None, *, block_size: int | None = None) -> jax.Array:
@@ -101,8 +105,8 @@ class _State(NamedTuple):
     strips: jax.Array
 
 
-@partial(jax.jit, static_argnames=("block_size", "sketch_dim"))
-def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
+@partial(jax.jit, static_argnames=("block_size", "sketch_dim", "min_size"))
+def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=1):
     count = len(active)
     finite = finite_rows(rows)
     if sketch_dim is not None:
@@ -147,7 +151,9 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
         of_group = jax.ops.segment_max(best, state.group, count)
         sizes = jax.ops.segment_sum(active.astype(jnp.int32), state.group, count)
         joins = active & (state.group != jnp.argmax(sizes))
-        return sure_keys, best, of_group, joins, joins & (bound > of_group[state.group])
+        # Which of two equal similarities is taken matters to the tree's shape, not to its weakest join.
+        better = bound > of_group[state.group] if min_size == 1 else bound >= of_group[state.group]
+        return sure_keys, best, of_group, joins, joins & better
 
     def look(state, unsure):
         """Computes the rows of `height` clients that are unsure."""
@@ -162,13 +168,19 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
     def join(state, sure_keys, best, of_group, joins):
         """Every group but the largest joins that of its best outsider."""
         wins = joins & (best == of_group[state.group]) & (best != NOTHING)
+        if min_size > 1:
+            wins = first_pairs(wins, state.outsider[places, jnp.argmax(sure_keys, axis=1)], state.group)
         client = jax.ops.segment_min(jnp.where(wins, places, count), state.group, count)
         joined = client < count
         client = jnp.where(joined, client, 0)
         block = jnp.argmax(sure_keys[client], axis=1)
         record = (client, state.outsider[client, block], jnp.where(joined, of_group, NOTHING))
+        group = connect(state.group, record[0], record[1], joined)
+        if min_size > 1:
+            joined = without_circles(joined, state.group[record[1]], state.group, group)
+            record = (*record[:2], jnp.where(joined, of_group, NOTHING))
         return state._replace(
-            group=connect(state.group, record[0], record[1], joined),
+            group=group,
             joins=tuple(a.at[state.round].set(b) for a, b in zip(state.joins, record, strict=True)),
             round=state.round + 1,
         )
@@ -193,8 +205,14 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
     )
     state = jax.lax.while_loop(several_groups, step, state)
 
-    # The weakest join is the cross similarity; whom stronger ones connect to the first client is on its side.
-    left, right, joined_at = (x.reshape(-1) for x in state.joins)
+    if min_size > 1:
+        return bipartition_of_tree(tree_of(state.joins), active, min_size), state.strips
+    return sides_of_weakest(state.joins, active), state.strips
+
+
+def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.Array) -> Bipartition:
+    """The weakest join is the cross similarity; clients that stronger joins connect to the first are on its side."""
+    left, right, joined_at = (x.reshape(-1) for x in joins)
     happened = joined_at != NOTHING
     last = jnp.argmin(jnp.where(happened, joined_at, UNKNOWN))
     weakest = joined_at[last]
@@ -202,10 +220,51 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim):
     same_pair = (jnp.minimum(left, right) == jnp.minimum(left, right)[last]) & (
         jnp.maximum(left, right) == jnp.maximum(left, right)[last]
     )
+    places = jnp.arange(len(active), dtype=jnp.int32)
     groups = connect(places, left, right, happened & (joined_at > weakest) & ~same_pair)
     two = active.sum() >= 2
     side = active & (groups != groups[jnp.argmax(active)]) & two
-    return Bipartition(side, jnp.where(two, float_of_key(weakest), jnp.inf)), state.strips
+    return Bipartition(side, jnp.where(two, float_of_key(weakest), jnp.inf))
+
+
+def tree_of(joins: tuple[jax.Array, jax.Array, jax.Array]) -> TreeEdges:
+    """The joins that happened, fewer than `N` without circles, as `N` edges."""
+    count = joins[0].shape[1]
+    left, right, joined_at = (x.reshape(-1) for x in joins)
+    happened = joined_at != NOTHING
+    (edge,) = jnp.nonzero(happened, size=count, fill_value=0)
+    return TreeEdges(left[edge], right[edge], joined_at[edge], jnp.arange(count) < happened.sum())
+
+
+def first_pairs(wins: jax.Array, partner: jax.Array, group: jax.Array) -> jax.Array:
+    """`[N]` bool: of each group's clients with `wins`, the one whose pair with its `partner` comes first, in the order
+    of `optimal_bipartition`'s rule for equal similarities."""
+    count = len(group)
+    places = jnp.arange(count, dtype=jnp.int32)
+    for end in (jnp.minimum(places, partner), jnp.maximum(places, partner)):
+        wins = wins & (end == jax.ops.segment_min(jnp.where(wins, end, count), group, count)[group])
+    return wins
+
+
+def without_circles(joined: jax.Array, target: jax.Array, group: jax.Array, merged: jax.Array) -> jax.Array:
+    """`[N]` bool: `joined` less one join of every circle of groups that join each other.
+
+    With exact similarities a circle is two groups that choose the same pair. Where a similarity is rounded differently
+    from either side, it can be two pairs, or longer.
+
+    Args:
+      joined: `[N]` bool, groups (by their first members) that join another.
+      target: `[N]`, the group joined.
+      group: `[N]`, each client's group before.
+      merged: `[N]`, and after.
+    """
+    count = len(group)
+    places = jnp.arange(count, dtype=jnp.int32)
+    ahead = jnp.where(joined, target, places)
+    for _ in range(math.ceil(math.log2(count))):  # as many joins ahead as there are clients: on the circle, if any
+        ahead = ahead[ahead]
+    of_circle = jax.ops.segment_min(jnp.where(group == places, ahead, count), merged, count)
+    return joined & (places != of_circle[merged])
 
 
 def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:

@@ -40,6 +40,8 @@ from jfcl.kernels.base import (
 )
 from jfcl.kernels.similarity import _squared_distances, usable_rows, weighted_sum
 
+MEDIAN_TOLERANCE = 1e-6  # of the geometric median: the length of the mean unit vector towards all updates
+MEDIAN_STEPS = 300  # at most
 MAX_SUBSETS_OF = 20  # clients in minimum_diameter: every subset is looked at
 
 
@@ -487,7 +489,7 @@ def geometric_median(
     updates: PyTree,
     *,
     weights: jax.Array | None = None,
-    num_iters: int = 32,
+    num_iters: int | None = None,
     smoothing: float = 1e-6,
     mask: jax.Array | None = None,
     return_excluded: bool = False,
@@ -499,14 +501,18 @@ def geometric_median(
     Args:
       updates: `[N, D]` or a stacked pytree.
       weights: `[N]`, at least 0; default: all equal.
-      num_iters: steps, at least 1. Pillutla et al. find 3 to 5 enough; the default goes on to a precise median.
+      num_iters: steps, at least 1; Pillutla et al. find 3 to 5 enough. Default: until the weighted mean of the unit
+        vectors towards the updates is shorter than 1e-6, at most 300 steps; then the sum of distances is within 2e-6 of
+        its minimum, relatively. At the end the nearest update is taken where it is the median itself, which steps only
+        approach.
       smoothing: distances below count as this much, so that a step out of an update is possible.
       mask, return_excluded: see the module.
 
     Raises:
       ValueError: wrong rank or lengths; negative weights; fewer than one step; smoothing not above 0.
 
-    Cost: two passes a step, and one sort of N numbers D times.
+    Cost: two passes a step (10 to 30 steps where updates surround their median, more where they lie nearly in a line or
+    the median is near an update), and one sort of N numbers D times.
 
     Example:
       >>> import jax.numpy as jnp
@@ -515,7 +521,7 @@ def geometric_median(
       True
     """
     weights = check_weights(updates, weights)
-    check(num_iters >= 1, "num_iters", num_iters, "at least 1")
+    check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
     if is_concrete(smoothing):
         check(smoothing > 0, "smoothing", smoothing, "above 0")
     return aggregate(
@@ -532,7 +538,44 @@ def _weiszfeld(rows, usable, weights, smoothing, num_iters):
         distances = distances_from(rows, point, usable)
         return _combine(rows, shares(weights / jnp.maximum(distances, smoothing), usable), usable)
 
-    return jax.lax.fori_loop(0, num_iters, step, _medians(rows, usable))
+    if num_iters is not None:
+        return jax.lax.fori_loop(0, num_iters, step, _medians(rows, usable))
+    counted = jnp.where(usable, weights, jnp.zeros_like(weights))
+
+    def towards(carry):
+        point, _, t = carry
+        pulls = counted / jnp.maximum(distances_from(rows, point, usable), smoothing)
+        new = _combine(rows, shares(pulls, usable), usable)
+        # A step is the mean unit vector towards the updates times their harmonic mean distance.
+        reach = counted.sum() / jnp.maximum(pulls.sum(), jnp.finfo(pulls.dtype).tiny)
+        moved = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])
+        rounding = _norm([a.astype(pulls.dtype) * float(jnp.finfo(a.dtype).eps) for a in new])
+        return new, moved > MEDIAN_TOLERANCE * reach + rounding, t + 1
+
+    start = (_medians(rows, usable), jnp.ones((), bool), jnp.zeros((), jnp.int32))
+    point, _, _ = jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < MEDIAN_STEPS), towards, start)
+    return _or_nearest(rows, usable, counted, point)
+
+
+def _norm(point: list[jax.Array]) -> jax.Array:
+    return jnp.sqrt(sum(jnp.square(x).sum() for x in point))
+
+
+def _or_nearest(rows, usable, weights, point):
+    """`point`, or the update nearest to it where that is the median: where it weighs as much as all others pull.
+
+    Towards an update that pulls hardly less than the others, Weiszfeld's steps become ever shorter.
+    """
+    nearest = jnp.argmin(distances_from(rows, point, usable))
+    update = [x[nearest] for x in rows]
+    distances = distances_from(rows, update, usable)
+    here = usable & (distances == 0)
+    pulls = jnp.where(here, 0.0, weights / jnp.where(here, 1.0, distances)).astype(weights.dtype)
+    share = shares(pulls, usable)
+    mean = _combine(rows, share, usable)
+    pull = _norm([(a - b).astype(weights.dtype) for a, b in zip(mean, update, strict=True)]) * pulls.sum()
+    is_median = usable.any() & (pull <= jnp.where(here, weights, 0.0).sum())
+    return [jnp.where(is_median, a, b) for a, b in zip(update, point, strict=True)]
 
 
 # Before aggregating.

@@ -7,11 +7,13 @@ concatenated: their leaves' products are added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfcl.kernels.base import (
     HIGHEST,
@@ -87,6 +89,45 @@ def _pairwise_cosine(rows, mask, dtype, block_size):
     similarity = jnp.where(similar, nonzero.astype(similarity.dtype)[:, None], similarity)
     broken = ~finite[:, None] | ~finite[None, :]
     return jnp.where(broken & counted, jnp.where(similar, 1.0, -1.0).astype(similarity.dtype), similarity)
+
+
+def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float:
+    """Returns how far rounding alone brings the computed similarity of parallel updates below 1.
+
+    `1 - similarity <= similarity_tolerance(D, dtype)` therefore means: identical updates but for their lengths, as far
+    as the precision tells. Updates whose directions differ by an angle above `sqrt(2 tolerance)` are told apart.
+
+    The bound is the sum of two:
+
+    * `8 (sqrt(D) + 1) u` for sums of `D` products. Rounding errors of mean zero leave a sum of `D` terms, in any order,
+      off by more than `λ sqrt(D) u` of the sum of magnitudes with probability `2 exp(-λ² / 2)` at most (Higham, Mary
+      2019, theorem 2.4; the worst case is `D u`). A similarity has such an error in the product, and half of one in
+      each of the two lengths; `λ = 4`. `u` is the unit roundoff of float32, or of float64 for float64 updates.
+    * `2 u'` where updates are multiplied in a type of fewer digits than float32, with unit roundoff `u'`: both rows are
+      rounded to it after their normalisation.
+
+    Args:
+      num_parameters: `D`, numbers in one client's update (all leaves together).
+      dtype: of the updates (of leaves in several types, the one with the fewest digits), or that of
+        `pairwise_cosine(..., dtype=...)`.
+
+    Returns:
+      A Python float: 1.0e-5 for 400 numbers in float32, 4.8e-4 for a million.
+
+    Raises:
+      ValueError: `num_parameters` not an integer of at least 1; not a floating-point type.
+
+    Example:
+      >>> similarity_tolerance(10_000) < 5e-5 < similarity_tolerance(10_000, "bfloat16")
+      True
+    """
+    whole = isinstance(num_parameters, (int, np.integer)) and not isinstance(num_parameters, bool)
+    check(whole and num_parameters >= 1, "num_parameters", num_parameters, "an integer, at least 1")
+    dtype = jnp.dtype(dtype)
+    check(jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
+    roundoff = lambda dtype: float(jnp.finfo(dtype).eps) / 2  # noqa: E731
+    sums = 8 * (math.sqrt(num_parameters) + 1) * roundoff(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return sums + (2 * roundoff(dtype) if dtype.itemsize < 4 else 0.0)
 
 
 def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,7 +256,8 @@ def _squared_distances_to(rows, others, mask):
     origin = central_origin(rows, usable)
     moved = [usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
     others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
-    products = sum(product_of_rows(x, y) for x, y in zip(moved, others, strict=True))
+    dtype = sum_dtype(*rows)
+    products = sum(product_of_rows(x, y, dtype) for x, y in zip(moved, others, strict=True))
     squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 
@@ -286,17 +328,24 @@ def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
 
 @jax.jit
 def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
-    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others."""
-    weights = weights.astype(x.dtype)
-    total = jnp.matmul(weights, x, precision=HIGHEST)
+    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others.
 
-    def cleaned():  # 0 · NaN is NaN: where that has happened, again without the unusable rows
+    In the type of `x`, the products and sums of 16-bit numbers in float32: a share of 1/N is no float16 for large N.
+    """
+    dtype = sum_dtype(x)
+    weights = weights.astype(dtype)
+
+    def cleaned():
         def put(part, leaf, start, out):
-            sums = jnp.matmul(weights, usable_rows(part, usable), precision=HIGHEST)
-            return jax.lax.dynamic_update_slice_in_dim(out, sums, start, axis=-1)
+            sums = jnp.matmul(weights, usable_rows(part, usable).astype(dtype), precision=HIGHEST)
+            return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), start, axis=-1)
 
-        return fold_columns(put, jnp.zeros_like(total), [x], BLOCK_COLUMNS)
+        return fold_columns(put, jnp.zeros((*weights.shape[:-1], x.shape[1]), x.dtype), [x], BLOCK_COLUMNS)
 
+    if x.dtype != dtype:  # block by block, without a copy of all of `x` in float32
+        return cleaned()
+    total = jnp.matmul(weights, x, precision=HIGHEST)
+    # 0 · NaN is NaN: where that has happened, again without the unusable rows
     return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
 
 

@@ -21,6 +21,7 @@ from jfcl.kernels.base import (
     row_mask,
     rows_of,
     squared_norms,
+    sum_dtype,
 )
 from jfcl.kernels.robust import check_weights, shares
 from jfcl.kernels.similarity import usable_rows, weighted_sum
@@ -86,7 +87,7 @@ def threshold_clustering(
     leaves, structure = jax.tree.flatten(points)
     shapes = [jnp.shape(leaf)[1:] for leaf in leaves]
     rows = rows_of(points, name="points")
-    dtype = rows[0].dtype
+    dtype = sum_dtype(*rows)  # of distances and quantiles: places among 5,000 points have no float16
     starts = None
     if centers is not None:
         check(jax.tree.structure(centers) == structure, "centers", jax.tree.structure(centers), "a tree like points")
@@ -212,8 +213,9 @@ def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
     def measure(center, limit):
         """Distances from one centre. From inner products they are off by `eps` times the squared norms, which is no
         matter where the radius is much longer than that; else from the differences, at twice the price."""
-        norm = sum(jnp.vdot(c, c, precision=HIGHEST).astype(norms.dtype) for c in center)
-        cross = sum(jnp.matmul(x, c, precision=HIGHEST).astype(norms.dtype) for x, c in zip(rows, center, strict=True))
+        product = partial(jnp.matmul, precision=HIGHEST, preferred_element_type=norms.dtype)
+        norm = sum(product(c, c) for c in center)
+        cross = sum(product(x, c) for x, c in zip(rows, center, strict=True))
         quick = jnp.where(usable, jnp.sqrt(jnp.maximum(norms - 2.0 * cross + norm, 0.0)), jnp.inf)
         radius = _radii(quick[None, :], usable, limit[None], rule)[0]
         near = jnp.maximum(jnp.where(quick <= 2.0 * radius, norms, 0.0).max(), norm)
