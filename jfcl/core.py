@@ -113,6 +113,8 @@ class Algorithm(NamedTuple):
         not tell; the simulation asks before anything is compiled.
       refresh: `(state, clients) -> state`: what is kept of each client but follows from what all have in common, made
         anew; asked of a population's clients, most of whom took no part in the last round.
+      by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then serve it the model of
+        lowest loss now, in the place of the state's.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
@@ -125,6 +127,7 @@ class Algorithm(NamedTuple):
     task: Task | None = None
     check: Callable[[Clients], None] | None = None
     refresh: Callable[[Any, Clients], Any] | None = None
+    by_loss: bool = False
 
 
 class Adversary(NamedTuple):

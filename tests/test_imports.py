@@ -31,6 +31,7 @@ ORDER = [
     "probe",
     "cohorts",
     "population",
+    "programs",
     "plots",
     "bench",
     "testing",

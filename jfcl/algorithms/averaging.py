@@ -46,6 +46,7 @@ from jfcl.core import (
 )
 
 WEIGHTS = ("size", "equal")
+DIVIDE_BY = ("cluster", "participants", "all")
 
 # (params [K, ...]) -> what each client of the round does, which is
 # (the key of its training, its examples and size, its last cluster, rounds without a change of any client's cluster)
@@ -141,7 +142,7 @@ def averaging(
     start: Callable[[PyTree, Clients], jax.Array],
     choose: Choose = keep_cluster,
     weights: str = "size",
-    everyone: bool = False,
+    divide_by: str = "cluster",
     shared: Callable[[str], bool] | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
@@ -158,7 +159,9 @@ def averaging(
       start: `(params, clients) -> [N]` int32, the clusters before the first round.
       choose: how one client finds its cluster at the start of a round.
       weights: `"size"` or `"equal"`, what a client counts in its cluster's mean.
-      everyone: divide each cluster's sum by the weight of all participants rather than of the cluster's own.
+      divide_by: the clients whose weights divide the sum of a cluster's updates: "cluster", those in the sum;
+        "participants", those in the sum of any cluster; "all", those with examples, in the cohort or not, also where
+        their updates are not finite.
       shared: says of a parameter's path, such as `"Dense_0/kernel"`, whether it is averaged over all clients.
       server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: apply it as it is.
       cohort: how many clients, drawn anew each round, take part; default: all.
@@ -175,6 +178,7 @@ def averaging(
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("weights", weights, WEIGHTS)
+    check_choice("divide_by", divide_by, DIVIDE_BY)
     if cohort is not None:
         check_count("cohort", cohort)
     check(
@@ -183,8 +187,9 @@ def averaging(
         server_optimizer,
         "left out where parameters are shared: its state would differ between the copies of a shared layer",
     )
-    alone = aggregator is None or (shared is None and not everyone)
-    check(alone, "aggregator", aggregator, "left out where parameters are shared, or sums divided by all participants")
+    alone = aggregator is None or (shared is None and divide_by == "cluster")
+    accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
+    check(alone, "aggregator", aggregator, accepted)
     server_optimizer = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     client_axis = mapping.auto() if client_axis is None else client_axis
 
@@ -248,8 +253,9 @@ def averaging(
                 updates, chosen, counts
             )
 
-        all_weight = jnp.broadcast_to(weight.sum(), weight.shape)
-        own_mean = divide_rows(sums, all_weight if everyone else weight, state.params)
+        total = client_weight(weights, jnp.asarray(clients.size)) if divide_by == "all" else weight
+        all_weight = jnp.broadcast_to(total.sum(), weight.shape)
+        own_mean = divide_rows(sums, weight if divide_by == "cluster" else all_weight, state.params)
         if aggregator is not None:
             own_mean = robust_cluster_mean(aggregator, updates, chosen, counts > 0, num_clusters)
         used = jax.tree.map(lambda _: weight > 0, state.params)
