@@ -213,6 +213,11 @@ def attack_key(clients_key: jax.Array) -> jax.Array:
     return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
 
 
+def server_key(clients_key: jax.Array) -> jax.Array:
+    """The server's own key of a round, of the one that the clients' are made from: of an id that no client has."""
+    return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max - 1)
+
+
 def take_clients(clients: Clients, rows: jax.Array) -> Clients:
     """The clients at `rows` (`[C]` int), as a cohort that keeps its ids."""
     return Clients(

@@ -13,6 +13,7 @@ ORDER = [
     "hosts",
     "mapping",
     "span",
+    "noise",
     "local",
     "aggregate",
     "kernels",

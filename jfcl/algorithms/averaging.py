@@ -7,13 +7,14 @@ round takes `O(chunk * D + K * D)` memory, however many clients there are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
+from jfcl import local, mapping, noise
 from jfcl.aggregate import (
     add_sent,
     adversary_check,
@@ -42,6 +43,7 @@ from jfcl.core import (
     num_clients,
     path_name,
     random_order,
+    server_key,
     take_clients,
 )
 
@@ -110,8 +112,17 @@ def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: C
     """Every client's optimiser state `[N, ...]` under `keep="everything"`, else `()`."""
     if training.keep != "everything":
         return ()
-    one = training.optimizer.init(jax.tree.map(lambda p: p[0], params))
+    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], params)))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+
+
+def server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):
+    """The server optimiser's `state` `[K, ...]` with random keys, where it has any, of each model and this round."""
+    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], params))
+    if not noise.has_keys(like):
+        return state
+    keys = jax.random.split(server_key(clients_key), len(jax.tree.leaves(params)[0]))
+    return jax.vmap(partial(noise.rekeyed, like=like))(keys, state)
 
 
 def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
@@ -209,7 +220,7 @@ def averaging(
             cluster=start(params, clients).astype(jnp.int32),
             unchanged=jnp.zeros(n, jnp.int32),
             round=jnp.zeros((), jnp.int32),
-            server=jax.vmap(server_optimizer.init)(params),
+            server=noise.as_data(jax.vmap(server_optimizer.init)(params)),
             client=initial_optimizers(training, params, clients),
         )
 
@@ -268,7 +279,9 @@ def averaging(
             )
             used = jax.tree.map(lambda f, u: jnp.broadcast_to(u.any(), u.shape) if f else u, flags, used)
         direction = jax.tree.map(jnp.negative, mean)  # the server descends, as optax's optimisers do
-        updates, server = jax.vmap(server_optimizer.update)(direction, state.server, state.params)
+        server = server_noise(server_optimizer, clients_key, state.params, state.server)
+        updates, server = jax.vmap(server_optimizer.update)(direction, server, state.params)
+        server = noise.as_data(server)
         params = jax.tree.map(
             lambda u, new, p: where_rows(u, new, p), used, optax.apply_updates(state.params, updates), state.params
         )
