@@ -30,6 +30,7 @@ from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
 from jfcl.metrics import cluster_recovery, evaluate
 from jfcl.parameter_tree import assign_newcomer
 from jfcl.population import PopulationHistory, simulate_population
+from jfcl.programs import clear_programs
 from jfcl.simulation import History, rollout, simulate
 from jfcl.watch import DivergedError
 
@@ -50,6 +51,7 @@ __all__ = [
     "byzantine_cfl",
     "cfl",
     "chunked",
+    "clear_programs",
     "client_mesh",
     "cluster_recovery",
     "data",

@@ -113,6 +113,8 @@ class Algorithm(NamedTuple):
         not tell; the simulation asks before anything is compiled.
       refresh: `(state, clients) -> state`: what is kept of each client but follows from what all have in common, made
         anew; asked of a population's clients, most of whom took no part in the last round.
+      by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then serve it the model of
+        lowest loss now, in the place of the state's.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
@@ -125,6 +127,7 @@ class Algorithm(NamedTuple):
     task: Task | None = None
     check: Callable[[Clients], None] | None = None
     refresh: Callable[[Any, Clients], Any] | None = None
+    by_loss: bool = False
 
 
 class Adversary(NamedTuple):
@@ -208,6 +211,11 @@ def random_order(key: jax.Array, clients: Clients) -> jax.Array:
 def attack_key(clients_key: jax.Array) -> jax.Array:
     """The attackers' common key, of the one that the clients' are made from: of an id that no client has."""
     return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+
+
+def server_key(clients_key: jax.Array) -> jax.Array:
+    """The server's own key of a round, of the one that the clients' are made from: of an id that no client has."""
+    return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max - 1)
 
 
 def take_clients(clients: Clients, rows: jax.Array) -> Clients:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
+from jfcl import noise
 from jfcl import span as spans
 from jfcl.core import (
     Batch,
@@ -80,12 +83,17 @@ def local_training(
       keep: what a client carries to its next round: `"nothing"` restarts momentum and schedules, `"schedule"` restarts
         momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
         (`O(N D)` memory). A schedule that counts on counts every round, also those in which the client has no part.
+        Random keys in the optimiser's state, as `optax.add_noise` has, are not kept in any case: a client has other
+        noise in each round, and other noise than the other clients, which follows from the key of the run.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
         same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that costs less; `"never"`;
         `"always"`, or a `ValueError` that says why it cannot be.
 
     Raises:
       ValueError: for arguments outside of what is said above.
+
+    Warns:
+      UserWarning: the optimiser has a learning-rate schedule, which `keep="nothing"` restarts in every round.
 
     Example:
       >>> import optax
@@ -106,7 +114,29 @@ def local_training(
         prox = float(prox)
     check_choice("keep", keep, KEEP)
     check_choice("span", span, SPAN)
+    if keep == "nothing" and _has_schedule(optimizer):
+        warnings.warn(
+            "the optimizer's schedule begins again in every round; with keep='schedule' it counts on over the rounds",
+            stacklevel=2,
+        )
     return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep, span)
+
+
+def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
+    """Whether the state of `optimizer`, for a small model, counts steps for a schedule."""
+    try:
+        state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    except Exception:  # it is made for the parameters of one model, as those with a mask may be
+        return False
+    found = jax.tree.leaves(state, is_leaf=_counts_schedule)
+    return any(map(_counts_schedule, found))
+
+
+def _counts_schedule(state: Any) -> bool:
+    """Whether `state` is the part of an optimiser's state that belongs to a schedule."""
+    if isinstance(state, optax.InjectStatefulHyperparamsState):
+        return any("count" in getattr(s, "_fields", ()) for s in state.hyperparams_states.values())
+    return isinstance(state, optax.ScaleByScheduleState)
 
 
 def check_parts(task: Any, training: Any) -> None:
@@ -178,12 +208,15 @@ def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Arr
 
 
 def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
-    """`opt_state` whose schedules count `steps_done` steps. Adam's own count belongs to its moments, and is left."""
+    """`opt_state` whose schedules count `steps_done` steps, that by which `optax.add_noise` anneals among them.
+
+    Adam's own count belongs to its moments, and is left.
+    """
     injected = optax.InjectStatefulHyperparamsState
     steps_done = jnp.asarray(steps_done, jnp.int32)
 
     def one(state):
-        if isinstance(state, optax.ScaleByScheduleState):
+        if isinstance(state, (optax.ScaleByScheduleState, optax.AddNoiseState)):
             return state._replace(count=steps_done)
         if isinstance(state, injected):
             counting = {name: s for name, s in state.hyperparams_states.items() if "count" in getattr(s, "_fields", ())}
@@ -195,7 +228,8 @@ def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
             )
         return state
 
-    return jax.tree.map(one, opt_state, is_leaf=lambda s: isinstance(s, (optax.ScaleByScheduleState, injected)))
+    kinds = (optax.ScaleByScheduleState, optax.AddNoiseState, injected)
+    return jax.tree.map(one, opt_state, is_leaf=lambda s: isinstance(s, kinds))
 
 
 def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Array:
@@ -229,7 +263,12 @@ def optimizer_at(
 
 def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
     """What of a client's optimiser goes into the method's state: `()` unless `keep="everything"`."""
-    return opt_state if training.keep == "everything" else ()
+    return noise.as_data(opt_state) if training.keep == "everything" else ()
+
+
+def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree) -> PyTree:
+    """`opt_state` with random keys, where it has any, of the client and round whose `key` is given."""
+    return noise.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
 def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
@@ -295,8 +334,8 @@ def train(
       params: the model to start from.
       examples: pytree of `[M, ...]`.
       size: `[]` int32, how many of them are real. With 0 nothing is learnt.
-      opt_state: from `start_optimizer`, or this client's last. Unless `training` says `keep="everything"` or
-        `span="never"`, all of it but counters of steps must be as `start_optimizer` makes it.
+      opt_state: from `start_optimizer`, or this client's last; random keys in it are replaced. Unless `training` says
+        `keep="everything"` or `span="never"`, all of it but counters of steps must be as `start_optimizer` makes it.
       anchor: the model that the proximal term pulls to; `params` if None.
       products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only the span
         has a use for them.
@@ -308,6 +347,7 @@ def train(
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
     given = products is not None
+    opt_state = rekeyed(training, key, params, opt_state)
     start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
     begin, anchor = params, params if anchor is None else anchor
     if full_batch or start is not None:
@@ -340,6 +380,7 @@ def train(
         if not (is_concrete(training.prox) and training.prox == 0):
             grads = pull(grads, params)
         updates, opt_state = training.optimizer.update(grads, opt_state, params)
+        chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         return optax.apply_updates(params, updates), opt_state, total + loss.astype(total.dtype)
 
     slots = jnp.arange(batch_size)

@@ -25,10 +25,9 @@ from jfcl.cohorts import make_sampler, who_answers
 from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key, check_state
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.runs import RunFolder
-from jfcl.simulation import MOST_CLUSTERS_KEPT, SUMMED, History, finite_mean, found_clusters
+from jfcl.simulation import MOST_CLUSTERS_KEPT, SERVE, SUMMED, History, finite_mean, found_clusters
 from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
 
-SERVE = ("loss", "state")
 _COHORT, _EVALUATED = range(2)  # streams of random numbers
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -209,7 +208,8 @@ class _Judge:
     def __init__(self, algorithm, split, shapes, store, test_store, evaluated, serve, client_axis, rows_of):
         self.num_models = 1 if split.personal else jax.tree.leaves(shapes.params)[0].shape[0]
         self._split, self._evaluated, self._rows_of = split, evaluated, rows_of
-        self._by_rows = split.personal or (serve == "state" and self.num_models > 1)
+        choose = serve == "loss" and algorithm.by_loss
+        self._by_rows = split.personal or (self.num_models > 1 and not choose)
         self._tests = self._learners = self._true = None
         if test_store is not None and algorithm.task is not None:
             self._tests = jax.device_put(test_store.gather(evaluated))
@@ -310,9 +310,7 @@ def simulate_population(
         `jfcl.attacks.poison` of the malicious.
       test_store: held-out examples of the same clients; without it nothing is evaluated.
       evaluate: how many clients, drawn once, are evaluated; or their ids.
-      serve: the model that an evaluated client is served if there are several: that of lowest "loss" on its training
-        examples, which is what IFCA would tell it now; or that of its "state", which may be from long ago. Clients
-        with a model of their own are served that.
+      serve: as in `simulate`; the "state" of a client may be from long ago.
       client_axis: mapping used to evaluate; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
         among its devices.
       eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after: as in `simulate`.

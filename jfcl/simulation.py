@@ -19,11 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl import hosts, mapping, metrics
 from jfcl.aggregate import is_finite
+from jfcl.algorithms.ifca import lowest_loss
 from jfcl.core import (
     Algorithm,
     Clients,
     Task,
     check,
+    check_choice,
     check_clients,
     check_count,
     check_key,
@@ -39,6 +41,7 @@ from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
 SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone")
 EVENTS = ("split_from", "capacity_reached")
 BLOCK_SECONDS = 1.0  # of rounds in one call of the compiled program, about: so often the bar moves, and Ctrl-C is heard
+SERVE = ("loss", "state")
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
 
 
@@ -48,8 +51,8 @@ class History(NamedTuple):
     Attributes:
       records: a dict per evaluated round and seed, plain numbers: ready for `pandas.DataFrame(history.records)`.
       state: the algorithm's last state; with a leading seed axis if several keys were given.
-      clients: final per-client arrays, `[R, N]` each: `cluster`, `examples` (in training), and of the test examples
-        `loss` and `accuracy`.
+      clients: final per-client arrays, `[R, N]` each: `cluster`, `examples` (in training), and with test clients
+        `model`, the one that the client is served, and of the test examples `loss` and `accuracy`.
       rounds: rounds done.
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
@@ -185,8 +188,12 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 
 
 @partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
-def _evaluate(params, cluster, clients, *, task, seed_axis, client_axis, by_loss):
+def _evaluate(params, cluster, clients, learners, *, task, seed_axis, client_axis, by_loss):
+    """`by_loss`: on the examples evaluated; with `learners`, the clients in training: on those of them."""
+
     def one_seed(params, cluster):
+        if learners is not None:
+            cluster = lowest_loss(task, params, learners, client_axis=client_axis)
         chosen = None if by_loss else cluster
         return metrics.evaluate(task, params, clients, chosen, client_axis=client_axis)
 
@@ -245,6 +252,8 @@ class _Judge(NamedTuple):
       tests, newcomers: on the devices, or None.
       test_size, new_size: `[N]`, `[N']`, their numbers of examples.
       seed_axis, client_axis: mappings.
+      learners: the clients in training, if the test clients are served the model of lowest loss on their examples; else
+        None: that of the state.
     """
 
     task: Task | None
@@ -257,9 +266,10 @@ class _Judge(NamedTuple):
     new_size: np.ndarray | None
     seed_axis: mapping.Mapping
     client_axis: mapping.Mapping
+    learners: Clients | None
 
     @classmethod
-    def place(cls, task, seeds, n, true_cluster, tests, newcomers, seed_axis, client_axis) -> _Judge:
+    def place(cls, task, seeds, n, true_cluster, tests, newcomers, seed_axis, client_axis, learners) -> _Judge:
         """A judge whose test clients and newcomers lie where they are evaluated."""
         test_size = new_size = None
         if tests is not None:
@@ -272,14 +282,24 @@ class _Judge(NamedTuple):
                 newcomers = jax.tree.map(lambda x: x[own], newcomers)
             newcomers = mapping.place(client_axis, newcomers, len(new_size))
         true_cluster = None if true_cluster is None else np.asarray(true_cluster)
-        return cls(task, seeds, n, true_cluster, tests, test_size, newcomers, new_size, seed_axis, client_axis)
+        learners = None if tests is None or task is None else learners
+        axes = (seed_axis, client_axis, learners)
+        return cls(task, seeds, n, true_cluster, tests, test_size, newcomers, new_size, *axes)
 
-    def assess(self, state: Any, data: Clients | None, *, by_loss: bool = False) -> dict[str, jax.Array] | None:
-        """Loss and accuracy of `data`'s clients, `[R, ...]` each, under the models that they are served."""
+    def assess(self, state: Any, data: Clients | None, *, new: bool = False) -> dict[str, jax.Array] | None:
+        """Loss and accuracy of `data`'s clients, `[R, ...]` each, under the models that they are served.
+
+        `new`: they are newcomers, of whom there is nothing but `data`.
+        """
         if data is None or self.task is None:
             return None
         axes = {"seed_axis": self.seed_axis, "client_axis": self.client_axis}
-        return _evaluate(state.params, state.cluster, data, task=self.task, by_loss=by_loss, **axes)
+        learners = None if new else self.learners
+        return _evaluate(state.params, state.cluster, data, learners, task=self.task, by_loss=new, **axes)
+
+    def clusters(self, state: Any, held_out: dict[str, Any] | None) -> Any:
+        """`[R, N]`: the clusters that are reported; `held_out` is what `assess` says of the test clients."""
+        return found_clusters(state) if self.learners is None else held_out["cluster"]
 
     def records(self, state: Any, t: int, values: dict[str, Any], totals: dict[str, list]) -> tuple[list[dict], Any]:
         """The records of round `t`, one per seed, and what `assess` says of the test clients.
@@ -287,12 +307,13 @@ class _Judge(NamedTuple):
         `values` are the round's metrics `[R, ...]`; those in `SUMMED` and `EVENTS` are taken from `totals`.
         """
         n, padded = self.num_clients, state.cluster.shape[1]  # with the clients behind, which do not count
+        held_out = self.assess(state, self.tests)
         held_out, new, values, cluster, excluded = hosts.fetch(
             (
-                self.assess(state, self.tests),
-                self.assess(state, self.newcomers, by_loss=True),
+                held_out,
+                self.assess(state, self.newcomers, new=True),
                 values,
-                found_clusters(state),
+                self.clusters(state, held_out),
                 getattr(state, "excluded", None),
             )
         )
@@ -323,8 +344,9 @@ class _Judge(NamedTuple):
     def final(self, state: Any, size: jax.Array, held_out: dict[str, Any] | None) -> dict[str, np.ndarray]:
         """What `History.clients` holds; `held_out` is what `assess` said of the test clients, if it was asked."""
         held_out = dict((self.assess(state, self.tests) if held_out is None else held_out) or {})
+        cluster = self.clusters(state, held_out)
         served = {"model": held_out.pop("cluster")} if "cluster" in held_out else {}
-        final = {"cluster": found_clusters(state)} | served | held_out
+        final = {"cluster": cluster} | served | held_out
         final["examples"] = jnp.broadcast_to(size, (len(self.seeds), len(size)))
         return {name: np.asarray(value)[:, : self.num_clients] for name, value in hosts.fetch(final).items()}
 
@@ -338,6 +360,7 @@ def simulate(
     test_clients: Clients | None = None,
     newcomers: Clients | None = None,
     true_cluster: np.ndarray | None = None,
+    serve: str = "loss",
     hyperparams: dict[str, Any] | None = None,
     eval_every: int = 1,
     seeds: list[int] | None = None,
@@ -355,7 +378,8 @@ def simulate(
 
     Args:
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. The same object again
-        compiles nothing, and with `hyperparams` other values neither.
+        compiles nothing, and with `hyperparams` other values neither. The programs stay in memory with the object, some
+        ten megabytes, until `jfcl.clear_programs()` drops them.
       clients: training data.
       key: one key, or `[R]` of them: seeds, run together in one program.
       num_rounds: `T`.
@@ -364,6 +388,11 @@ def simulate(
         test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
         with -1, malicious ones say, do not count.
+      serve: the model that a test client is served by a method whose clients choose among several (`Algorithm.by_loss`:
+        IFCA, HypCluster): that of lowest "loss" on its training examples now; or that of its "state", the one that it
+        chose when it last took part. With "loss", each evaluation of `test_clients` takes `K` passes over the training
+        examples besides, and the clusters in the records and in `History.clients` are the models served; without
+        `test_clients`, they are the state's. Other methods serve the state's model in any case.
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
       eval_every: rounds between evaluations; the last round is always evaluated.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
@@ -400,6 +429,7 @@ def simulate(
     check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
+    check_choice("serve", serve, SERVE)
     client_axis = mapping.auto() if client_axis is None else client_axis
     n = _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
@@ -440,8 +470,11 @@ def simulate(
         others += [] if newcomers is None else [newcomers]
         seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
         mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
-        judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, seed_axis, client_axis)
         clients = mapping.place(client_axis, clients, n)
+        several = jax.tree.leaves(like.params)[0].shape[1] > 1
+        learners = clients if serve == "loss" and made.by_loss and several else None
+        axes = (seed_axis, client_axis, learners)
+        judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, *axes)
         # Whatever a round would refuse it refuses here, before anything is written or computed.
         whole = jax.eval_shape(partial(_init, **static), keys, clients, hyperparams)
         jax.eval_shape(partial(_advance, **static), keys, whole, np.int32(1), np.int32(1), clients, hyperparams)

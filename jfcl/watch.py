@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -22,27 +22,45 @@ class DivergedError(RuntimeError):
 
 
 class CompileClock:
-    """`seconds`: how long jax has been tracing, lowering and compiling while this is open."""
+    """`seconds`: how long jax has been tracing, lowering and compiling in this thread while this is open."""
+
+    _lock = threading.Lock()
+    _open: ClassVar[dict[int, list[CompileClock]]] = {}  # by thread
 
     def __enter__(self):
-        self.seconds, self._spans = 0.0, []
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self.seconds, self._spans, self._thread = 0.0, [], threading.get_ident()
+        with self._lock:
+            if not self._open:
+                jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
+            self._open.setdefault(self._thread, []).append(self)
         return self
 
-    def _listen(self, event: str, duration: float, **_):
+    @staticmethod
+    def _listen(event: str, duration: float, **_):
+        # jax has one list of listeners, which it calls in the thread that compiles. One listener serves all clocks: a
+        # clock that registered its own would, on leaving the list, make jax skip that of another thread.
         if event.startswith("/jax/core/compile/"):
-            end = time.perf_counter()
-            begin = end - duration
-            # Functions are traced inside of others: what lies within this span has been counted.
-            while self._spans and self._spans[-1][0] >= begin:
-                inner = self._spans.pop()
-                self.seconds -= inner[1] - inner[0]
-            begin = max(begin, self._spans[-1][1]) if self._spans else begin
-            self._spans.append((begin, end))
-            self.seconds += end - begin
+            for clock in CompileClock._open.get(threading.get_ident(), ()):
+                clock._count(duration)
+
+    def _count(self, duration: float) -> None:
+        end = time.perf_counter()
+        begin = end - duration
+        # Functions are traced inside of others: what lies within this span has been counted.
+        while self._spans and self._spans[-1][0] >= begin:
+            inner = self._spans.pop()
+            self.seconds -= inner[1] - inner[0]
+        begin = max(begin, self._spans[-1][1]) if self._spans else begin
+        self._spans.append((begin, end))
+        self.seconds += end - begin
 
     def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        with self._lock:
+            self._open[self._thread].remove(self)
+            if not self._open[self._thread]:
+                del self._open[self._thread]
+            if not self._open:
+                jax.monitoring.unregister_event_duration_listener(CompileClock._listen)
 
 
 class Watch:

@@ -306,6 +306,37 @@ def test_a_cohort_takes_part_and_the_others_rest():
     assert len(set(seen)) > 1
 
 
+@pytest.mark.parametrize("weights", ["equal", "size"])
+@pytest.mark.parametrize("divide_by", ["all", "participants"])
+def test_sums_of_gradients_are_divided_by_all_machines_or_by_the_participants(divide_by, weights):
+    """Line 14 of Algorithm 2 in float64, with a cohort, a padding client and a client that sends NaN."""
+    clients = regression(3, n=9)
+    size = clients.size.copy()
+    size[4] = 0
+    clients.examples["x"][7] = np.nan
+    clients = clients._replace(size=size)
+    start = np.random.default_rng(1).normal(size=(2, D)).astype(np.float32)
+    options = {"num_clusters": 2, "average": "gradients", "weights": weights, "divide_by": divide_by, "cohort": 5}
+    algorithm = jfcl.ifca(LINEAR, ONE, init_params={"w": start}, **options)
+    state, step = algorithm.init(jax.random.key(0), clients), jax.jit(algorithm.step)
+    counts, data, broken = (size if weights == "size" else size > 0).astype(float), list(rows(clients)), 0
+    for t in range(4):
+        new, metrics = step(jax.random.fold_in(jax.random.key(1), t), state, clients)
+        models = np.asarray(state.params["w"], np.float64)
+        present = np.flatnonzero(~np.isnan(metrics["loss"]))
+        sent = [i for i in present if i != 7]
+        broken += len(present) - len(sent)
+        m = counts.sum() if divide_by == "all" else counts[sent].sum()
+        want = models.copy()
+        for i in sent:
+            x, y, s = data[i]
+            j = int(np.argmin([loss64(w, x, y) for w in models]))
+            want[j] -= 0.1 / m * counts[i] * x.T @ (x @ models[j] - y) / s
+        np.testing.assert_allclose(new.params["w"], want, rtol=1e-4, atol=1e-5)
+        state = new
+    assert broken > 0
+
+
 def test_clients_without_examples_are_never_drawn():
     clients = regression(13, n=8)
     size = clients.size.copy()
@@ -398,6 +429,14 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (
             lambda: jfcl.ifca(LINEAR, FIVE, num_clusters=2, average="gradients"),
             "average must be models, or gradients of 1 local step",
+        ),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="gradients", divide_by="everyone"),
+            "unknown divide_by 'everyone'",
+        ),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, divide_by="participants"),
+            'divide_by must be left out without average="gradients"',
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),

@@ -1,13 +1,18 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfcl.core import Task
-from jfcl.local import local_training, mean_loss, optimizer_at, start_optimizer, steps_per_round, train
+import jfcl
+from jfcl import noise
+from jfcl.core import Clients, Task
+from jfcl.local import KEEP, local_training, mean_loss, optimizer_at, start_optimizer, steps_per_round, train
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},
@@ -167,7 +172,7 @@ def test_schedules_restart_or_count_on():
     params, data = {"w": jnp.zeros(16)}, {"x": jnp.arange(16)}
     moved = {}
     for keep in ("nothing", "schedule"):
-        training = local_training(optax.sgd(schedule), num_steps=2, keep=keep)
+        training = local_training(optax.sgd(0.0), num_steps=2, keep=keep)._replace(optimizer=optax.sgd(schedule))
         moved[keep] = -float(do(COUNTING, training, params, data, 16, steps_done=jnp.asarray(2)).params["w"].sum())
     assert moved["nothing"] == pytest.approx(2) and moved["schedule"] == pytest.approx(1)
 
@@ -226,3 +231,130 @@ def test_schedules_count_the_rounds_that_a_client_sits_out(keep, injected):
         moved.append(-float(out.params["w"][0]))
         opt_state = out.opt_state if keep == "everything" else opt_state
     np.testing.assert_allclose(moved, [2.0, 1.0, 0.25])
+
+
+SLOW = optax.exponential_decay(0.1, 10, 0.5)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(SLOW),
+        optax.chain(optax.clip(1.0), optax.masked(optax.adam(SLOW), lambda p: jax.tree.map(lambda _: True, p))),
+        optax.inject_hyperparams(optax.adam)(SLOW),
+    ],
+    ids=["sgd", "inside", "injected"],
+)
+def test_schedules_that_restart_are_warned_of(optimizer):
+    with pytest.warns(UserWarning, match="begins again in every round") as caught:
+        local_training(optimizer, num_steps=1)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    for keep in ("schedule", "everything"):  # warnings are errors
+        local_training(optimizer, num_steps=1, keep=keep)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(0.1),  # it counts, but for its moments
+        optax.sgd(0.1, momentum=0.9),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.add_noise(0.1, 0.5, key=0),
+        optax.masked(optax.sgd(SLOW), {"other": True}),  # nothing is known before the model is
+    ],
+    ids=["adamw", "sgd", "injected", "noise", "masked"],
+)
+def test_other_counters_are_not_warned_of(optimizer):
+    local_training(optimizer, num_steps=1)
+
+
+# ---- Noise of an optimiser -----------------------------------------------------------------------------------------
+
+WIDE = 400
+FLAT = Task(
+    init=lambda key: {"w": jnp.zeros(WIDE)},
+    loss=lambda p, batch: batch["x"] * 0.0 * p["w"].sum(),  # without a gradient: what moves is noise
+    predict=lambda p, x: x,
+)
+SIGMA = 0.3
+NOISY = {
+    "add_noise": optax.chain(optax.add_noise(SIGMA**2, 0.0, key=0), optax.sgd(1.0)),
+    "private": optax.chain(
+        optax.stateless(lambda grads, _: jax.tree.map(lambda g: g[None], grads)),  # as of one example
+        optax.contrib.differentially_private_aggregate(1.0, SIGMA, key=0),
+        optax.sgd(1.0),
+    ),
+}
+THREE = Clients({"x": np.zeros((3, 2), np.float32), "y": np.zeros((3, 2), np.float32)}, np.array([2, 1, 2], np.int32))
+
+
+def noises(optimizer, keep, clients=THREE, **options):
+    """`[2, N, D]`: what each client's model moves by in each of two rounds of two steps."""
+    training = local_training(optimizer, num_steps=2, keep=keep)
+    algorithm = jfcl.local_only(FLAT, training, **options)
+    step, state, seen = jax.jit(algorithm.step), algorithm.init(jax.random.key(0), clients), [np.zeros(WIDE)]
+    for t in range(2):
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs
+            state, _ = step(jax.random.fold_in(jax.random.key(1), t), state, clients)
+        seen.append(np.asarray(state.params["w"], np.float64))
+    assert not any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state))
+    return np.stack([seen[1] - seen[0], seen[2] - seen[1]])
+
+
+@pytest.mark.parametrize(("name", "keep"), [("add_noise", k) for k in KEEP] + [("private", "everything")])
+def test_each_client_and_round_has_noise_of_its_own(name, keep):
+    found = noises(NOISY[name], keep, client_axis=jax.vmap)
+    related = np.corrcoef(found.reshape(6, WIDE)) - np.eye(6)
+    assert np.abs(related).max() < 0.2  # four standard errors
+    assert scipy.stats.kstest(found.ravel(), "norm", args=(0.0, SIGMA * np.sqrt(2))).pvalue > 1e-3  # of two steps
+    if (name, keep) == ("add_noise", "everything"):
+        others = THREE._replace(id=np.array([2, 1, 0], np.int32))
+        again = noises(NOISY[name], keep, others, client_axis=jfcl.chunked(1))  # one at a time, in another order
+        np.testing.assert_array_equal(again[:, ::-1], found)
+
+
+def test_keys_of_integers_are_replaced_where_they_have_the_name_of_a_key():
+    class State(NamedTuple):
+        rng_key: jax.Array
+        words: jax.Array
+
+    state = {"key": State(jax.random.PRNGKey(3), jnp.arange(2, dtype=jnp.uint32))}
+    first, second = (noise.rekeyed(jax.random.key(k), state, state)["key"] for k in (0, 1))
+    assert first.rng_key.dtype == jnp.uint32 and first.rng_key.shape == (2,)
+    assert (first.rng_key != second.rng_key).any() and (first.rng_key != state["key"].rng_key).any()
+    assert (first.words == state["key"].words).all()
+    plain = optax.adam(0.1).init({"key": jnp.zeros(2)})
+    assert noise.rekeyed(jax.random.key(0), plain, plain) is plain
+
+
+def test_noise_anneals_by_the_steps_of_all_rounds_under_schedule():
+    """The variance at step t is eta / t^gamma: with gamma = 2, round two of two steps has 1/9 + 1/16 of eta."""
+    annealed = optax.chain(optax.add_noise(SIGMA**2, 2.0, key=0), optax.sgd(1.0))
+    for keep, share in (("nothing", 1 + 1 / 4), ("schedule", 1 / 9 + 1 / 16)):
+        found = noises(annealed, keep)
+        np.testing.assert_allclose(found[0].std(), SIGMA * np.sqrt(1 + 1 / 4), rtol=0.1)
+        np.testing.assert_allclose(found[1].std(), SIGMA * np.sqrt(share), rtol=0.1)
+
+
+def test_the_servers_noise_is_of_its_model_and_round_and_runs_with_noise_resume_exactly(tmp_path):
+    training = local_training(NOISY["add_noise"], num_steps=1, keep="everything")
+    server = optax.chain(optax.add_noise(1e4, 0.0, key=0), optax.sgd(1.0))
+    start = {"w": np.zeros((2, WIDE), np.float32)}
+    algorithm = jfcl.oracle(FLAT, training, cluster=[0, 1, 1], init_params=start, server_optimizer=server, cohort=2)
+    options = {"key": jax.random.key(5), "eval_every": 4}
+    with jax.numpy_dtype_promotion("standard"):
+        whole = jfcl.simulate(algorithm, THREE, num_rounds=4, out=tmp_path / "whole", **options)
+        one = jfcl.simulate(algorithm, THREE, num_rounds=1, out=tmp_path / "parts", **options)
+        resumed = jfcl.simulate(algorithm, THREE, num_rounds=4, out=tmp_path / "parts", resume=True, **options)
+    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(resumed.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    first = np.asarray(one.state.params["w"], np.float64)
+    later = np.asarray(whole.state.params["w"], np.float64) - first
+    related = np.corrcoef(np.concatenate([first[first.any(axis=1)], later])) - np.eye(2 + first.any(axis=1).sum())
+    assert np.abs(related).max() < 0.2 and 80 < later[1].std() < 250
+
+
+def test_an_optimizer_whose_steps_have_other_shapes_is_refused():
+    per_example = optax.chain(optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), optax.sgd(1.0))
+    with pytest.raises(AssertionError, match="shapes"):
+        noises(per_example, "nothing")

@@ -65,13 +65,23 @@ def same(a, b, **tolerance):
 def test_the_whole_population_as_the_cohort_is_simulate(method):
     algorithm = METHODS[method]
     there = jfcl.simulate(algorithm, CLIENTS, key=KEY, num_rounds=4, test_clients=CLIENTS, true_cluster=CLUSTER)
-    here = population(algorithm, num_rounds=4, cohort=7, serve="state")
+    here = population(algorithm, num_rounds=4, cohort=7)
     same(there.state, here.state, rtol=1e-6, atol=1e-6)
     for a, b in zip(there.records, here.records, strict=True):
         for name in ("loss", "train_loss", "bytes_up", "bytes_down", "client_steps", "adjusted_rand", "cluster"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert here.records[-1]["seen"] == 7 and here.records[-1]["asked"] == 4 * 7
     assert there.client_steps == here.client_steps and set(there.clients) <= set(here.clients)
+
+
+def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss():
+    """The two models of the oracle start alike, so that by loss all clients would be served the first at first."""
+    algorithm = jfcl.oracle(
+        TASK, TRAINING._replace(optimizer=optax.sgd(0.0)), cluster=CLUSTER, init_params=TASK.init(KEY)
+    )
+    for serve in ("loss", "state"):
+        history = population(algorithm, num_rounds=1, serve=serve)
+        assert history.clients["model"].tolist() == history.clients["cluster"].tolist() == [CLUSTER.tolist()]
 
 
 def test_knn_per_too():

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -236,6 +237,44 @@ def test_collapse_warns_once():
         sim(algorithm=jfcl.fedavg(TASK, TRAINING))  # one model is no collapse
 
 
+def loss64(params, i, k):
+    """The mean loss of client `i` under model `k`, in float64."""
+    x, y = (CLIENTS.examples[name][i, : CLIENTS.size[i]].astype(np.float64) for name in "xy")
+    w, b = (np.asarray(params[name][k], np.float64) for name in "wb")
+    return 0.5 * np.mean((x @ w + b - y) ** 2)
+
+
+def test_clients_are_served_the_model_of_lowest_loss_now_or_that_of_their_last_round():
+    """One client takes part in a round: what the others chose, they chose among the models of the beginning."""
+    algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, cohort=1)
+    now, then = (sim(algorithm=algorithm, num_rounds=5, serve=serve) for serve in ("loss", "state"))
+    assert equal(now.state, then.state)
+    losses = np.array([[loss64(now.state.params, i, k) for k in (0, 1)] for i in range(7)])
+    lowest, last = losses.argmin(axis=1), np.asarray(now.state.cluster)
+    assert (lowest != last).any()
+    for history, served in ((now, lowest), (then, last)):
+        assert history.records[-1]["cluster"] == served.tolist()
+        for name in ("cluster", "model"):
+            assert history.clients[name].tolist() == [served.tolist()]
+        np.testing.assert_allclose(history.clients["loss"][0], losses[np.arange(7), served], rtol=1e-5)
+        right = max(np.mean(served == CLUSTER), np.mean(served != CLUSTER))
+        assert history.records[-1]["cluster_accuracy"] == pytest.approx(right)
+    untested = sim(algorithm=algorithm, num_rounds=5, test_clients=None)  # nothing is evaluated
+    assert untested.records[-1]["cluster"] == last.tolist() and "model" not in untested.clients
+
+
+def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("losses under all models")
+
+    monkeypatch.setattr(simulation, "lowest_loss", refuse)
+    for algorithm in (jfcl.ifca(TASK, TRAINING, num_clusters=1), jfcl.oracle(TASK, TRAINING, cluster=CLUSTER)):
+        sim(algorithm=algorithm, num_rounds=1)
+    assert IFCA.by_loss and jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1).by_loss
+    assert jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2).by_loss
+    assert not jfcl.cfl(TASK, TRAINING).by_loss and not jfcl.one_shot(TASK, TRAINING, num_clusters=2).by_loss
+
+
 def test_newcomers_are_served_by_lowest_loss():
     history = sim(newcomers=CLIENTS)
     last = history.records[-1]
@@ -260,6 +299,7 @@ def test_records_are_ready_for_pandas():
     [
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
+        ({"serve": "lost"}, "did you mean 'loss'"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
         ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
@@ -324,3 +364,36 @@ def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
             now[0] = end
             clock._listen("/jax/core/compile/x", duration)
     assert clock.seconds == 6.5  # from 0.5 to 7
+
+
+def test_clocks_of_threads_count_what_their_own_thread_compiles():
+    from jfcl import watch
+
+    opened, compiled = threading.Event(), threading.Event()
+
+    def idle(found):
+        with watch.CompileClock() as clock:
+            opened.set()
+            compiled.wait(60)
+            found.append(clock.seconds)
+
+    found = []
+    thread = threading.Thread(target=idle, args=(found,))
+    thread.start()
+    assert opened.wait(60)
+    with watch.CompileClock() as outer:
+        with watch.CompileClock() as inner:
+            jax.jit(lambda x: x + 1)(np.float32(1)).block_until_ready()
+        within = inner.seconds
+        compiled.set()
+        thread.join()
+        jax.jit(lambda x: x + 2)(np.float32(1)).block_until_ready()  # heard, though two clocks have gone
+    assert found == [0.0] and 0 < within == inner.seconds < outer.seconds
+
+
+def test_cleared_programs_are_compiled_again():
+    first = sim(num_rounds=1)
+    jfcl.clear_programs()
+    with count_compilations() as compiled:
+        second = sim(num_rounds=1)
+    assert compiled.count >= 3 and equal(first.state, second.state)  # init, rounds, evaluation

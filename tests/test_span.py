@@ -139,6 +139,7 @@ def test_against_plain_descent_in_float64(options, seed, size):
     ids=["sgd", "nesterov", "ema", "schedule", "accumulated", "adam on biases", "centralize"],
 )
 @pytest.mark.parametrize("keep", ["nothing", "schedule"])
+@pytest.mark.filterwarnings("ignore:the optimizer's schedule begins again")
 def test_optimizers_agree_with_plain_training(optimizer, keep):
     key, params = jax.random.key(0), MLP.init(jax.random.key(1))
     plain, spanned = (

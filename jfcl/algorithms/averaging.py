@@ -7,13 +7,14 @@ round takes `O(chunk * D + K * D)` memory, however many clients there are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
+from jfcl import local, mapping, noise
 from jfcl.aggregate import (
     add_sent,
     adversary_check,
@@ -42,10 +43,12 @@ from jfcl.core import (
     num_clients,
     path_name,
     random_order,
+    server_key,
     take_clients,
 )
 
 WEIGHTS = ("size", "equal")
+DIVIDE_BY = ("cluster", "participants", "all")
 
 # (params [K, ...]) -> what each client of the round does, which is
 # (the key of its training, its examples and size, its last cluster, rounds without a change of any client's cluster)
@@ -109,8 +112,17 @@ def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: C
     """Every client's optimiser state `[N, ...]` under `keep="everything"`, else `()`."""
     if training.keep != "everything":
         return ()
-    one = training.optimizer.init(jax.tree.map(lambda p: p[0], params))
+    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], params)))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+
+
+def server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):
+    """The server optimiser's `state` `[K, ...]` with random keys, where it has any, of each model and this round."""
+    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], params))
+    if not noise.has_keys(like):
+        return state
+    keys = jax.random.split(server_key(clients_key), len(jax.tree.leaves(params)[0]))
+    return jax.vmap(partial(noise.rekeyed, like=like))(keys, state)
 
 
 def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
@@ -141,7 +153,7 @@ def averaging(
     start: Callable[[PyTree, Clients], jax.Array],
     choose: Choose = keep_cluster,
     weights: str = "size",
-    everyone: bool = False,
+    divide_by: str = "cluster",
     shared: Callable[[str], bool] | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
@@ -158,7 +170,9 @@ def averaging(
       start: `(params, clients) -> [N]` int32, the clusters before the first round.
       choose: how one client finds its cluster at the start of a round.
       weights: `"size"` or `"equal"`, what a client counts in its cluster's mean.
-      everyone: divide each cluster's sum by the weight of all participants rather than of the cluster's own.
+      divide_by: the clients whose weights divide the sum of a cluster's updates: "cluster", those in the sum;
+        "participants", those in the sum of any cluster; "all", those with examples, in the cohort or not, also where
+        their updates are not finite.
       shared: says of a parameter's path, such as `"Dense_0/kernel"`, whether it is averaged over all clients.
       server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: apply it as it is.
       cohort: how many clients, drawn anew each round, take part; default: all.
@@ -175,6 +189,7 @@ def averaging(
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("weights", weights, WEIGHTS)
+    check_choice("divide_by", divide_by, DIVIDE_BY)
     if cohort is not None:
         check_count("cohort", cohort)
     check(
@@ -183,8 +198,9 @@ def averaging(
         server_optimizer,
         "left out where parameters are shared: its state would differ between the copies of a shared layer",
     )
-    alone = aggregator is None or (shared is None and not everyone)
-    check(alone, "aggregator", aggregator, "left out where parameters are shared, or sums divided by all participants")
+    alone = aggregator is None or (shared is None and divide_by == "cluster")
+    accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
+    check(alone, "aggregator", aggregator, accepted)
     server_optimizer = optax.sgd(1.0) if server_optimizer is None else server_optimizer
     client_axis = mapping.auto() if client_axis is None else client_axis
 
@@ -204,7 +220,7 @@ def averaging(
             cluster=start(params, clients).astype(jnp.int32),
             unchanged=jnp.zeros(n, jnp.int32),
             round=jnp.zeros((), jnp.int32),
-            server=jax.vmap(server_optimizer.init)(params),
+            server=noise.as_data(jax.vmap(server_optimizer.init)(params)),
             client=initial_optimizers(training, params, clients),
         )
 
@@ -248,8 +264,9 @@ def averaging(
                 updates, chosen, counts
             )
 
-        all_weight = jnp.broadcast_to(weight.sum(), weight.shape)
-        own_mean = divide_rows(sums, all_weight if everyone else weight, state.params)
+        total = client_weight(weights, jnp.asarray(clients.size)) if divide_by == "all" else weight
+        all_weight = jnp.broadcast_to(total.sum(), weight.shape)
+        own_mean = divide_rows(sums, weight if divide_by == "cluster" else all_weight, state.params)
         if aggregator is not None:
             own_mean = robust_cluster_mean(aggregator, updates, chosen, counts > 0, num_clusters)
         used = jax.tree.map(lambda _: weight > 0, state.params)
@@ -262,7 +279,9 @@ def averaging(
             )
             used = jax.tree.map(lambda f, u: jnp.broadcast_to(u.any(), u.shape) if f else u, flags, used)
         direction = jax.tree.map(jnp.negative, mean)  # the server descends, as optax's optimisers do
-        updates, server = jax.vmap(server_optimizer.update)(direction, state.server, state.params)
+        server = server_noise(server_optimizer, clients_key, state.params, state.server)
+        updates, server = jax.vmap(server_optimizer.update)(direction, server, state.params)
+        server = noise.as_data(server)
         params = jax.tree.map(
             lambda u, new, p: where_rows(u, new, p), used, optax.apply_updates(state.params, updates), state.params
         )

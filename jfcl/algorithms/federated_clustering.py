@@ -202,6 +202,7 @@ def federated_clustering(
             center = rule.centers(sent, start, counts[rows], usable)
             along = jax.tree.map(lambda v: v[0], center)
             opt_state = local.optimizer_at(training, params, opt_state, state.round, size, max_examples(clients))
+            opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
             updates, opt_state = training.optimizer.update(along, opt_state, params)
             new, loss = optax.apply_updates(params, updates), losses[mine]
             if rest is not None:

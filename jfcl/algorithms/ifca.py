@@ -28,6 +28,7 @@ from jfcl.core import (
 from jfcl.local import LocalTraining, blank_padding, check_parts, draw_batch, masked_mean, mean_loss
 
 AVERAGE = ("models", "gradients")
+DIVIDE_BY = ("all", "participants")
 
 
 def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array | None]]:
@@ -79,6 +80,7 @@ def ifca(
     *,
     num_clusters: int,
     average: str = "models",
+    divide_by: str = "all",
     weights: str = "equal",
     shared: Callable[[str], bool] | None = None,
     stable_rounds: int | None = None,
@@ -100,7 +102,11 @@ def ifca(
         paper's gamma.
       num_clusters: `K`, the number of models.
       average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
-        (option I): it moves by the sum of its clients' gradients divided by the number of *all* participants.
+        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
+      divide_by: what `m` is with `average="gradients"`: `"all"` clients with examples, in the cohort or not (line 14 of
+        Algorithm 2), a client whose update is not finite included; or the round's `"participants"`, of all clusters,
+        whose updates are in a sum. With `weights="size"` it is their examples. In a population
+        (`jfcl.simulate_population`) a round knows the clients of the cohort alone, and `"all"` are those that answered.
       weights: what a client counts: `"equal"` (the paper) or `"size"`.
       shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
         true are averaged over all clients.
@@ -121,8 +127,8 @@ def ifca(
       is sent `K` models (shared layers once) and sends one.
 
     Raises:
-      ValueError: `K` larger than the number of clients, unknown `average`, more than one step with `"gradients"`, a
-        shortcut that could begin while restarts are still compared, and what `jfcl.fedavg` refuses.
+      ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
+        `"gradients"`, a shortcut that could begin while restarts are still compared, and what `jfcl.fedavg` refuses.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -139,6 +145,8 @@ def ifca(
     check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("average", average, AVERAGE)
+    check_choice("divide_by", divide_by, DIVIDE_BY)
+    check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check_count("restarts", restarts)
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     steps = f"{average}, with num_steps={training.num_steps}"
@@ -190,7 +198,7 @@ def ifca(
         start=start,
         choose=choose,
         weights=weights,
-        everyone=average == "gradients",
+        divide_by=divide_by if average == "gradients" else "cluster",
         shared=shared,
         server_optimizer=server_optimizer,
         cohort=cohort,
@@ -198,7 +206,7 @@ def ifca(
         adversary=adversary,
         aggregator=aggregator,
         client_axis=client_axis,
-    )
+    )._replace(by_loss=True)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -199,12 +199,13 @@ def centers_of(
         )
         group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
-        def move(params, opt_state, k):
+        def move(key, params, opt_state, k):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
+            opt_state = local.rekeyed(training, key, params, opt_state)
             updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
-        params, opt_states = client_axis(move)(state.params, state.client, group)
+        params, opt_states = client_axis(move)(client_keys(clients_key, clients), state.params, state.client, group)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = round_metrics(has_examples, loss, usable, 1, model, model)
         new = CentersState(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import optax
@@ -17,6 +18,8 @@ from jfcl.augment import AUGMENTATIONS
 from jfcl.cohorts import SAMPLING
 from jfcl.core import check, check_choice, check_count
 from jfcl.local import KEEP
+from jfcl.runs import read_json
+from jfcl.simulation import SERVE
 
 SERVER_OPTIMIZERS = {
     "average": lambda lr: optax.sgd(lr),
@@ -115,6 +118,9 @@ class Config:
     server_lr: float = _option(1.0, "the server's learning rate")
     num_models: int | None = _option(None, "number of models, if not --clusters (methods that are told how many)")
     average: str = _option("models", "models (option II) or gradients (option I; needs --local-steps 1) (ifca)")
+    divide_by: str | None = _option(
+        None, "what sums of gradients are divided by with --average gradients: all (default) or participants (ifca)"
+    )
     share: str | None = _option(None, "share parameters whose path starts with one of these, comma separated (ifca)")
     identity_batch: int | None = _option(
         None, "examples on which clients compare the models, drawn anew each round; default: all of theirs (ifca)"
@@ -177,6 +183,12 @@ class Config:
     seeds: int = _option(1, "run with seeds 0..R-1, together", "run")
     seed: int | None = _option(None, "run with this seed alone", "run")
     eval_every: int | None = _option(None, "rounds between evaluations; default: about 50 in all", "run")
+    serve: str = _option(
+        "loss",
+        "which model clients are tested with, of several that they choose among: that of lowest loss on their training"
+        " examples now (loss), or the last one they chose in a round (state) (ifca, hypcluster)",
+        "run",
+    )
     chunk: int | None = _option(None, "clients trained at once; default: 1 on a CPU, all on an accelerator", "run")
     mapping: str | None = _option(
         None,
@@ -199,6 +211,18 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     saved = dataclasses.asdict(config) | {"split_hash": split_hash}
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
     return saved | {"num_rounds": saved.pop("rounds")}
+
+
+def to_resume(config: Config, split_hash: str, out: str | Path | None) -> dict[str, Any]:
+    """`to_saved` for the run in the folder `out`, which an earlier version of the library may have begun.
+
+    An option that its `config.json` does not name, and that has its default now, is left out: it was not there then.
+    """
+    saved, file = to_saved(config, split_hash), None if out is None else Path(out) / "config.json"
+    if file is None or not file.exists():
+        return saved
+    old, default = read_json(file), to_saved(Config(config.method), split_hash)
+    return {name: value for name, value in saved.items() if name in old or value != default[name]}
 
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
@@ -227,6 +251,7 @@ def validate(config: Config) -> None:
     check_choice("model", config.model, models.MODELS)
     check_choice("server_optimizer", config.server_optimizer, SERVER_OPTIMIZERS)
     check_choice("precision", config.precision, PRECISIONS)
+    check_choice("serve", config.serve, SERVE)
     if config.keep is not None:
         check_choice("keep", config.keep, KEEP)
     if config.augment is not None:

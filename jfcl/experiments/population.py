@@ -15,10 +15,9 @@ import numpy as np
 from rich.console import Console
 
 from jfcl import attacks, data
-from jfcl.algorithms import METHODS
 from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_saved, validate
+from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_resume, validate
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import (
     Setup,
@@ -95,13 +94,13 @@ def run_population(
             change=_attack(config, malicious, parts.federation.num_classes),
             test_store=tests,
             evaluate=evaluated,
-            serve="state" if "cluster" in METHODS[config.method].options else "loss",
+            serve=config.serve,
             eval_every=config.eval_every or max(1, config.rounds // 50),
             seed=parts.seeds[0],
             client_axis=parts.client_axis,
             out=out,
             resume=resume,
-            config=to_saved(asked, store.hash),
+            config=to_resume(asked, store.hash, out if resume else None),
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
             description=config.method,

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from jfcl import plots
 from jfcl.core import check, check_choice, check_count
-from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.config import Config, to_resume
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
 from jfcl.runs import environment, finite_or_none, read_json, write_json
@@ -37,7 +37,7 @@ class Bench(NamedTuple):
         folder = self.out / name
         if (folder / "summary.json").exists():
             saved = read_json(folder / "config.json")
-            wanted = finite_or_none(to_saved(config, saved["split_hash"]))
+            wanted = finite_or_none(to_resume(config, saved["split_hash"], folder))
             differ = [k.removeprefix("num_") for k, v in wanted.items() if saved.get(k) != v]
             check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
         else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import files, hosts
-from jfcl.experiments.config import Config, of_population, to_saved
+from jfcl.experiments.config import Config, of_population, to_resume
 from jfcl.experiments.population import run_population
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
@@ -67,12 +67,13 @@ def _run_clients(
         test_clients=federation.test,
         newcomers=federation.newcomers,
         true_cluster=good_clusters(parts),
+        serve=config.serve,
         eval_every=config.eval_every or max(1, config.rounds // 50),
         seeds=parts.seeds,
         client_axis=parts.client_axis,
         out=out,
         resume=resume,
-        config=to_saved(config, federation.split_hash),
+        config=to_resume(config, federation.split_hash, out if resume else None),
         checkpoint_seconds=checkpoint_seconds,
         progress=progress,
         description=config.method,

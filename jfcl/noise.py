@@ -1,0 +1,82 @@
+"""Random numbers of optimisers: `optax.add_noise` and its like keep a random key in their state.
+
+`optimizer.init` knows neither client nor round: each state begins with the key that the optimiser was made with.
+`rekeyed` replaces it, at the beginning of each round of a client, by one that is derived from the client's key of the
+round. Between rounds a method keeps the state `as_data`: plain integers, which stack, select and save as any array.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import PyTree, path_name
+
+STREAM = zlib.crc32(b"noise of the optimiser")  # folded into a client's key, of which training splits off others
+FIELDS = ("key", "rng", "rng_key")  # names that optax gives to keys of `jax.random.PRNGKey`, which are plain integers
+
+
+def _is_typed(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_key(path: tuple, leaf: Any) -> bool:
+    """Whether a leaf of an optimiser's state is a random key, typed or of integers."""
+    if not hasattr(leaf, "dtype"):
+        return False
+    named = isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in FIELDS if path else False
+    return _is_typed(leaf) or (named and leaf.dtype == jnp.uint32 and leaf.ndim > 0)
+
+
+def as_data(opt_state: PyTree) -> PyTree:
+    """`opt_state` with the integers behind each typed key in its place.
+
+    Example:
+      >>> as_data((jax.random.key(7), 1.5))[0].tolist()
+      [0, 7]
+    """
+    return jax.tree.map(lambda x: jax.random.key_data(x) if hasattr(x, "dtype") and _is_typed(x) else x, opt_state)
+
+
+def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
+    """`opt_state` with keys of its own for one client and round.
+
+    Args:
+      key: of this client and round. Keys derived from it in other ways are independent of those put in here.
+      opt_state: as `optimizer.init` makes it, or `as_data` of that.
+      like: the shapes of `optimizer.init`'s state.
+
+    Returns:
+      The state as `like` has it, with a key derived from `key` and its path in the place of each random key; the same
+      object where it has none.
+
+    Example:
+      >>> import optax
+      >>> state = optax.add_noise(0.1, 0.0, key=0).init(jnp.zeros(3))
+      >>> new = rekeyed(jax.random.key(5), state, state)
+      >>> int(new.count), bool((new.rng_key == state.rng_key).all())
+      (0, False)
+    """
+    if not has_keys(like):
+        return opt_state
+    key = jax.random.fold_in(key, STREAM)
+
+    def one(path, wanted, kept):
+        if not _is_key(path, wanted):
+            return kept
+        own = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
+        if _is_typed(wanted):
+            impl = jax.random.key_impl(jnp.empty((0,), wanted.dtype))
+            shape = jax.eval_shape(jax.random.key_data, wanted).shape
+            return jax.random.wrap_key_data(jax.random.bits(own, shape, jnp.uint32), impl=impl)
+        return jax.random.bits(own, wanted.shape, jnp.uint32)
+
+    return jax.tree_util.tree_map_with_path(one, like, opt_state)
+
+
+def has_keys(opt_state: PyTree) -> bool:
+    """Whether an optimiser's state, or its shapes, holds a random key."""
+    return any(_is_key(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state))

@@ -1,0 +1,39 @@
+"""Dropping compiled programs, which outlive the objects that they are compiled for."""
+
+from __future__ import annotations
+
+import gc
+
+from jfcl import metrics, parameter_tree, population, simulation
+
+
+def clear_programs() -> None:
+    """Drops the compiled programs of `simulate`, `simulate_population`, `evaluate` and `assign_newcomer`.
+
+    jax keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
+    also after the last reference to the object has gone. A process that makes many of them (a search over
+    hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time. A later call with an
+    object of before compiles again. Programs that other code has compiled stay; `jax.clear_caches()` drops those too.
+    Call it while no simulation runs in another thread.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> for count in (1, 2):
+      ...     algorithm = jfcl.ifca(task, training, num_clusters=count)
+      ...     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+      ...     jfcl.clear_programs()
+    """
+    for compiled in (
+        simulation._init,
+        simulation._advance,
+        simulation._evaluate,
+        population._start,
+        population._fresh,
+        population._round,
+        metrics._evaluate,
+        parameter_tree._assign,
+    ):
+        compiled.clear_cache()
+    gc.collect()  # programs and what is kept with them refer to each other
