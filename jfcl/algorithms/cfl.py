@@ -204,7 +204,7 @@ def cfl(
 
 
 def _check_sizes(clients: Clients, min_size: int, min_examples: int) -> None:
-    """`ValueError` where too few clients have a voice for two sides of `min_size`; of all clients only, not a cohort."""
+    """`ValueError` where too few clients have a voice for two sides of `min_size`. (Not of cohorts: they have ids.)"""
     if clients.id is not None or jax.process_count() > 1:
         return
     size = np.asarray(clients.size)

@@ -620,8 +620,9 @@ def rounds(
             return attacked(adversary, gradients_key, gradients, client_ids(clients), usable, state.cluster)[0]
 
         able, heard = member & (jnp.asarray(clients.size) >= rules.min_examples), state.heard
-        comparable = usable & ~pending
-        if rows is not None:
+        if rows is None:
+            comparable = usable & ~pending
+        else:
             heard = listen(heard, rows, updates, usable, ~pending[rows])
             updates, comparable = (
                 heard.update,
