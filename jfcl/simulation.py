@@ -34,12 +34,12 @@ from jfcl.core import (
     num_clients,
 )
 from jfcl.runs import RunFolder
-from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
+from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
 
 # Over all rounds so far, in a record; and events of which it has the largest since the record before it. Of all else it
 # has the last round's.
-SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone")
-EVENTS = ("split_from", "capacity_reached")
+SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
+EVENTS = ("split_from", "capacity_reached", "overflowed")
 BLOCK_SECONDS = 1.0  # of rounds in one call of the compiled program, about: so often the bar moves, and Ctrl-C is heard
 SERVE = ("loss", "state")
 MOST_CLUSTERS_KEPT = 1000  # clients whose cluster stands in every record; more would make metrics.jsonl unwieldy
@@ -373,8 +373,12 @@ def simulate(
     progress: bool = False,
     description: str = "rounds",
     stop_after: int | None = None,
+    state: Any = None,
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds, evaluating on the way; optionally keeps everything in a folder.
+
+    A run of a method that says that it has ended (`jfcl.cfl` with `recursive=True`, once every cluster is final) stops
+    at the next evaluation by which all seeds have; `History.rounds` is then below `num_rounds`.
 
     Args:
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. The same object again
@@ -408,6 +412,10 @@ def simulate(
       progress: show a bar with rate and time left.
       description: what the bar calls the run.
       stop_after: stop as if interrupted once this many rounds are done (to run in instalments); default: never.
+      state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or what
+        `jfcl.parameter_tree.enrol` makes of it; with a leading seed axis if several keys are given. Rounds count from 1
+        again and their randomness follows from `key`, so give another key than that of the earlier run. With `resume`,
+        a checkpoint in `out` has precedence.
 
     Returns:
       `History`.
@@ -475,6 +483,7 @@ def simulate(
         learners = clients if serve == "loss" and made.by_loss and several else None
         axes = (seed_axis, client_axis, learners)
         judge = _Judge.place(made.task, seeds, n, true_cluster, test_clients, newcomers, *axes)
+        first = None if state is None else _first_state(state, like, single)
         # Whatever a round would refuse it refuses here, before anything is written or computed.
         whole = jax.eval_shape(partial(_init, **static), keys, clients, hyperparams)
         jax.eval_shape(partial(_advance, **static), keys, whole, np.int32(1), np.int32(1), clients, hyperparams)
@@ -485,6 +494,8 @@ def simulate(
             folder = hosts.by_first(lambda: (RunFolder.reopen if resume else RunFolder.create)(out, config))
             opened.callback(folder.close if folder is not None else lambda: None)
         restored = _restore(folder, like) if resume else None
+        if restored is None and first is not None:
+            restored = 0, first, {}, []
         if restored is None:
             done, totals, records = 0, {}, []
             state = _init(keys, clients, hyperparams, **static)
@@ -502,6 +513,7 @@ def simulate(
         latest: dict[str, Any] = {}
         held_out = None  # what the test clients say of the present state, once they were asked
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+        until = done if _have_ended(records[-len(seeds) :], done) else until
         at_most = 1  # rounds at once: a first one tells how long they take
         watch.begin(done, totals.pop("time", (0.0, 0.0)))
         while done < until:
@@ -520,8 +532,11 @@ def simulate(
             for name, largest in hosts.fetch(events).items():
                 totals[name] = np.maximum(largest, totals.get(name, -1)).tolist()
             if done % eval_every == 0 or done == num_rounds:
-                stop_if_nothing_came(values, done, seeds, folder)
                 rows, held_out = judge.records(state, done, values, totals)
+                if _have_ended(rows, done):  # nobody trains any more
+                    until = done
+                else:
+                    stop_if_nothing_came(values, done, seeds, folder)
                 records += rows
                 if folder is not None:
                     folder.append(rows)
@@ -539,6 +554,7 @@ def simulate(
                 watch.saved()
             if stop:
                 raise KeyboardInterrupt
+        warn_if_never_examined(records[-len(seeds) :], done)
         final = judge.final(state, clients.size, held_out)
         seconds, compile_seconds = watch.clock()
         if mapping.num_rows(client_axis, n) != n:
@@ -547,6 +563,29 @@ def simulate(
         state = jax.tree.map(lambda x: x[0], state)
     steps = sum(totals.get("client_steps", []))
     return History(records, state, final, done, seconds, compile_seconds, steps)
+
+
+def _first_state(state: Any, like: Any, single: bool) -> Any:
+    """A user's `state` with a leading seed axis, on the host; `ValueError` unless its arrays are those of `like`."""
+    if single:
+        state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+
+    def shapes(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in leaves}
+
+    given, wanted = shapes(state), shapes(like)
+    differ = [name for name in sorted({*given, *wanted}) if given.get(name) != wanted.get(name)]
+    said = "; ".join(f"{name} is {given.get(name, 'absent')}, not {wanted.get(name, 'there')}" for name in differ[:3])
+    accepted = "of this algorithm with these options, of these clients, and with a seed axis if there are several keys"
+    fits = not differ and jax.tree.structure(state) == jax.tree.structure(like)
+    check(fits, "state", said or type(state).__name__, accepted)
+    return jax.tree.map(lambda x: np.array(hosts.fetch(x)), state)  # copies, since a round overwrites its state
+
+
+def _have_ended(rows: list[dict[str, Any]], done: int) -> bool:
+    """Whether the records `rows` of all seeds after `done` rounds say that the method has ended."""
+    return bool(rows) and all(row.get("ended", False) and row["round"] == done for row in rows)
 
 
 def _restore(folder: RunFolder | None, like: Any) -> tuple[int, Any, dict[str, Any], list[dict[str, Any]]] | None:

@@ -185,3 +185,36 @@ def warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int, 
                 " infinity and were left out",
                 stacklevel=3,
             )
+        if np.any(row.get("overflowed", False)) and "overflowed" not in warned:
+            warned.add("overflowed")
+            warnings.warn(
+                f"round {row['round']}, seed {row['seed']}: the models of clusters"
+                f" {np.flatnonzero(row['overflowed']).tolist()} overflowed; these clusters keep their last finite model"
+                " and are not examined any more, the others go on",
+                stacklevel=3,
+            )
+
+
+FEW_ROUNDS = 10  # of fewer, little can be said
+NEVER = 1e-20  # an eps_1 below is meant to prevent splits
+
+
+def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:
+    """Warns once of a run of `jfcl.cfl` that ends without a decision although updates are long.
+
+    Args:
+      rows: the last record of each seed.
+      num_rounds: rounds done.
+    """
+    for row in rows if num_rounds >= FEW_ROUNDS else []:
+        if row.get("decisions", 1) or "thresholds" not in row:
+            continue
+        mean, longest, (below, above) = row["mean_norm"][0], row["max_norm"][0], row["thresholds"]
+        if longest > above and below > NEVER and not mean < below:
+            warnings.warn(
+                f"round {row['round']}, seed {row['seed']}: no cluster was ever examined for a split. The longest"
+                f" update, {longest:.3g}, is above eps_2, {above:.3g}, but the mean update, {mean:.3g}, was never below"
+                f" eps_1, {below:.3g}: train for more rounds, or choose a larger eps_1",
+                stacklevel=3,
+            )
+            return

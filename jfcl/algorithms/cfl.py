@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import local, mapping
-from jfcl.algorithms.splitting import CFLState, Rules, rounds
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+from jfcl.algorithms.splitting import Rules, rounds
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_choice, check_count, is_concrete
+from jfcl.kernels.bipartition import LINKAGES
 from jfcl.theory import max_noise_of_split
+
+LEAST_SHARE = 0.1  # of the longest update of the first round: what its mean counts as, at least, in the unit of ε₁
 
 
 def cfl(
@@ -33,8 +36,11 @@ def cfl(
     max_clusters: int | None = None,
     min_rounds: int = 1,
     min_size: int = 1,
+    min_examples: int = 1,
     recursive: bool = False,
+    cohort: int | None = None,
     similarity: str = "updates",
+    linkage: str = "single",
     weights: str = "size",
     validation: float = 0.0,
     fallback_rounds: int = 5,
@@ -114,9 +120,9 @@ def cfl(
       ([0, 1, 0, 1], [-1, 0, -1])
     """
     local.check_parts(task, training)
-    relative = (eps_1 is None and eps_2 is None) if relative is None else relative
+    in_units = (eps_1 is None, eps_2 is None) if relative is None else (relative, relative)
     eps_1 = 0.4 if eps_1 is None else eps_1
-    eps_2 = (0.5 if relative else 1.6) if eps_2 is None else eps_2
+    eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
     for name, value in (("eps_1", eps_1), ("eps_2", eps_2)):
         if is_concrete(value):
             check(value > 0, name, value, "above 0")
@@ -125,14 +131,26 @@ def cfl(
             check(0 <= value < 1, name, value, "in [0, 1)")
     check_count("min_rounds", min_rounds)
     check_count("min_size", min_size)
+    check_count("min_examples", min_examples)
     check_count("fallback_rounds", fallback_rounds)
-    _warn_of_thresholds(eps_1, eps_2, relative, max_clusters)
+    check_choice("linkage", linkage, LINKAGES)
+    accepted = (
+        f'left out, or "single", with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
+    )
+    check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
+    _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters)
     patience = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before it is split again
 
+    def thresholds(state):
+        mean, longest = state.scale
+        units = jnp.maximum(mean, LEAST_SHARE * longest), longest
+        units = [unit if relative else jnp.ones(()) for unit, relative in zip(units, in_units, strict=True)]
+        return jnp.stack([eps_1 * units[0], eps_2 * units[1]])
+
     def ripe(state, mean_norm, max_norm, members):
-        units = state.scale if relative else jnp.ones(2)
-        stationary = (mean_norm < eps_1 * units[0]) & (state.round + 1 - state.since >= patience)
-        return stationary, stationary & (max_norm > eps_2 * units[1]) & (members >= 2 * min_size)
+        below, above = thresholds(state)
+        stationary = (mean_norm < below) & (state.round + 1 - state.since >= patience)
+        return stationary, stationary & (max_norm > above) & (members >= 2 * min_size)
 
     def accept(splits):
         return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
@@ -146,6 +164,11 @@ def cfl(
         true_cluster=true_cluster,
         tree_dim=tree_dim,
         recursive=recursive,
+        min_size=min_size,
+        min_examples=min_examples,
+        linkage=linkage,
+        cohort=cohort,
+        thresholds=thresholds,
     )
 
     made = rounds(
@@ -162,16 +185,11 @@ def cfl(
         client_axis=client_axis,
     )
 
-    def init(key: jax.Array, clients: Clients) -> CFLState:
-        n = num_clients(clients)
-        if 2 * min_size > n:
-            warnings.warn(f"min_size is {min_size}: {n} clients can never be split into two of that", stacklevel=1)
-        return made.init(key, clients)
-
     def look(clients: Clients) -> None:
-        """Warns of clients that have too few examples for `validation`."""
+        """`ValueError` for sizes of clients that no split can satisfy; warns of clients too small for `validation`."""
         if made.check is not None:
             made.check(clients)
+        _check_sizes(clients, min_size, min_examples)
         if not (is_concrete(validation) and validation):
             return
         kept = np.floor(np.float32(validation) * np.asarray(clients.size, np.float32))
@@ -182,22 +200,35 @@ def cfl(
                 stacklevel=1,
             )
 
-    return made._replace(init=init, check=look)
+    return made._replace(check=look)
 
 
-def _warn_of_thresholds(eps_1, eps_2, relative, max_clusters):
+def _check_sizes(clients: Clients, min_size: int, min_examples: int) -> None:
+    """`ValueError` where too few clients have a voice for two sides of `min_size`. (Not of cohorts: they have ids.)"""
+    if clients.id is not None or jax.process_count() > 1:
+        return
+    size = np.asarray(clients.size)
+    largest, able = int(size.max()), int((size >= min_examples).sum())
+    accepted = f"at most the {largest} examples of the largest client; clients with fewer have no voice"
+    check(min_examples <= largest, "min_examples", min_examples, accepted)
+    of_these = f"{able} clients" if min_examples == 1 else f"{able} clients with min_examples={min_examples} or more"
+    accepted = f"at most {able // 2}, half of the {of_these}, so that a cluster can be split into two of that size"
+    check(min_size == 1 or 2 * min_size <= able, "min_size", min_size, accepted)
+
+
+def _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters):
     """Says what a person would otherwise find out after the run."""
     if max_clusters == 1:
         warnings.warn("max_clusters is 1: nothing can ever be split, this is FedAvg", stacklevel=3)
     if not (is_concrete(eps_1) and is_concrete(eps_2)):
         return
-    if relative and eps_2 >= 1:
+    if in_units[1] and eps_2 >= 1:
         warnings.warn(
             f"eps_2 is {eps_2} times the longest update of the first round, which is mostly the longest of all: nothing"
             " will be split unless updates grow; relative thresholds are usually below 1",
             stacklevel=3,
         )
-    if not relative and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: time alone is to decide
+    if not any(in_units) and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: time alone is to decide
         warnings.warn(
             f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
             " updates are between the two, because nothing then tells them from clients that do not",

@@ -8,6 +8,7 @@ the compiled program.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,9 @@ from jfcl.aggregate import (
     robust_cluster_mean,
     where_rows,
 )
+from jfcl.algorithms import sides as siding
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
+from jfcl.algorithms.heard import enough_heard, forget, is_current, listen, nothing_heard
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -39,10 +42,13 @@ from jfcl.core import (
     client_keys,
     max_examples,
     num_clients,
+    random_order,
+    take_clients,
 )
 from jfcl.kernels import OPERATORS, bipartition_of_updates, optimal_bipartition, orthonormal, pairwise_cosine
 from jfcl.kernels import separation_gap as gap_of
-from jfcl.kernels.base import rows_of, squared_norms
+from jfcl.kernels.base import finite_rows, rows_of, squared_norms
+from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.similarity import signed_sums
 
 SIMILARITIES = ("updates", "gradients")
@@ -87,6 +93,8 @@ class CFLState(NamedTuple):
       excluded: `[N]` int32, the round in which a client was shut out or has left; 0 for the others.
       tree: `ParameterTree`.
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
+      sides: `jfcl.algorithms.sides.Sides`, for clients that a split did not place; `()` where none can be carried out.
+      heard: `jfcl.algorithms.heard.Heard`, with a cohort in each round; else `()`.
     """
 
     params: PyTree
@@ -100,6 +108,8 @@ class CFLState(NamedTuple):
     excluded: jax.Array
     tree: ParameterTree
     client: PyTree
+    sides: PyTree = ()
+    heard: PyTree = ()
 
 
 class Rules(NamedTuple):
@@ -115,6 +125,11 @@ class Rules(NamedTuple):
       true_cluster: `[N]`, for the separation gap, or None.
       tree_dim: numbers kept of an update at a split.
       recursive: clusters that stand still and are not split are final.
+      min_size: clients that either side must have.
+      min_examples: clients with fewer have no voice.
+      linkage: of `LINKAGES`.
+      cohort: clients in each round, or None for all.
+      thresholds: `(state) -> [2]`, what the norms are compared with, for the metrics; or None.
     """
 
     max_clusters: int | None
@@ -126,23 +141,38 @@ class Rules(NamedTuple):
     true_cluster: Any = None
     tree_dim: int = 0
     recursive: bool = False
+    min_size: int = 1
+    min_examples: int = 1
+    linkage: str = "single"
+    cohort: int | None = None
+    thresholds: Callable[[CFLState], jax.Array] | None = None
 
 
 class Sent(NamedTuple):
     """What the server gets in a round.
 
     Attributes:
-      updates: pytree of `[N, ...]`: an orthonormal operator's image of them where they are hidden.
+      updates: pytree of `[N, ...]`: an orthonormal operator's image of them where they are hidden. With a cohort, the
+        last known ones.
       usable: `[N]` bool: clients that took part and sent finite numbers.
       present: `[N]` bool: clients that took part.
-      weight: `[N]` float32, what each counts in a mean.
-      gradients: `() -> ` the same of gradients, for the server to ask for.
+      weight: `[N]` float32, what each counts in the means of the models; 0 for clients that are not usable or pending.
+      voice_weight: `[N]` float32, what each counts where it has a voice.
+      able: `[N]` bool: clients that would have a voice in their cluster if their update is known.
+      comparable: `[N]` bool: clients whose update is known, and of their cluster's model.
+      missed, pending: of `sides.missed_splits`; pending clients trained the model before the split they missed.
+      gradients: `() -> ` the same as `updates` of gradients, for the server to ask for.
     """
 
     updates: PyTree
     usable: jax.Array
     present: jax.Array
     weight: jax.Array
+    voice_weight: jax.Array
+    able: jax.Array
+    comparable: jax.Array
+    missed: jax.Array
+    pending: jax.Array
     gradients: Callable[[], PyTree]
 
 
@@ -154,7 +184,15 @@ class Splits(NamedTuple):
     side: jax.Array
 
 
-def bipartitions(vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted: jax.Array) -> Splits:
+def bipartitions(
+    vectors: PyTree,
+    cluster: jax.Array,
+    usable: jax.Array,
+    wanted: jax.Array,
+    *,
+    min_size: int = 1,
+    linkage: str = "single",
+) -> Splits:
     """The optimal bipartition of every wanted cluster.
 
     Args:
@@ -162,15 +200,19 @@ def bipartitions(vectors: PyTree, cluster: jax.Array, usable: jax.Array, wanted:
       cluster: `[N]` int32 in `0..K-1`.
       usable: `[N]` bool; clients that are not are on no side (False).
       wanted: `[K]` bool: clusters to look at.
+      min_size, linkage: as in `cfl`. Complete linkage needs all similarities at once, however many clients there are.
 
     Returns:
-      `Splits`; for clusters not wanted the cross similarity is `inf`.
+      `Splits`; for clusters not wanted, and those without a bipartition of that size, the cross similarity is `inf`.
     """
     count = len(cluster)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(vectors)) // count
-    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE)
+    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single"
     given = pairwise_cosine(vectors, mask=usable) if dense else vectors
-    split = optimal_bipartition if dense else bipartition_of_updates
+    if linkage != "single":
+        split = partial(optimal_bipartition, linkage=linkage)
+    else:
+        split = partial(optimal_bipartition if dense else bipartition_of_updates, min_size=min_size)
 
     def one(k, wanted):
         members = usable & (cluster == k)
@@ -242,75 +284,64 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
       `(state, Served)`; the state's models are the caller's to put back.
     """
     capacity = len(state.active)
-    updates, usable, weight = sent.updates, sent.usable, sent.weight
+    vectors, usable, comparable = sent.updates, sent.usable, sent.comparable
+    if rules.similarity == "gradients":
+        vectors = sent.gradients()
+        finite = finite_rows(rows_of(vectors))
+        usable, comparable = usable & finite, comparable & finite
+    voice = comparable & sent.able
 
-    def means(cluster: jax.Array, weight: jax.Array) -> PyTree:
-        """The weighted mean of each cluster's updates, `[K, ...]`, added up in the order of the clients."""
+    def means(vectors: PyTree, cluster: jax.Array, weight: jax.Array) -> PyTree:
+        """The weighted mean of each cluster's vectors, `[K, ...]`, added up in the order of the clients."""
         if rules.aggregator is not None:
-            return robust_cluster_mean(rules.aggregator, updates, cluster, weight > 0, capacity)
-        return cluster_mean(updates, cluster, weight, capacity, client_axis)
+            return robust_cluster_mean(rules.aggregator, vectors, cluster, weight > 0, capacity)
+        return cluster_mean(vectors, cluster, weight, capacity, client_axis)
 
-    # How far each cluster still moves, and how far its most discontented client would.
-    norms = jnp.sqrt(squared_norms(rows_of(updates)))
-    max_norm = jax.ops.segment_max(jnp.where(usable, norms, 0.0), state.cluster, capacity)
+    # How far each cluster still moves, and how far its most discontented client would. With a cohort, old updates are
+    # longer than new ones: the longest is taken of this round's, so that age alone is not taken for disagreement.
+    norms = jnp.sqrt(squared_norms(rows_of(vectors)))
+    newest = voice if rules.cohort is None else voice & usable
+    max_norm = jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity)
     max_norm = jnp.maximum(max_norm, 0.0)
-    mean_norm = jnp.sqrt(squared_norms(rows_of(means(state.cluster, weight))))
-    members = jax.ops.segment_sum(usable.astype(jnp.int32), state.cluster, capacity)
-    scale = jnp.where(state.round == 0, jnp.stack([mean_norm[0], max_norm[0]]), state.scale)
+    mean_vectors = means(vectors, state.cluster, jnp.where(voice, sent.voice_weight, 0.0))
+    mean_norm = jnp.sqrt(squared_norms(rows_of(mean_vectors)))
+    members = jax.ops.segment_sum(voice.astype(jnp.int32), state.cluster, capacity)
+    scale = jnp.where(state.scale[1] == 0, jnp.stack([mean_norm[0], max_norm[0]]), state.scale)
     state = state._replace(scale=scale)
     stationary, wanted = rules.ripe(state, mean_norm, max_norm, members)
-    wanted = wanted & state.active & ~state.final
+    examined = state.active & ~state.final & (members > 0)
+    if rules.cohort is not None:
+        examined = examined & enough_heard(voice, sent.able & ~sent.pending, state.cluster, capacity)
+    stationary, wanted = stationary & examined, wanted & examined
 
-    def vectors():
-        return updates if rules.similarity == "updates" else sent.gradients()
+    def compare():
+        options = {"min_size": rules.min_size, "linkage": rules.linkage}
+        return bipartitions(vectors, state.cluster, voice, wanted, **options)
 
     nothing = Splits(jnp.full(capacity, jnp.inf), jnp.zeros(capacity, jnp.int32), jnp.zeros(len(usable), bool))
-    splits = jax.lax.cond(wanted.any(), lambda: bipartitions(vectors(), state.cluster, usable, wanted), lambda: nothing)
+    splits = jax.lax.cond(wanted.any(), compare, lambda: nothing)
     accepted = wanted & rules.accept(splits)
-    new_round = state.round + 1
-    metrics = {}
+    metrics = {"decisions": wanted.sum().astype(jnp.int32)}
+    if rules.thresholds is not None:
+        metrics["thresholds"] = rules.thresholds(state)
     if rules.true_cluster is not None:
-        metrics["separation_gap"] = separation_gaps(vectors(), state.cluster, usable, rules.true_cluster, capacity)
+        metrics["separation_gap"] = separation_gaps(vectors, state.cluster, voice, rules.true_cluster, capacity)
 
     into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)
     if rules.keep_larger:
-        ones = jax.ops.segment_sum((splits.side & usable).astype(jnp.int32), state.cluster, capacity)
-        out_is_side = 2 * ones <= members  # of halves the first client's stays
-        leaves = accepted[state.cluster] & usable & (splits.side == out_is_side[state.cluster])
-        leaves = leaves | (sent.present & ~usable)  # who sends NaN is like nobody
-        state = state._replace(excluded=jnp.where(leaves, new_round, state.excluded))
-        weight = jnp.where(leaves, 0.0, weight)
+        leaves = _minority(state, splits, accepted, members, voice) | (sent.present & ~usable)  # NaN is like nobody
+        excluded = jnp.where(leaves, state.round + 1, state.excluded)
+        state, weight = state._replace(excluded=excluded), jnp.where(leaves, 0.0, sent.weight)
     else:
         into, full = allot(accepted, state.active)
-        was_split = into < capacity
-        moves = splits.side & was_split[state.cluster]
-        stays = usable & was_split[state.cluster] & ~moves
         final = state.final
         if rules.recursive:
-            final = final | (state.active & stationary & ~was_split)
-        tree = state.tree
-
-        def note():
-            parts = jnp.where(moves, 2, jnp.where(stays, 1, 0)).astype(jnp.int8)
-            sides = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
-            seen = sketch(updates, usable, rules.tree_dim)
-            kept = jnp.where((sides > 0)[:, :, None], seen[None, :, :], 0.0)
-            return tree._replace(
-                born=tree.born.at[into].set(new_round, mode="drop"),
-                cross_similarity=tree.cross_similarity.at[into].set(splits.cross_similarity, mode="drop"),
-                side=tree.side.at[into].set(sides, mode="drop"),
-                updates=tree.updates.at[into].set(kept, mode="drop"),
-            )
-
-        tree = jax.lax.cond(was_split.any(), note, lambda: tree)
-        state = state._replace(
-            cluster=jnp.where(moves, into[state.cluster], state.cluster).astype(jnp.int32),
-            active=state.active.at[into].set(True, mode="drop"),
-            parent=state.parent.at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop"),
-            since=jnp.where(was_split, new_round, state.since).at[into].set(new_round, mode="drop"),
-            final=final,
-            tree=tree,
-        )
+            final = final | (stationary & (into == capacity))
+        sent = sent._replace(usable=usable, comparable=comparable)
+        state, relocated = _carry_out(rules, state._replace(final=final), vectors, sent, splits, into)
+        weight = jnp.where(relocated, 0.0, sent.weight)
+        if rules.recursive:
+            metrics["ended"] = _has_ended(rules, state, sent)
 
     split_from = jnp.full(capacity, -1, jnp.int32).at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
     metrics |= {
@@ -323,7 +354,80 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         "capacity_reached": full,
     }
     # The children average at once, each its own clients' updates of this round.
-    return state._replace(round=new_round), Served(into, means(state.cluster, weight), metrics)
+    served = Served(into, means(sent.updates, state.cluster, weight), metrics)
+    return state._replace(round=state.round + 1), served
+
+
+def _minority(state: CFLState, splits: Splits, accepted: jax.Array, members: jax.Array, voice: jax.Array) -> jax.Array:
+    """`[N]` bool: clients on the smaller side of an accepted bipartition; of equal halves the first client's stays."""
+    ones = jax.ops.segment_sum((splits.side & voice).astype(jnp.int32), state.cluster, len(state.active))
+    out_is_side = 2 * ones <= members
+    return accepted[state.cluster] & voice & (splits.side == out_is_side[state.cluster])
+
+
+def _carry_out(
+    rules: Rules, state: CFLState, vectors: PyTree, sent: Sent, splits: Splits, into: jax.Array
+) -> tuple[CFLState, jax.Array]:
+    """Carries out this round's splits, and places the clients that no bipartition places (see `sides`).
+
+    Returns:
+      `(state, relocated [N] bool)`: clients that changed their cluster otherwise than in a split of this round, so that
+      their update is of neither cluster's model.
+    """
+    capacity, new_round, tree = len(state.active), state.round + 1, state.tree
+    if not isinstance(state.sides, siding.Sides):  # one cluster, never split
+        return state, jnp.zeros(len(state.cluster), bool)
+    was_split = into < capacity
+    split_here = was_split[state.cluster]
+    voice = sent.comparable & sent.able & split_here
+    silent = sent.comparable & ~sent.able & split_here
+    moves = splits.side & split_here
+
+    def note():
+        parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
+        sides = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
+        seen = sketch(sent.updates, voice, rules.tree_dim)
+        kept = jnp.where((sides > 0)[:, :, None], seen[None, :, :], 0.0)
+        noted = tree._replace(
+            born=tree.born.at[into].set(new_round, mode="drop"),
+            cross_similarity=tree.cross_similarity.at[into].set(splits.cross_similarity, mode="drop"),
+            side=tree.side.at[into].set(sides, mode="drop"),
+            updates=tree.updates.at[into].set(kept, mode="drop"),
+        )
+        return noted, *siding.split(state, vectors, voice, silent, moves, into)
+
+    tree, sides, moves = jax.lax.cond(was_split.any(), note, lambda: (tree, state.sides, moves))
+    state = state._replace(
+        cluster=jnp.where(moves, into[state.cluster], state.cluster).astype(jnp.int32),
+        active=state.active.at[into].set(True, mode="drop"),
+        parent=state.parent.at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop"),
+        since=jnp.where(was_split, new_round, state.since).at[into].set(new_round, mode="drop"),
+        tree=tree,
+        sides=sides,
+    )
+    return siding.place(state, vectors, sent.missed, sent.pending, sent.usable & ~voice & ~silent)
+
+
+def _has_ended(rules: Rules, state: CFLState, sent: Sent) -> jax.Array:
+    """`[]` bool: all clusters are final, and no client that could still be placed waits for its side."""
+    if not isinstance(state.sides, siding.Sides):
+        return (state.final | ~state.active).all()
+    waits = siding.missed_splits(state)[1] & sent.able
+    if rules.cohort is None:
+        waits = waits & sent.usable
+    return (state.final | ~state.active).all() & ~waits.any()
+
+
+def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTree, jax.Array]:
+    """`params` `[K, ...]` with a cluster's model `before` the round where the new one has NaN or infinity.
+
+    Returns:
+      `(params, overflowed [K] bool)`. Where no active cluster has a finite model all stay as they are, so that the
+      simulation ends with its error.
+    """
+    finite = jax.vmap(is_finite)(params)
+    overflowed = active & ~finite & (active & finite).any()
+    return where_rows(overflowed, before, params), overflowed
 
 
 def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_from: Callable, patience: int, axis):
@@ -396,6 +500,15 @@ def rounds(
     if rules.max_clusters is not None:
         check_count("max_clusters", rules.max_clusters)
     check_choice("similarity", rules.similarity, SIMILARITIES)
+    check_choice("linkage", rules.linkage, LINKAGES)
+    check_count("min_size", rules.min_size)
+    check_count("min_examples", rules.min_examples)
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
+        of_updates = rules.similarity == "updates"
+        check(
+            of_updates, "cohort", rules.cohort, 'left out with similarity="gradients": updates are kept, not gradients'
+        )
     check_choice("weights", weights, WEIGHTS)
     check_count("tree_dim", rules.tree_dim, least=0)
     if privacy is not None:
@@ -419,6 +532,10 @@ def rounds(
         n = num_clients(clients)
         capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
         check(capacity <= n, "max_clusters", capacity, f"at most the {n} clients there are")
+        check(rules.cohort is None or rules.cohort <= n, "cohort", rules.cohort, f"at most the {n} clients there are")
+        m = max_examples(clients)
+        accepted = f"at most the {m} examples of the largest client; clients with fewer have no voice"
+        check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
         if rules.true_cluster is not None:
             shape = jnp.shape(rules.true_cluster)
             fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
@@ -449,63 +566,104 @@ def rounds(
             excluded=jnp.zeros(n, jnp.int32),
             tree=tree,
             client=initial_optimizers(training, params, clients),
+            sides=siding.no_sides(sent, capacity, n, small=rules.min_examples > 1) if keeps else (),
+            heard=nothing_heard(sent, n) if rules.cohort is not None else (),
         )
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
-        m, size = max_examples(clients), jnp.asarray(clients.size)
-        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+        m = max_examples(clients)
+        cohort_key, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
         metrics = {}
         if validation:
             state, metrics["undone"] = undo_harmful_splits(task, state, clients, learns_from, patience, client_axis)
-        present = (size > 0) & (state.excluded == 0)
-        if rules.recursive:
-            present = present & ~state.final[state.cluster]
-        size = jnp.where(present, learns_from(size), 0)
+        member = (jnp.asarray(clients.size) > 0) & (state.excluded == 0)
+        missed, pending, models = state.cluster, jnp.zeros_like(member), state.params
+        if isinstance(state.sides, siding.Sides):  # clients that missed a split train the model from before it
+            missed, pending = siding.missed_splits(state)
+            models = jax.tree.map(lambda p, q: jnp.concatenate([p, q]), state.params, state.tree.model)
+        present = member & (~state.final[state.cluster] | pending) if rules.recursive else member
+        size = jnp.where(present, learns_from(jnp.asarray(clients.size)), 0)
+        drawn = clients._replace(size=size)
+        begin_at = jnp.where(pending, len(state.active) + missed, state.cluster)
+        of_clients = (present, size, begin_at, state.cluster, state.client)
+        rows = None
+        if rules.cohort is not None:
+            rows = random_order(cohort_key, drawn)[: rules.cohort]
+            drawn, of_clients = take_clients(drawn, rows), jax.tree.map(lambda x: x[rows], of_clients)
+        here, learns, place, cluster, opt_states = of_clients
 
-        def client(key, examples, size, cluster, opt_state):
-            begin = jax.tree.map(lambda p: p[cluster], state.params)
+        def client(key, examples, size, place, opt_state):
+            begin = jax.tree.map(lambda p: p[place], models)
             opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
             update = jax.tree.map(jnp.subtract, trained.params, begin)
             opt_state = local.carried(training, trained.opt_state)
             return hide(update), is_finite(update), trained.loss, trained.num_steps, opt_state
 
-        updates, finite, loss, steps, opt_states = client_axis(client)(
-            client_keys(clients_key, clients), clients.examples, size, state.cluster, state.client
+        updates, finite, loss, steps, trained_states = client_axis(client)(
+            client_keys(clients_key, drawn), drawn.examples, learns, place, opt_states
         )
         updates, usable = attacked(
-            adversary, attack_key(clients_key), updates, client_ids(clients), present & finite, state.cluster
+            adversary, attack_key(clients_key), updates, client_ids(drawn), here & finite, cluster
         )
-        weight = client_weight(weights, size) * usable.astype(jnp.float32)
+        trained_states = where_rows(here & finite, trained_states, opt_states)
+        sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
+        metrics |= round_metrics(here, loss, usable, steps, sent_bytes, sent_bytes)
 
         def gradients():
-            def gradient(examples, size, cluster):
-                begin = jax.tree.map(lambda p: p[cluster], state.params)
+            def gradient(examples, size, place):
+                begin = jax.tree.map(lambda p: p[place], models)
                 return hide(jax.grad(lambda p: local.mean_loss(task, p, examples, size))(begin))
 
-            gradients = client_axis(gradient)(clients.examples, size, state.cluster)
+            gradients = client_axis(gradient)(clients.examples, size, begin_at)
             gradients_key = jax.random.fold_in(attack_key(clients_key), 1)
             return attacked(adversary, gradients_key, gradients, client_ids(clients), usable, state.cluster)[0]
 
-        books = state._replace(params=(), client=(), tree=state.tree._replace(model=()))
-        books, served = serve(rules, client_axis, books, Sent(updates, usable, present, weight, gradients))
+        able, heard = member & (jnp.asarray(clients.size) >= rules.min_examples), state.heard
+        if rows is None:
+            comparable = usable & ~pending
+        else:
+            heard = listen(heard, rows, updates, usable, ~pending[rows])
+            updates, comparable = (
+                heard.update,
+                is_current(heard, state.round + 1, state.since[state.cluster]) & ~pending,
+            )
+            usable, present = (jnp.zeros_like(member).at[rows].set(x) for x in (usable, here))
+            metrics["loss"] = jnp.full(len(member), jnp.nan).at[rows].set(metrics["loss"])
+            trained_states = jax.tree.map(lambda old, new: old.at[rows].set(new), state.client, trained_states)
+        voice_weight = client_weight(weights, size)
+        sent = Sent(
+            updates=updates,
+            usable=usable,
+            present=present,
+            weight=voice_weight * (usable & ~pending).astype(jnp.float32),
+            voice_weight=voice_weight,
+            able=able,
+            comparable=comparable,
+            missed=missed,
+            pending=pending,
+            gradients=gradients,
+        )
+        books = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
+        books, served = serve(rules, client_axis, books, sent)
 
         # The clients again: new clusters start from their parent's model, and everybody adds the mean update.
         def at_splits(models):
             """`models` with those of clusters that are split in the slots of the new clusters."""
             return jax.tree.map(lambda x, p: x.at[served.into].set(p, mode="drop"), models, state.params)
 
-        one_model = jax.tree.map(lambda p: p[0], state.params)
-        params = jax.tree.map(jnp.add, at_splits(state.params), reveal(served.means, one_model))
+        one_model, before = jax.tree.map(lambda p: p[0], state.params), at_splits(state.params)
+        params = jax.tree.map(jnp.add, before, reveal(served.means, one_model))
+        if not rules.keep_larger:
+            params, overflowed = keep_finite(params, before, books.active)
+            books = books._replace(final=books.final | overflowed)
+            metrics["overflowed"] = overflowed
         # Free slots hold the first model, so that whoever looks for the best of all is not misled by an old one.
         first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
         params = where_rows(books.active, params, first)
         tree = books.tree._replace(model=at_splits(state.tree.model))
-
-        sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
-        metrics |= round_metrics(present, loss, usable, steps, sent_bytes, sent_bytes) | served.metrics
-        client = where_rows(present & finite, opt_states, state.client)
-        return books._replace(params=params, tree=tree, client=client), metrics
+        heard = forget(heard, books.cluster != state.cluster)
+        return books._replace(params=params, tree=tree, client=trained_states, heard=heard), metrics | served.metrics
 
     return Algorithm(init, step, task, adversary_check(adversary))
 

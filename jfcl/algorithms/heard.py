@@ -1,0 +1,69 @@
+"""The last known update of every client, for Clustered Federated Learning with a cohort in each round.
+
+Two clients can be compared only where both updates are at hand, and a cohort seldom holds all clients of a cluster. So
+the server keeps the last update of every client, and how old it is. An update from before the last change of its
+cluster was computed at another model, and does not count.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import PyTree
+
+
+class Heard(NamedTuple):
+    """What the server remembers of each client.
+
+    Attributes:
+      update: pytree of `[N, ...]`, the last update, as it was sent.
+      age: `[N]` int32, rounds since it was computed; -1 for clients without one.
+    """
+
+    update: PyTree
+    age: jax.Array
+
+
+def nothing_heard(sent: PyTree, count: int) -> Heard:
+    """The `Heard` of `count` clients before the first round; `sent`: shapes of one client's update."""
+    update = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), sent)
+    return Heard(update, jnp.full(count, -1, jnp.int32))
+
+
+def listen(heard: Heard, rows: jax.Array, updates: PyTree, usable: jax.Array, counts: jax.Array) -> Heard:
+    """`heard` after a round.
+
+    Args:
+      heard: before it.
+      rows: `[C]` int32, the clients of the cohort.
+      updates: pytree of `[C, ...]`.
+      usable: `[C]` bool; the others keep the update that they had.
+      counts: `[C]` bool, whether the update was computed at the model of the client's cluster.
+    """
+
+    def put(old, new):
+        keep = usable.reshape(-1, *[1] * (new.ndim - 1))
+        return old.at[rows].set(jnp.where(keep, new, old[rows]))
+
+    older = jnp.where(heard.age >= 0, heard.age + 1, -1)
+    age = older.at[rows].set(jnp.where(usable, jnp.where(counts, 0, -1), older[rows]))
+    return Heard(jax.tree.map(put, heard.update, updates), age)
+
+
+def is_current(heard: Heard, new_round: jax.Array, since: jax.Array) -> jax.Array:
+    """`[N]` bool: clients heard since the last change of their cluster, which was in round `since` `[N]`."""
+    return (heard.age >= 0) & (new_round - heard.age > since)
+
+
+def forget(heard: Any, moved: jax.Array) -> Any:
+    """`heard` without the updates of clients that have `moved` `[N]` bool to another cluster. `()` stays `()`."""
+    return heard._replace(age=jnp.where(moved, -1, heard.age)) if isinstance(heard, Heard) else heard
+
+
+def enough_heard(voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int) -> jax.Array:
+    """`[K]` bool: clusters of which at least half of the clients `able` to speak have a `voice`, `[N]` bool each."""
+    count = [jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able)]
+    return (2 * count[0] >= count[1]) & (count[0] > 0)
