@@ -106,8 +106,12 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
 
 def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
     shutil.copytree(finished / "ifca", tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config.pop("serve") == "loss" and config.pop("divide_by") is None
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))  # as of a version without these options
     more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
     out = ["--out", str(tmp_path / "run")]
+    assert cli.main(["run", "ifca", *more, "--serve", "state", "--resume", *out]) == 2
     assert cli.main(["run", "ifca", *QUICK[:5], "6", *QUICK[6:], "--seeds", "2", "--resume", *out]) == 0
     assert cli.main(["run", "ifca", *more, "--out", str(tmp_path / "whole")]) == 0
     whole, resumed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "run"))
