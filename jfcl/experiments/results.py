@@ -63,6 +63,11 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     return finite_or_none(summary)
 
 
+def _of_cohort(history: History) -> bool:
+    """Whether the state's clients are a population's last cohort, not those that are evaluated."""
+    return hasattr(history, "rows")
+
+
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
     """`clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
     federation = parts.federation
@@ -72,7 +77,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
         extra = {}
         if parts.malicious is not None:
             extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
-        if hasattr(history.state, "excluded"):
+        if hasattr(history.state, "excluded") and not _of_cohort(history):
             extra["excluded_in_round"] = np.asarray(history.state.excluded)
         model = history.clients.get("model", history.clients["cluster"])
         if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
@@ -97,7 +102,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     if "perplexity" in history.clients:
         plots.save(plots.curves({name: history.records}, "perplexity"), out / "plots" / "perplexity.png")
     plots.save(plots.client_accuracies({name: history.clients["accuracy"]}), out / "plots" / "clients.png")
-    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+    if isinstance(history.state, CFLState) and not _of_cohort(history) and history.state.active.shape[1] > 1:
         summary["path_accuracy"] = write_trees(out, history, parts)
     if "cluster" in history.records[0]:
         plots.save(plots.assignments(history.records, federation.cluster), out / "plots" / "clusters.png")
