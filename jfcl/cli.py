@@ -367,6 +367,8 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
         f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
     )
+    if summary["num_rounds"] < config.rounds:
+        console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: every cluster is final")
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
         where = f"{args.out}/metrics.jsonl" if args.out else "metrics.jsonl (kept with --out)"
         console.print(

@@ -18,6 +18,8 @@ import numpy as np
 
 from jfcl import local, mapping, metrics
 from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.heard import Heard
+from jfcl.algorithms.sides import Sides
 from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
 from jfcl.core import Clients, PyTree, Task, check, check_choice, check_clients, client_keys, max_examples, num_clients
 from jfcl.kernels import OPERATORS
@@ -309,6 +311,104 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
             updates=jnp.where(who[None, :, None], 0.0, tree.updates),
         ),
     )
+
+
+def enrol(
+    state: CFLState,
+    clients: Clients,
+    *,
+    task: Task,
+    training: local.LocalTraining,
+    key: jax.Array,
+    privacy: str | None = None,
+    privacy_seed: int = 0,
+    client_axis: mapping.Mapping | None = None,
+) -> CFLState:
+    """Returns the state with newcomers behind its clients, for the run to go on with all of them.
+
+    `assign_newcomer` leads the newcomers to their clusters. Where the run kept no updates (`tree_dim=0`) they begin
+    in the first cluster, and the run places them itself, one split in each round, as clients that missed all splits.
+
+    Args:
+      state: of `jfcl.cfl`, of `N` clients and one seed.
+      clients: the newcomers, `n` clients with training examples.
+      task, training, key, privacy, privacy_seed, client_axis: as in `assign_newcomer`.
+
+    Returns:
+      `CFLState` of `N + n` clients, for `jfcl.simulate(..., state=...)` with the clients of the run followed by the
+      newcomers. They are in no split of the parameter tree. Cost: that of `assign_newcomer`.
+
+    Raises:
+      ValueError: what `assign_newcomer` refuses; clients of another shape than the task's model takes; a state that a
+        run cannot go on with, such as one of `load_tree`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
+      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+      >>> late = jax.tree.map(lambda x: x[1:2], clients)
+      >>> state = enrol(state, late, task=task, training=training, key=jax.random.key(1))
+      >>> every = jax.tree.map(lambda *x: np.concatenate(x), clients, late)
+      >>> history = jfcl.simulate(algorithm, every, key=jax.random.key(2), num_rounds=1, state=state)
+      >>> history.state.cluster.tolist()
+      [0, 1, 0, 1]
+    """
+    _check_state(state)
+    whole = isinstance(state.sides, Sides)
+    accepted = "the state of a run that splits clusters, as history.state has it (load_tree lacks what a run needs)"
+    check(whole, "state", "a state without sides", accepted)
+    check_clients(clients)
+    _check_examples(task, clients)
+    count, options = (
+        num_clients(clients),
+        {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis},
+    )
+    cluster, placed = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
+    if state.tree.updates.shape[2] > 0:
+        cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
+        placed = jnp.full(count, state.round)
+    else:
+        _check_model(task, state.params)
+
+    def behind(x, axis=0, fill=0):
+        """`x` with rows of `fill` behind."""
+        shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
+        return jnp.concatenate([x, jnp.full(shape, fill, x.dtype)], axis=axis)
+
+    opt_states = state.client
+    if jax.tree.leaves(opt_states):
+        fresh = training.optimizer.init(jax.tree.map(lambda p: p[0], state.params))
+        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), fresh)
+        opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, every)
+    heard, sides = state.heard, state.sides
+    if isinstance(heard, Heard):
+        heard = Heard(jax.tree.map(behind, heard.update), behind(heard.age, fill=-1))
+    return state._replace(
+        cluster=jnp.concatenate([state.cluster, cluster]),
+        excluded=behind(state.excluded),
+        tree=state.tree._replace(side=behind(state.tree.side, 1), updates=behind(state.tree.updates, 1)),
+        client=opt_states,
+        sides=sides._replace(
+            placed=jnp.concatenate([sides.placed, placed]),
+            changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=False),
+        ),
+        heard=heard,
+    )
+
+
+def _check_examples(task: Task, clients: Clients) -> None:
+    """`ValueError` for clients whose examples the task's loss does not take."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.examples)
+    try:
+        jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
+    except Exception as error:  # whatever flax and jax say of shapes that do not fit
+        about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
+        said = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
+        raise ValueError(said) from error
 
 
 _BOOKS = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")

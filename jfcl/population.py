@@ -82,47 +82,76 @@ class Split(NamedTuple):
 
     Attributes:
       structure: the state's.
-      of_clients: by leaf, whether it has a row for each client of the cohort.
+      axes: by leaf, the axis of its clients; None where it has none.
       personal: whether each client has a model of its own; then `cluster` only counts the cohort, and is nobody's.
     """
 
     structure: Any
-    of_clients: tuple[bool, ...]
+    axes: tuple[int | None, ...]
     personal: bool
 
+    @property
+    def of_clients(self) -> tuple[bool, ...]:
+        """By leaf, whether it has a row for each client of the cohort."""
+        return tuple(axis is not None for axis in self.axes)
+
     def apart(self, state: Any) -> tuple[list, list]:
-        """`(common, rows)`."""
-        leaves = list(zip(jax.tree.leaves(state), self.of_clients, strict=True))
-        return [x for x, mine in leaves if not mine], [x for x, mine in leaves if mine]
+        """`(common, rows)`; a row of clients is the first axis of each array in `rows`."""
+        leaves = list(zip(jax.tree.leaves(state), self.axes, strict=True))
+        common, rows = ([x for x, axis in leaves if (axis is None) == shared] for shared in (True, False))
+        axes = [axis for axis in self.axes if axis is not None]
+        return common, [_moved(x, axis, 0) for x, axis in zip(rows, axes, strict=True)]
 
     def together(self, common: Sequence, rows: Sequence) -> Any:
         """The state."""
         common, rows = iter(common), iter(rows)
-        return jax.tree.unflatten(self.structure, [next(rows if mine else common) for mine in self.of_clients])
+        leaves = [next(common) if axis is None else _moved(next(rows), 0, axis) for axis in self.axes]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _moved(x: Any, source: int, target: int) -> Any:
+    """An array, or its shape, with one axis moved; a placeholder without axes as it is."""
+    if source == target or not hasattr(x, "shape"):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(jnp.moveaxis, source=source, destination=target), x)
+    return jnp.moveaxis(x, source, target)
 
 
 def split_state(init: Start, store: ClientStore, cohort: int) -> tuple[Split, Any]:
     """How a state divides, and its shapes; found by asking `init` for a cohort of one client more.
 
     Raises:
-      ValueError: a client axis that is not the first, of methods that compare all clients with each other.
+      ValueError: more than one client axis, of methods that keep something for each pair of clients.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (cohort, cohort + 1))
-    flags, names = [], []
+    axes, names = [], []
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(more), strict=True):
-        follows = one.shape != other.shape
-        if follows and not (one.shape[0] == cohort and other.shape == (cohort + 1, *one.shape[1:])):
+        follows = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+        if len(follows) > 1 or any(one.shape[axis] != cohort for axis in follows):
             raise ValueError(
                 "algorithm must be a method that can go on with other clients every round; this one compares all of"
                 f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {cohort} clients."
                 " Use simulate for it, with all clients on the device"
             )
-        flags.append(follows)
+        axes.append(follows[0] if follows else None)
         names.append(getattr(path[0], "name", None))
-    personal = any(flag for flag, name in zip(flags, names, strict=True) if name == "params")
-    flags = [flag and not (personal and name == "cluster") for flag, name in zip(flags, names, strict=True)]
-    return Split(jax.tree.structure(state), tuple(flags), personal), state
+    personal = any(axis is not None for axis, name in zip(axes, names, strict=True) if name == "params")
+    axes = [None if personal and name == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
+    _check_splitting(state, personal, cohort)
+    return Split(jax.tree.structure(state), tuple(axes), personal), state
+
+
+def _check_splitting(state: Any, personal: bool, cohort: int) -> None:
+    """`ValueError` for options of CFL that a population cannot have."""
+    if not hasattr(state, "active"):
+        return
+    k = len(state.active)
+    check(not personal, "max_clusters", f"none, and a cohort of {cohort}", "given for so small a cohort")
+    accepted = "left out of the method: the cohort of a population is simulate_population's own"
+    check(not jax.tree.leaves(state.heard), "cohort", "a method's", accepted)
+    check(k != cohort, "cohort", cohort, f"another number than max_clusters, {k}, so that records can tell them apart")
 
 
 def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:
@@ -291,10 +320,10 @@ def simulate_population(
     has it for the cohort they are in.
 
     Args:
-      algorithm: any whose rounds can be with other clients every time. Not those that compare all clients with each
-        other (`cfl`, `byzantine_cfl`), nor those that cluster them before the first round (`one_shot`, `flhc`,
-        `fesem`). `federated_clustering` and its like cluster the clients of a cohort. Its own `cohort` option is for
-        clients that are on the device; leave it out.
+      algorithm: any whose rounds can be with other clients every time. Not those that cluster all clients before the
+        first round (`one_shot`, `flhc`, `fesem`). `federated_clustering` and its like cluster the clients of a cohort.
+        `cfl` splits a cluster by the clients of it that the cohort holds; others are placed when they come, one split
+        at a time. Its own `cohort` option is for clients that are on the device; leave it out.
       store: the clients.
       key: of the whole run. The cohort of round `t` depends on it and `t` alone.
       num_rounds: `T`.
@@ -454,7 +483,8 @@ def simulate_population(
                 records.append({"seed": seed, **judge.record(result), **done.totals, "seen": int(rows.seen.sum())})
                 if folder is not None:
                     folder.append(records[-1:])
-                warn_once(warned, records[-1:], judge.num_models, cohort, store.cluster)
+                models = 1 if hasattr(shapes, "active") else judge.num_models  # one that is never split is no collapse
+                warn_once(warned, records[-1:], models, cohort, store.cluster)
             watch.advance(t, records[-1] if records else {})
             if folder is not None and (watch.due() or watch.interrupted or t == until):
                 rows.checkpointing(t)

@@ -470,12 +470,6 @@ def test_thresholds_that_mislead_are_warned_of(options, words):
         jfcl.cfl(TASK, TRAINING, **options)
 
 
-def test_halves_too_small_for_any_split_are_warned_of():
-    algorithm = jfcl.cfl(TASK, TRAINING, min_size=5)
-    with pytest.warns(UserWarning, match="min_size is 5: 8 clients can never be split into two of that"):
-        jfcl.simulate(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=1)
-
-
 def test_true_clusters_must_fit():
     algorithm = jfcl.cfl(TASK, TRAINING, true_cluster=np.zeros(3, int))
     with pytest.raises(ValueError, match=r"true_cluster must be of shape \(8,\), got \(3,\)"):

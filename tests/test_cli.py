@@ -200,6 +200,7 @@ def test_list_and_help_name_everything(capsys):
             ["run", "momentum_clustering", "--radius", "1", "--quantile-rule", "linear"],
             "quantile_rule must be left out with --radius, got 'linear'",
         ),
+        (["run", "cfl", "--privacy-seed", "3"], "privacy_seed must be left out without --privacy, got 3"),
         (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
         (["run", "fedavg", "--mapping", "auto", "--chunk", "8"], "chunk must be left out with --mapping auto"),
         (
@@ -231,7 +232,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
-        (["run", "cfl", "--population", "50"], "method must be one that does not compare all clients"),
+        (["run", "byzantine_cfl", "--population", "50"], "method must be one that does not compare all clients"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
     ],
 )

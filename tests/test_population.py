@@ -39,6 +39,7 @@ METHODS = {
     "hypcluster": jfcl.hypcluster(TASK, TRAINING, num_clusters=2),
     "oracle": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER),
     "local": jfcl.local_only(TASK, EVERYTHING),
+    "cfl": jfcl.cfl(TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, min_rounds=2, max_clusters=3),
     "ditto": jfcl.ditto(TASK, EVERYTHING),
     "federated_clustering": jfcl.federated_clustering(TASK, TRAINING, quantile=0.5),
     "momentum_clustering": jfcl.momentum_clustering(TASK, ONE_STEP, num_clusters=2, quantile=0.5),
@@ -82,6 +83,22 @@ def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss
     for serve in ("loss", "state"):
         history = population(algorithm, num_rounds=1, serve=serve)
         assert history.clients["model"].tolist() == history.clients["cluster"].tolist() == [CLUSTER.tolist()]
+
+
+def test_cfl_splits_by_the_cohort_and_places_the_others_when_they_come():
+    """Linear regressions of two clusters, a quarter of the clients on the device at a time."""
+    from test_cfl import TASK, TRAINING, regression
+
+    cluster = np.arange(32) % 2
+    clients = regression([[2, 0, 0], [-1, 1.7, 0]], cluster)
+    store = ClientStore.from_clients(clients, cluster=cluster)
+    algorithm = jfcl.cfl(TASK, TRAINING, max_clusters=3)
+    history = population(algorithm, store, num_rounds=60, cohort=8, eval_every=60, serve="state")
+    state, found = history.state, history.clients["cluster"][0]
+    assert state.active.sum() == 2 and history.rows.seen.all()
+    assert state.tree.side.shape == (3, 8)
+    assert (found == found[0]).tolist() == (cluster == cluster[0]).tolist()
+    assert history.records[-1]["loss"] < 0.05
 
 
 def test_knn_per_too():
@@ -496,7 +513,6 @@ def test_divergence_is_said():
 
 
 OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
-SPLITTING = jfcl.cfl(TASK, TRAINING, eps_1=1.0, eps_2=2.0, max_clusters=2)
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
 
 
@@ -523,9 +539,10 @@ RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
         ({"resume": True}, "out must be the folder"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
         (
-            {"algorithm": jfcl.cfl(TASK, TRAINING, eps_1=1.0, eps_2=2.0, max_clusters=2)},
-            "compares all of them with each other",
+            {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=2)},
+            "cohort must be left out of the method",
         ),
+        ({"algorithm": jfcl.cfl(TASK, TRAINING)}, "max_clusters must be given for so small a cohort"),
         ({"algorithm": RESTARTED}, "join must be given"),
         ({"algorithm": jfcl.one_shot(TASK, TRAINING, num_clusters=2)}, "join must be given"),
         ({"algorithm": jfcl.fesem(TASK, TRAINING, num_clusters=2)}, "join must be given"),

@@ -128,14 +128,15 @@ class Config:
     stable_rounds: int | None = _option(None, "send only the own model after so many rounds without a change (ifca)")
     restarts: int = _option(1, "initialisations to try (ifca)")
     restart_rounds: int = _option(5, "rounds before they are compared (ifca)")
-    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4 (cfl)")
-    eps_2: float | None = _option(None, "and whose longest is longer; default: 0.5 if --relative, else 1.6 (cfl)")
-    relative: bool = _option(False, "measure both in the first round's update norms; default if neither is given (cfl)")
+    eps_1: float | None = _option(None, "split clusters whose mean update is shorter; default: 0.4, relative (cfl)")
+    eps_2: float | None = _option(None, "and whose longest is longer; default: 0.5, relative (cfl)")
+    relative: bool = _option(False, "measure both in the first round's update norms, as one that is not given (cfl)")
     gamma_max: float | None = _option(None, "assumed approximation noise, in [0, 1) (cfl)")
     recursive: bool = _option(False, "clusters that stand still and are not split train no more (cfl)")
     max_clusters: int | None = _option(None, "clusters at most; default: 8 (cfl)")
     min_rounds: int | None = _option(None, "rounds that a cluster trains before it is split (cfl)")
     min_size: int | None = _option(None, "clients that either side of a split must have (cfl)")
+    min_examples: int | None = _option(None, "clients with fewer examples have no voice in splits (cfl)")
     similarity: str | None = _option(None, "of updates (default) or gradients (cfl, byzantine_cfl)")
     validation: float | None = _option(
         None, "share of training examples that judges splits (cfl; default none), or chooses mixing weights (knn_per)"
@@ -144,6 +145,7 @@ class Config:
     privacy: str | None = _option(
         None, "hide updates from the server: permutation, sign or rotation (cfl, byzantine_cfl)"
     )
+    privacy_seed: int | None = _option(None, "the clients' secret, with --privacy; default: 0 (cfl, byzantine_cfl)")
     tree_dim: int | None = _option(None, "numbers kept of an update at a split, for newcomers (cfl)")
     track_gap: bool = _option(False, "record the separation gap, from the true clusters, every round (cfl)")
     threshold: float | None = _option(None, "shut out the smaller side below this similarity (byzantine_cfl)")
@@ -162,7 +164,7 @@ class Config:
     rounds_before: int | None = _option(None, "rounds of FedAvg before the clustering, 1 (flhc)")
     distance_threshold: float | None = _option(None, "keep updates nearer than this together (flhc)")
     distance: str | None = _option(None, "of updates: cosine (default) or euclidean (flhc)")
-    linkage: str | None = _option(None, "complete (default) or single (flhc)")
+    linkage: str | None = _option(None, "complete (default of flhc) or single (default of cfl) (flhc, cfl)")
     lam: float | None = _option(None, "how much personal models are drawn to the global one, 1 (ditto)")
     num_neighbours: int | None = _option(None, "nearest neighbours that are asked, 10 (knn_per)")
     mixing: float | None = _option(
@@ -329,6 +331,9 @@ def validate(config: Config) -> None:
     if not config.validation:
         given = config.fallback_rounds
         check(given is None, "fallback_rounds", given, "left out without --validation")
+    given = config.privacy_seed
+    check(given is None or config.privacy is not None, "privacy_seed", given, "left out without --privacy")
+    check(given is None or 0 <= given < 2**32, "privacy_seed", given, f"from 0 to {2**32 - 1}")
     if config.mixing is not None:
         check(
             config.validation is None, "validation", config.validation, "left out with --mixing, which it would choose"

@@ -40,7 +40,7 @@ DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogenei
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
 _OF_STORES = inspect.signature(data.generate_store).parameters
 UNSAID = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
-NEED_ALL = ("cfl", "byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
+NEED_ALL = ("byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
 
 
 def _cohort(config: Config, num_clients: int) -> int:

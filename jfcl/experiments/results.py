@@ -65,6 +65,11 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
     return finite_or_none(summary)
 
 
+def _of_cohort(history: History) -> bool:
+    """Whether the state's clients are a population's last cohort, not those that are evaluated."""
+    return hasattr(history, "rows")
+
+
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
     """Writes `clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
     name, records = summary["method"], history.records
@@ -75,7 +80,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     if "perplexity" in history.clients:
         figures["perplexity"] = plots.curves({name: records}, "perplexity")
     figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
-    if isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+    if isinstance(history.state, CFLState) and not _of_cohort(history) and history.state.active.shape[1] > 1:
         trees, drawn, summary["path_accuracy"] = _trees(history, parts)
         contents |= trees
         figures |= drawn
@@ -92,7 +97,7 @@ def _clients_csv(history: History, parts: Setup) -> bytes:
     extra = {}
     if parts.malicious is not None:
         extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
-    if hasattr(history.state, "excluded"):
+    if hasattr(history.state, "excluded") and not _of_cohort(history):
         extra["excluded_in_round"] = np.asarray(history.state.excluded)
     model = history.clients.get("model", history.clients["cluster"])
     if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
