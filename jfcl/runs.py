@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """What `write_json` wrote; `ValueError` that names the file where it is damaged."""
     try:
         value = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
@@ -175,7 +175,7 @@ class RunFolder:
         for i, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and "round" in record:
                 records.append(record)
