@@ -50,7 +50,6 @@ LISTS = (
 )
 MOST_CPU_DEVICES = 1024  # starting more takes long, and is of no use
 LONGEST_MESSAGE = 4000  # characters
-LONGEST_NAME = 4096  # of a file or folder, as on Linux
 LARGEST_CONFIG = 2**20  # bytes; a run's config.json has about 2,000
 DEMO = {
     "fedavg": {},
@@ -326,18 +325,20 @@ def _check_platform() -> None:
     except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without jax's CUDA plugin
         asked = jax.config.jax_platforms
         why = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise ValueError(f"JAX_PLATFORMS must be unset, or name devices that jax finds here, got {asked!r}{why}") from None
+        raise ValueError(
+            f"JAX_PLATFORMS must be unset, or name devices that jax finds here, got {asked!r}{why}"
+        ) from None
 
 
 def _check_folders(args: argparse.Namespace, *names: str) -> None:
     """`ValueError` for a name of a file or folder that cannot be one."""
     from jfcl.core import check
+    from jfcl.experiments.config import is_text
 
     for name in names:
         given = getattr(args, name)
         for one in given if isinstance(given, list) else [given]:
-            fits = one is None or (one.strip() and "\0" not in one and len(one) <= LONGEST_NAME)
-            check(fits, name, one, "the name of a file or folder")
+            check(one is None or is_text(one), name, one, "the name of a file or folder, in UTF-8")
             folder = name != "data_dir" or one is None or not Path(one).is_file()
             check(folder, name, one, "a folder, and not a file")
 
@@ -436,7 +437,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
         console.print(f"note: these runs are on {len(splits)} different splits of the data")
     first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
     out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
-    records = {name: rows for name, (_, rows) in runs.items()}
+    records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # else matplotlib's mathematics
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
     console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
@@ -541,7 +542,10 @@ def _unused(folder: str) -> Path:
 
 def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
+    import jax
+
     from jfcl import bench, plots
+    from jfcl.core import check
     from jfcl.runs import write_json
 
     _check_folders(args, "out")
@@ -549,6 +553,8 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     _check_out(str(out))
     _divide_cpu(args.devices)
     _check_platform()
+    most = len(jax.devices())
+    check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
     given = {name: value for name, value in vars(args).items() if value is not None}
     if args.devices is not None:
         given.setdefault("mappings", ["chunked(1)", "chunked(4)", "vmap", "sharded(chunked(1))"])
@@ -664,7 +670,9 @@ def _sentence(error: Exception) -> str:
         said = f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
         said = f"there is not enough memory{': ' * bool(said)}{said}"
-    return said if len(said) <= LONGEST_MESSAGE else f"{said[: LONGEST_MESSAGE // 2]} ... {said[-LONGEST_MESSAGE // 4 :]}"
+    return (
+        said if len(said) <= LONGEST_MESSAGE else f"{said[: LONGEST_MESSAGE // 2]} ... {said[-LONGEST_MESSAGE // 4 :]}"
+    )
 
 
 def _main(argv: list[str] | None, console: Console, errors: Console) -> int:

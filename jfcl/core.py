@@ -345,7 +345,7 @@ def shown(value: Any) -> str:
 
 
 def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_MAX) -> None:
-    """Checks that a value is an integer from `least` to `most`, which is int32's largest unless something else bounds it.
+    """Checks that a value is an integer from `least` to `most`, by default the largest of int32.
 
     Raises:
       ValueError: it is not.

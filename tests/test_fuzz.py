@@ -6,20 +6,31 @@ anything compiles; the slow tests try twelve values for every flag, and random p
 
 import argparse
 import faulthandler
+import gzip
 import json
 import math
+import os
 import random
 import shutil
 import signal
+import struct
 import sys
 import time
 import traceback
+import tracemalloc
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pytest
 
+import jfcl
 from jfcl import cli
 from jfcl.algorithms import METHODS
+from jfcl.core import check_count
+from jfcl.experiments import Config, load_run
+from jfcl.experiments.config import validate
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
@@ -124,7 +135,9 @@ def judge(line: list[str], folder: Path, capsys, *, named: list[str] = ()) -> in
 
     old = signal.signal(signal.SIGALRM, hang)
     signal.alarm(SECONDS)
-    faulthandler.dump_traceback_later(2 * SECONDS, exit=True, file=sys.__stderr__)  # inside a compiled program no signal is heard
+    faulthandler.dump_traceback_later(
+        2 * SECONDS, exit=True, file=sys.__stderr__
+    )  # inside a compiled program no signal is heard
     began = time.monotonic()
     try:
         status = cli.main(line)
@@ -179,9 +192,23 @@ quiet = pytest.mark.filterwarnings("default", "error::RuntimeWarning", "ignore:.
 
 def names_of(action: argparse.Action, value: str) -> list[str]:
     flag = [s.removeprefix("--") for s in action.option_strings]
-    other = {"name": "recipe", "num_models": "num_clusters", "local_steps": "num_steps", "local_epochs": "num_epochs", "what": "list"}
+    other = {
+        "name": "recipe",
+        "num_models": "num_clusters",
+        "local_steps": "num_steps",
+        "local_epochs": "num_epochs",
+        "what": "list",
+    }
     shown = [value[:40]] if value.strip() else ["expected"]
-    return [*flag, action.dest, str(action.metavar), other.get(action.dest, ""), action.dest.rstrip("s"), *shown, repr(value)[1:-1]]
+    return [
+        *flag,
+        action.dest,
+        str(action.metavar),
+        other.get(action.dest, ""),
+        action.dest.rstrip("s"),
+        *shown,
+        repr(value)[1:-1],
+    ]
 
 
 class Computes(BaseException):
@@ -284,12 +311,197 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "aggregator": list(kernels.AGGREGATORS),
         "augment": list(AUGMENTATIONS),
     }
-    names |= {"keep": ["nothing", "schedule", "everything"], "weights": ["size", "equal"], "models": list(models.MODELS)}
+    names |= {
+        "keep": ["nothing", "schedule", "everything"],
+        "weights": ["size", "equal"],
+        "models": list(models.MODELS),
+    }
     names |= {"mapping": ["vmap", "chunked", "sharded", "pmap"], "linkage": ["single"], "distance": ["euclidean"]}
     names |= {"server_optimizer": ["adam", "momentum"], "similarity": ["gradients"], "privacy": ["sign", "rotation"]}
     good = {int: ["1", "2", "3", "4"], float: ["0.3", "0.5", "1"], bool: [""], str: ["new"]}[kind(action)]
     bad = rng.sample([v for v in VALUES[kind(action)] if action.dest != "rounds" or len(v) < 4], 2)
     return [*names.get(action.dest, good), *bad]
+
+
+@quiet
+def test_odd_configurations_are_refused(folder, capsys, no_computing):
+    (folder / "folder.toml").mkdir()
+    (folder / "own.txt").write_text("x")
+    os.mkfifo(folder / "pipe.toml")
+    with (folder / "large.toml").open("wb") as f:
+        f.truncate(10**10)
+    contents = {
+        "deep.toml": b"rounds = " + b"[" * 100_000,
+        "deep.json": b'{"rounds": ' + b"[" * 100_000,
+        "binary.toml": bytes(range(256)),
+        "null.json": b'{"method": "fedavg", "rounds": null}',
+        "text.json": b'{"method": "fedavg", "num_rounds": "ten"}',
+        "list.json": b'{"method": "fedavg", "lr": [0.1]}',
+        "true.json": b'{"method": "fedavg", "rounds": true}',
+        "nan.json": b'{"method": "fedavg", "lr": NaN}',
+        "huge.json": b'{"method": "fedavg", "lr": 1' + b"0" * 400 + b"}",
+        "table.toml": b'method = "fedavg"\n[lr]\nvalue = 1\n',
+        "date.toml": b'method = "fedavg"\nlr = 1979-05-27\n',
+        "twice.toml": b'method = "fedavg"\nlocal-steps = 1\nlocal_steps = 2\n',
+        "unknown.toml": b'method = "fedavg"\nlocal-step = 1\n',
+        "empty.toml": b"",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    before = sorted(folder.rglob("*"))
+    said = {
+        "null.json": "rounds",
+        "text.json": "'ten'",
+        "nan.json": "lr",
+        "unknown.toml": "did you mean 'local_steps'?",
+    }
+    said |= {"empty.toml": "METHOD must be given", "twice.toml": "local_steps is given twice"}
+    files = [*contents, "folder.toml", "pipe.toml", "large.toml", "/dev/zero", "nowhere.toml", "own.txt/x.toml"]
+    for name in files:
+        assert cli.main(["run", "--config", name, "--out", "out"]) == 2
+        printed = capsys.readouterr().err
+        assert said.get(name, name) in printed and "Traceback" not in printed and len(printed) < 1000, name
+    for out in ("own.txt", "own.txt/below", "\udcff"):
+        assert cli.main(["run", "fedavg", *TINY, "--out", out]) == 2
+        assert "out must be " in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+@quiet
+def test_odd_files_of_a_run_are_refused(folder, finished, capsys, no_computing):
+    shutil.copytree(finished, folder / "run")
+    summary, config = (json.loads((finished / name).read_text()) for name in ("summary.json", "config.json"))
+    changed = [{"mean": None}, {"mean": {}}, {"std": {}}, {"per_seed": [1]}, {"per_seed": []}, {"per_seed": [{}]}]
+    changed += [{"split_hash": None}, {"bytes_up": "x"}, {"num_clusters": None}, {"method": 3}, {"num_rounds": True}]
+    texts = {"summary.json": [json.dumps(summary | change) for change in changed] + ["[" * 100_000, "null", ""]}
+    texts["metrics.jsonl"] = ['{"round": 1}', '{"round": "1", "seed": 0}', '{"round": 1, "seed": 0, "accuracy": "x"}']
+    texts["metrics.jsonl"] += ["[" * 100_000 + "\n{}"]
+    texts["config.json"] = ["[" * 100_000, "3"]
+    for name, odd in texts.items():
+        for text in odd:
+            (folder / "run" / name).write_text(text + "\n")
+            assert cli.main(["compare", "run", "--out", "out"]) == 2
+            printed = capsys.readouterr().err
+            assert name in printed and "Traceback" not in printed, text[:100]
+        shutil.copy(finished / name, folder / "run")
+    clients = ["a,b\n1,2\n", "", "seed,client,cluster\n0,0,99999999999999\n", "seed,client,cluster\n0,0,1\n"]
+    configs = [config | change for change in ({"newer_option": 1}, {"lr": "x"}, {"split_hash": "other"})]
+    for name, text in [("clients.csv", t) for t in clients] + [("config.json", json.dumps(c)) for c in configs]:
+        (folder / "run" / name).write_text(text)
+        with pytest.raises(ValueError, match=name if text != json.dumps(configs[-1]) else "this split"):
+            load_run(folder / "run")
+        shutil.copy(finished / name, folder / "run")
+    shutil.move(folder / "run", folder / "$\\frac{x$")  # no formula
+    with pytest.raises(Computes):
+        cli.main(["compare", "$\\frac{x$", "--out", "out"])
+    assert not (folder / "out").exists()
+
+
+@quiet
+def test_odd_warm_starts_are_refused(folder, finished, capsys, no_computing):
+    (folder / "run").mkdir()
+    file = folder / "run" / "params.npz"
+    with np.load(finished / "params.npz") as arrays:
+        good = dict(arrays)
+    bias = good["Dense_0/bias"]
+    changes = {"finite": np.where(bias == bias[0], np.nan, bias), "numbers": np.full(bias.shape, "x")}
+    changes |= {"of one number": np.float32(1), "these sizes": bias[:, :3]}
+    command = ["run", "fedavg", *TINY, "--init-from", "run"]
+    for said, value in changes.items():
+        np.savez(file, **good | {"Dense_0/bias": value})
+        assert cli.main(command) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and ("Dense_0/bias" in printed or value.dtype.kind == "f") and "learning" not in printed
+    np.savez(file, **{name: value[:0] for name, value in good.items()})
+    assert cli.main(command) == 2
+    assert "at least 1" in capsys.readouterr().err
+    np.savez(file, **good | {"Dense_0": bias})
+    assert cli.main(command) == 2
+    np.savez_compressed(file, zeros=np.zeros(10**7, np.float32))
+    assert cli.main(command) == 2
+    assert "not compressed" in capsys.readouterr().err
+    file.write_bytes(b"PK\x03\x04 and no more")
+    assert cli.main(command) == 2
+    assert "params.npz is damaged" in capsys.readouterr().err
+
+
+def test_a_compressed_file_is_unpacked_as_far_as_its_header_says(folder, capsys, no_computing):
+    (folder / "mnist").mkdir()
+    file = folder / "mnist" / "train-images-idx3-ubyte.gz"
+    header = {"good": (60_000, 28, 28), "large": (2**32 - 1,) * 3, "short": (10, 28, 28)}
+    size = {"good": 10**8, "large": 100, "short": 100}
+    said = {"good": "more than 47040000 bytes", "large": "[4294967295, 4294967295, 4294967295]", "short": "7840 bytes"}
+    for name in header:
+        with gzip.open(file, "wb", compresslevel=1) as f:
+            f.write(b"\0\0\x08\x03" + struct.pack(">3I", *header[name]) + bytes(size[name]))
+        tracemalloc.start()
+        assert cli.main(["run", "fedavg", "--dataset", "mnist", "--data-dir", str(folder)]) == 2
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        printed = capsys.readouterr().err
+        assert said[name] in printed and "train-images-idx3-ubyte.gz is corrupted" in printed
+        assert most < 2.5 * 47_040_016 or name != "good"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--clients", "2147483647"], "GB are free; use fewer clients"),
+        (["--clients", "2147483647", "--clusters", "2147483647"], "GB are free; use fewer clients"),
+        (["--population", str(10**12)], "population must be at most 100000000"),
+        (["--population", str(10**8), "--clusters", str(10**8)], "a store of 100000000 clients needs"),
+        (["--population", "50", "--eps-1", "1"], "has no option eps_1"),
+        (["--seeds", str(10**6)], "seeds must be at most 10000"),
+        (["--devices", "100000"], "devices must be at most"),
+        (["--local-steps", "2147483647"], "local_steps must be at most 1000000"),
+        (["--rounds", "2000000000", "--lr-decay", "0.9", "--local-steps", "2"], "falls over at most 2147483647"),
+        (["--lr", "1e39"], "lr must be finite, at most 3.4e+38 in float32"),
+        (["--lr", "1e-40"], "lr must be 0, or at least 1.18e-38 in float32"),
+        (["--server-lr", "inf"], "server_lr must be finite"),
+        (["--checkpoint-seconds", "nan"], "checkpoint_seconds must be 0 or more"),
+    ],
+)
+def test_what_is_too_large_for_the_machine_is_said_at_once(options, said, folder, capsys, no_computing):
+    assert cli.main(["run", "fedavg", "--quiet", "--model", "linear", *options, "--out", "out"]) == 2
+    assert said in capsys.readouterr().err and not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("command", [["run", "fedavg"], ["bench"], ["demo"], ["reproduce", "cfl.figure3"]])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Unable to initialize backend 'tpux': no such\nlist"), AssertionError()]
+)
+def test_a_platform_that_is_not_there_is_named(command, error, folder, capsys, monkeypatch, no_computing):
+    def devices(*_):
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert cli.main([*command, "--out", "out"]) == 2
+    assert "jfcl: error: JAX_PLATFORMS must be unset" in capsys.readouterr().err and not (folder / "out").exists()
+
+
+def test_counts_and_parameters_are_bounded_in_python_too():
+    for call in (
+        lambda: jfcl.local_training(optax.sgd(0.1), num_steps=2**31),
+        lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, batch_size=np.int64(2**31)),
+    ):
+        with pytest.raises(ValueError, match="at least 1 and at most 2147483647, got "):
+            call()
+    with pytest.raises(ValueError, match="prox must be 0 or more, and finite"):
+        jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=math.inf)
+    for value in (True, 1.0, "1", None, -1):
+        with pytest.raises(ValueError, match="seeds must be an integer, at least 1, got"):
+            check_count("seeds", value)
+    check_count("seeds", np.int32(2**31 - 1))
+    with pytest.raises(ValueError, match="rounds must be of type int, got '3'"):
+        validate(Config("fedavg", rounds="3"))
+    validate(Config("cfl", eps_1=math.inf, eps_2=np.float32(1), rounds=np.int32(2)))
+    task = jfcl.models.classification(jfcl.models.Linear(2), (3,), 2)
+    for bad in (np.nan, np.inf):
+        params = jax.tree.map(lambda p, bad=bad: np.full(p.shape, bad, np.float32), task.init(jax.random.key(0)))
+        algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=1), init_params=params)
+        clients = jfcl.Clients({"x": np.zeros((2, 4, 3), np.float32), "y": np.zeros((2, 4), np.int32)}, np.full(2, 4))
+        with pytest.raises(ValueError, match=r"init_params\['Dense_0'\]\['bias'\] must be finite"):
+            jax.eval_shape(algorithm.init, jax.random.key(0), clients)
 
 
 @pytest.mark.slow

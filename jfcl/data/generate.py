@@ -205,7 +205,7 @@ def generate_store(
 
 
 def _check_room(path: Path, values: int, num_clients: int, examples_per_client: int) -> None:
-    """`ValueError` for a store of more than the disk can hold, at a byte for each of its base's `values` and each row."""
+    """`ValueError` for a store larger than the disk, at a byte for each of its base's `values` and each row."""
     there = next(folder for folder in path.absolute().parents if folder.exists())
     needed, free = values + num_clients * (8 + examples_per_client), shutil.disk_usage(there).free
     if needed > free:

@@ -33,10 +33,12 @@ OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_clien
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 SEEDS = ("seed", "data_seed")  # 32 bits without a sign
 INFINITE = ("eps_1", "eps_2", "radius", "distance_threshold")  # thresholds, which nothing is above
-# Repetitions inside one call of the compiled program, for the end of which Ctrl-C waits; and seeds, which run together.
+# Repetitions inside one call of the compiled program, for the end of which Ctrl-C waits.
 REPEATED = ("local_steps", "local_epochs", "restarts", "restart_rounds", "warm_rounds", "local_rounds")
-REPEATED += ("rounds_before", "threshold_rounds", "seeds")
+REPEATED += ("rounds_before", "threshold_rounds")
 MOST_REPEATED = 10**6
+MOST_SEEDS = 10**4
+ADDED_TO = ("min_size", "min_rounds", "fallback_rounds", "stable_rounds")  # thresholds, also doubled, in int32
 MOST_CLIENTS = 10**8  # of a population: dealing data to so many takes an hour
 LONGEST_TEXT = 4096  # characters; a path is no longer on Linux
 
@@ -214,7 +216,7 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
 
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
-    """The options of `Config` in what a run's `config.json` holds: those that are not None, where None is the default."""
+    """The options of `Config` in what a run's `config.json` holds; None is left out where it is the default."""
     others = ("num_rounds", "split_hash", "cohorts")  # the last: how those of a population were drawn
     options = {name: value for name, value in saved.items() if name not in others}
     options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
@@ -223,7 +225,8 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
         name: float(v) if kinds.get(name) is float and v in ("inf", "-inf") else v  # JSON has no infinity
         for name, v in options.items()
     }
-    return {name: v for name, v in options.items() if v is not None or name in fields and fields[name].default is not None}
+    optional = {name for name, field in fields.items() if field.default is None}
+    return {name: v for name, v in options.items() if v is not None or (name in fields and name not in optional)}
 
 
 @functools.cache
@@ -285,14 +288,20 @@ def check_values(config: Config) -> None:
         if name in SEEDS:
             check(0 <= value < 2**32, name, value, f"from 0 to {2**32 - 1}")
         elif kind is int:
-            most = {"population": MOST_CLIENTS} | dict.fromkeys(REPEATED, MOST_REPEATED)
-            most = most.get(name, INT32_MAX)
+            bounds = {"population": MOST_CLIENTS, "seeds": MOST_SEEDS}
+            bounds |= dict.fromkeys(REPEATED, MOST_REPEATED) | dict.fromkeys(ADDED_TO, 2**30)
+            most = bounds.get(name, INT32_MAX)
             check(value <= most, name, value, f"at most {most}")
         elif kind is float:
             _check_real(name, value)
         elif kind is str:
-            whole = value.strip() and "\0" not in value and len(value) <= LONGEST_TEXT
-            check(whole, name, value, f"text of 1 to {LONGEST_TEXT} characters, none of them NUL")
+            check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
+
+
+def is_text(value: str) -> bool:
+    """Whether `value` is a name that files and folders can have: not empty, not too long, in UTF-8 and without NUL."""
+    encodable = not any("\ud800" <= character <= "\udfff" for character in value)
+    return encodable and bool(value.strip()) and "\0" not in value and len(value) <= LONGEST_TEXT
 
 
 def _check_real(name: str, value: Any) -> None:

@@ -222,7 +222,9 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         whole = all(type(record.get(name)) is int for name in ("round", "seed"))
         whole &= all(_is_number(record.get(name)) for name in ("accuracy", "worst_client_accuracy", "perplexity"))
         if not whole:
-            raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: record {i} has no round or seed, or text for a number")
+            raise ValueError(
+                f"{folder / 'metrics.jsonl'} is damaged: record {i} has no round or seed, or text for a number"
+            )
     return summary, records
 
 
@@ -232,7 +234,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_summary(summary: dict[str, Any], file: Path) -> None:
-    """`ValueError` unless a summary has what tables are made of: as a damaged file has not, or one of another version."""
+    """`ValueError` for a summary without what tables are made of: of a damaged file, or of another version."""
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
     wrong = [name for name in numbers if summary.get(name) is None or not _is_number(summary[name])]
     wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]
@@ -249,4 +251,6 @@ def _check_summary(summary: dict[str, Any], file: Path) -> None:
     if not (whole and all(type(r.get("seed")) is int and _is_number(r.get("rounds_to_recovery")) for r in rows)):
         wrong.append("per_seed")
     if wrong:
-        raise ValueError(f"{file} is damaged, or of another version: it does not have {', '.join(wrong)} as jfcl writes it")
+        raise ValueError(
+            f"{file} is damaged, or of another version: it does not have {', '.join(wrong)} as jfcl writes it"
+        )

@@ -106,7 +106,8 @@ def load_params(folder: str | Path) -> PyTree:
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
         check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
-        check(np.isfinite(array).all(), f"{saved}: {path}", "NaN or infinity", "finite")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
     return params
 
 
