@@ -266,6 +266,10 @@ def sweep(
             if expected > seconds:
                 row["left_out"] = f"takes {expected:.1f} s"
                 continue
+            least = floor_gflop(case) / peak  # before anything of that size is made
+            if least > seconds:
+                row["left_out"] = f"takes at least {least:.1f} s"
+                continue
             client_axis = MAPPINGS[name]()
             if mapping.num_rows(client_axis, n) != n:
                 row["left_out"] = "clients are no multiple of the devices"

@@ -11,7 +11,6 @@ import json
 import os
 import tomllib
 import traceback
-import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,9 @@ LISTS = (
     "aggregators",
     "recipes",
 )
+MOST_CPU_DEVICES = 1024  # starting more takes long, and is of no use
+LONGEST_MESSAGE = 4000  # characters
+LARGEST_CONFIG = 2**20  # bytes; a run's config.json has about 2,000
 DEMO = {
     "fedavg": {},
     "local": {},
@@ -64,8 +66,9 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [s for action in _all_actions(self) for s in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
-            raise ValueError(f"unknown option {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
+            name = unknown[0].split("=")[0][:100]
+            near = difflib.get_close_matches(name, flags, n=1)
+            raise ValueError(f"unknown option {name}" + (f": did you mean {near[0]}?" if near else ""))
         return parsed
 
     def error(self, message):
@@ -80,16 +83,12 @@ def _all_actions(parser: argparse.ArgumentParser):
                 yield from _all_actions(sub)
 
 
-def _kind(field: dataclasses.Field, hints: dict[str, Any]) -> type:
-    """The type a field's text is read as: of `int | None`, `int`."""
-    return next(t for t in (*typing.get_args(hints[field.name]), hints[field.name]) if t is not type(None))
-
-
 def _fields() -> dict[str, tuple[dataclasses.Field, type]]:
+    """The options of `Config`, and the type that the text of each is read as."""
     from jfcl.experiments import Config
+    from jfcl.experiments.config import option_types
 
-    hints = typing.get_type_hints(Config)
-    return {f.name: (f, _kind(f, hints)) for f in dataclasses.fields(Config)}
+    return {f.name: (f, option_types()[f.name]) for f in dataclasses.fields(Config)}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -224,35 +223,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_config(path: str) -> dict[str, Any]:
     """Options from a TOML file or a run's `config.json`, checked for unknown names and wrong types."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"--config {path}: no such file")
-    try:
-        raw = json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"--config {path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"--config {path}: it must hold names and values, got {type(raw).__name__}")
-    fields = _fields()
-    if file.suffix == ".json":
-        from jfcl.experiments import from_saved
+    from jfcl.experiments.config import check_options, from_saved
 
-        raw = from_saved(raw)
-    options = {}
-    for name, value in raw.items():
-        name = name.replace("-", "_")
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            raise ValueError(
-                f"--config {path}: unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
-            )
-        kind = fields[name][1]
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise ValueError(f"--config {path}: {name} must be of type {kind.__name__}, got {value!r}")
-        options[name] = value
-    return options
+    file, where = Path(path), f"--config {path}"
+    if not file.is_file():
+        raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
+    with file.open("rb") as f:  # never more than that: a file may be as long as its system likes
+        content = f.read(LARGEST_CONFIG + 1)
+    if len(content) > LARGEST_CONFIG:
+        raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_CONFIG} bytes, and is larger")
+    try:
+        raw = json.loads(content.decode()) if file.suffix == ".json" else tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply; it must hold names and values") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
+    return check_options(from_saved(raw) if file.suffix == ".json" else raw, where)
 
 
 def _number(value: float | None, std: float | None, digits: int) -> str:
@@ -325,7 +313,47 @@ def _divide_cpu(devices: int | None) -> None:
     if devices is not None:
         check_count("devices", devices)
         with contextlib.suppress(RuntimeError):  # where jax is in use already, its devices are what they are
-            jax.config.update("jax_num_cpu_devices", devices)
+            jax.config.update("jax_num_cpu_devices", min(devices, MOST_CPU_DEVICES))
+
+
+def _check_platform() -> None:
+    """Starts jax's backend; `ValueError` where `JAX_PLATFORMS` asks for one that is not there."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without jax's CUDA plugin
+        asked = jax.config.jax_platforms
+        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise ValueError(
+            f"JAX_PLATFORMS must be unset, or name devices that jax finds here, got {asked!r}{why}"
+        ) from None
+
+
+def _check_folders(args: argparse.Namespace, *names: str) -> None:
+    """`ValueError` for a name of a file or folder that cannot be one."""
+    from jfcl.core import check
+    from jfcl.experiments.config import is_text
+
+    for name in names:
+        given = getattr(args, name)
+        for one in given if isinstance(given, list) else [given]:
+            check(one is None or is_text(one), name, one, "the name of a file or folder, in UTF-8")
+            folder = name != "data_dir" or one is None or not Path(one).is_file()
+            check(folder, name, one, "a folder, and not a file")
+
+
+def _check_out(out: str | None) -> None:
+    """`ValueError` where nothing can be written in `out`, before anything is computed."""
+    from jfcl.core import check
+
+    if out is None:
+        return
+    there = Path(out)
+    while not (there.exists() or there.is_symlink()) and there != there.parent:
+        there = there.parent
+    check(there.is_dir(), "out", out, f"a folder, but {there} is none")
+    check(os.access(there, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {there} cannot")
 
 
 def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
@@ -337,18 +365,25 @@ def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
         hosts.connect(args.coordinator, args.num_processes, args.process_id)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
+    _check_platform()
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
     from jfcl import hosts
+    from jfcl.core import check
     from jfcl.experiments import Config, run
+    from jfcl.experiments.config import check_values, of_population, validate
 
+    _check_folders(args, "out", "data_dir", "config", "coordinator")
+    check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
     own = {name: value for name, value in vars(args).items() if name in _fields() and (name != "method" or value)}
     read = read_config(args.config) if args.config else {}
     if "method" not in read | own:
         raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
     config = Config(**read | own)
+    (check_values if of_population(config) else validate)(config)  # a population's is complete when its store is read
+    _check_out(args.out)
     _find_devices(args, config.devices)
     if not hosts.is_first():
         console = Console(quiet=True)
@@ -387,6 +422,8 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     from jfcl import plots
     from jfcl.experiments import read_run
 
+    _check_folders(args, "out", "runs")
+    _check_out(args.out)
     runs = {}
     for folder in args.runs:
         path = Path(folder).resolve()
@@ -402,7 +439,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
         console.print(f"note: these runs are on {len(splits)} different splits of the data")
     first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
     out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
-    records = {name: rows for name, (_, rows) in runs.items()}
+    records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # else matplotlib's mathematics
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
     console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
@@ -464,6 +501,9 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
     from jfcl.experiments import reproduce
 
+    _check_folders(args, "out", "data_dir")
+    _check_out(args.out)
+    _check_platform()
     changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
     result = reproduce(
         args.name, full=args.full, out=args.out, data_dir=args.data_dir, progress=not args.quiet, **changes
@@ -492,7 +532,9 @@ def _cell(value: Any) -> str:
 
 def _unused(folder: str) -> Path:
     """`folder`, or the first of `folder-2`, `folder-3`, ... that does not exist: never over earlier results."""
-    base = Path(folder)
+    base = Path(folder) if Path(folder).name else Path(folder).resolve()
+    if not base.name:
+        raise ValueError(f"out must be a new folder, got {folder!r}")
     out, number = base, 1
     while out.exists():
         number += 1
@@ -502,10 +544,19 @@ def _unused(folder: str) -> Path:
 
 def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
+    import jax
+
     from jfcl import bench, plots
+    from jfcl.core import check
     from jfcl.runs import write_json
 
+    _check_folders(args, "out")
+    out = _unused(args.out)
+    _check_out(str(out))
     _divide_cpu(args.devices)
+    _check_platform()
+    most = len(jax.devices())
+    check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
     given = {name: value for name, value in vars(args).items() if value is not None}
     if args.devices is not None:
         given.setdefault("mappings", ["chunked(1)", "chunked(4)", "vmap", "sharded(chunked(1))"])
@@ -547,7 +598,6 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
         f"peak: {found['sgemm_gflops']:.0f} GFLOP/s, float32 matrix products of 2,048 x 2,048 on {found['device']}."
         " Operations are counted from the models' layers."
     )
-    out = _unused(args.out)
     out.mkdir(parents=True)
     write_json(out / "bench.json", found)
     plots.save(plots.throughput(found["rows"]), out / "throughput.png")
@@ -557,16 +607,23 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
 def command_demo(args: argparse.Namespace, console: Console) -> None:
     """`jfcl demo`: the README's main job."""
     from jfcl.experiments import Config, run
+    from jfcl.experiments.config import validate
 
+    _check_folders(args, "out")
     out = _unused(args.out)
+    _check_out(str(out))
+    common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
+    configs = [Config(method, **common, **options) for method, options in DEMO.items()]
+    for config in configs:
+        validate(config)
+    _check_platform()
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
         "0, 90, 180 or 270 degrees, and nobody is told by how much. Who recognises\n"
         "held-out digits of its own kind best?\n"
     )
-    for method, options in DEMO.items():
-        config = Config(method, seeds=args.seeds, rounds=args.rounds, eval_every=2, **options)
-        run(config, out=out / method, progress=True)
+    for config in configs:
+        run(config, out=out / config.method, progress=True)
     command_compare(argparse.Namespace(runs=[str(out / m) for m in DEMO], out=str(out / "compare")), console)
     console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
 
@@ -608,6 +665,18 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
+def _sentence(error: Exception) -> str:
+    """What an error says, not longer than can be read."""
+    said = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        said = f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        said = f"there is not enough memory{': ' * bool(said)}{said}"
+    return (
+        said if len(said) <= LONGEST_MESSAGE else f"{said[: LONGEST_MESSAGE // 2]} ... {said[-LONGEST_MESSAGE // 4 :]}"
+    )
+
+
 def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
     args = None
     try:
@@ -640,7 +709,7 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             return 1
         if isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: a folder not to be written, a full disk
             errors.print("[red]jfcl: error:[/]", end=" ")
-            errors.print(str(error), markup=False)
+            errors.print(_sentence(error), markup=False)
             return 2
         if not hosts.connected():
             raise

@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+INT32_MAX = 2**31 - 1  # what is counted is counted in int32 on the device
+SHOWN = 400  # characters of a refused value in a message; of a longer one the beginning and the end
+
 PyTree = Any
 Batch = dict[str, jax.Array]  # {"x": [B, ...], "y": [B, ...]}
 
@@ -335,13 +338,52 @@ def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
       ValueError: num_rounds must be positive, got -1
     """
     if is_concrete(ok) and not bool(ok):
-        raise ValueError(f"{argument} must be {accepted}, got {value!r}")
+        raise ValueError(f"{argument} must be {accepted}, got {shown(value)}")
 
 
-def check_count(argument: str, value: Any, *, least: int = 1) -> None:
-    """An integer that is at least `least`, or `ValueError`."""
+def shown(value: Any) -> str:
+    """Returns `repr(value)`, of which a long one is cut in the middle: a message stays one that can be read.
+
+    Example:
+      >>> shown("ifca"), len(shown("x" * 10**6)) <= SHOWN
+      ("'ifca'", True)
+    """
+    text = f"an integer of {value.bit_length()} bits" if type(value) is int and abs(value) >= 10**SHOWN else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
+
+
+def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_MAX) -> None:
+    """Checks that a value is an integer from `least` to `most`, by default the largest of int32.
+
+    Raises:
+      ValueError: it is not.
+
+    Example:
+      >>> check_count("num_rounds", 2**31)
+      Traceback (most recent call last):
+      ValueError: num_rounds must be an integer, at least 1 and at most 2147483647, got 2147483648
+    """
     integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    check(integer and value >= least, argument, value, f"an integer, at least {least}")
+    above = f" and at most {most}" if integer and value > most else ""
+    check(integer and least <= value <= most, argument, value, f"an integer, at least {least}{above}")
+
+
+def check_finite(tree: PyTree, name: str) -> None:
+    """Checks that the concrete arrays of `tree` hold neither NaN nor infinity; arrays of other processes pass.
+
+    Raises:
+      ValueError: one does; its path is named.
+
+    Example:
+      >>> check_finite({"a": np.ones(2), "b": np.array([1, np.nan])}, "init_params")
+      Traceback (most recent call last):
+      ValueError: init_params['b'] must be finite, got NaN or infinity
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_concrete(leaf) and getattr(leaf, "is_fully_addressable", True):
+            fits = not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or np.isfinite(np.asarray(leaf)).all()
+            if not fits:
+                raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite, got NaN or infinity")
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
@@ -354,9 +396,9 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     """
     choices = list(choices)
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(value)[:SHOWN], choices, n=1, cutoff=0.5)
         hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"unknown {argument} {value!r}{hint} Accepted: {', '.join(choices)}")
+        raise ValueError(f"unknown {argument} {shown(value)}{hint} Accepted: {', '.join(choices)}")
 
 
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jfcl.core import PyTree, check
 
 HELLO = "jfcl-hello"
+MOST = 2**16  # processes of one run
 TIMEOUT = 60  # seconds that a process waits for the others to come, and for one that was lost to answer
 
 
@@ -48,8 +49,8 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
         )
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
-    whole = num_processes is not None and num_processes >= 1
-    check(whole, "num_processes", num_processes, "an integer, at least 1, with a coordinator")
+    whole = num_processes is not None and 1 <= num_processes <= MOST
+    check(whole, "num_processes", num_processes, f"an integer, at least 1 and at most {MOST}, with a coordinator")
     fits = process_id is not None and 0 <= process_id < num_processes
     check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
     check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")

@@ -110,7 +110,7 @@ def local_training(
     if batch_size is not None:
         check_count("batch_size", batch_size)
     if is_concrete(prox):
-        check(prox >= 0, "prox", prox, "0 or more")
+        check(0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
         prox = float(prox)
     check_choice("keep", keep, KEEP)
     check_choice("span", span, SPAN)

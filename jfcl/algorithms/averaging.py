@@ -37,6 +37,7 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
+    check_finite,
     client_ids,
     client_keys,
     max_examples,
@@ -93,6 +94,7 @@ def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree |
     fresh = mapping.chunked(1)(task.init)(jax.random.split(key, count))
     if init_params is None:
         return fresh
+    check_finite(init_params, "init_params")
     init_params = jax.tree.map(jnp.asarray, init_params)
     if jax.tree.structure(init_params) != jax.tree.structure(fresh):
         raise ValueError("init_params must have the structure of the task's parameters")

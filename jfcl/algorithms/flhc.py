@@ -21,9 +21,11 @@ from jfcl.core import (
     PyTree,
     Task,
     attack_key,
+    check,
     check_choice,
     check_count,
     client_ids,
+    is_concrete,
     num_clients,
 )
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
@@ -84,6 +86,8 @@ def flhc(
     check_choice("distance", distance, DISTANCES)
     check_choice("linkage", linkage, LINKAGES)
     check_count("rounds_before", rounds_before, least=0)
+    if is_concrete(distance_threshold) and distance_threshold is not None:
+        check(distance_threshold >= 0, "distance_threshold", distance_threshold, "0 or more")
     common = fedavg(
         task,
         training,

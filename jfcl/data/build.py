@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check, check_choice, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_choice, check_count, free_host_memory
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.partition import (
     OF_LABELS,
@@ -127,7 +127,7 @@ def build(
     check_choice("partition", partition, PARTITIONS)
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     check_count("num_clusters", num_clusters)
-    check_count("seed", seed, least=0)
+    check_count("seed", seed, least=0, most=2**63 - 1)
     check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
     for name, count in [
         ("examples_per_client", examples_per_client),
@@ -164,6 +164,7 @@ def build(
         both = np.intersect1d(kind[train_pool], kind[test_pool])  # a writer of one example has none to be tested on
         num_clients = int((both >= 0).sum())
         check_enough_clients(num_clients, num_clusters)
+    _check_room(dataset, num_clients)
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
     if reuse == "auto":
         enough = examples_per_client is None or num_clients * examples_per_client <= len(train_pool)
@@ -343,6 +344,16 @@ def check_enough_clients(num_clients: int, num_clusters: int) -> None:
     """Every cluster needs a client."""
     if num_clusters > num_clients:
         raise ValueError(f"num_clusters must be at most the number of clients, {num_clients}, got {num_clusters}")
+
+
+def _check_room(dataset: Dataset, num_clients: int) -> None:
+    """`ValueError` for more clients than the memory can hold, of one example each: before anything is made of them."""
+    needed, free = num_clients * (dataset.train["x"][:1].nbytes + 256), free_host_memory()  # 256: of its lists of rows
+    if needed > free:
+        raise ValueError(
+            f"num_clients: {num_clients} clients need {num_clients} examples and {needed / 1e9:.1f} GB, but"
+            f" {free / 1e9:.1f} GB are free; use fewer clients, or a population of them in a store"
+        )
 
 
 def check_dataset(dataset: Dataset) -> None:

@@ -102,12 +102,14 @@ def generate_store(
         ("examples_per_client", examples_per_client),
     ):
         check_count(name, count)
-    check_count("seed", seed, least=0)
+    check_count("seed", seed, least=0, most=2**63 - 1)
     check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
     check_enough_clients(num_clients, num_clusters)
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
     check_dataset(dataset)
+    values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
+    _check_room(Path(path), values, num_clients, examples_per_client)
     uses_labels = partition in OF_LABELS or heterogeneity in SELECTIVE
     check(dataset.num_classes is not None or not uses_labels, "dataset", dataset.name, "a classification data set")
 
@@ -201,6 +203,17 @@ def generate_store(
         write(folder / "test", test_source, test_pools, True)
 
     return _both(path, fill)
+
+
+def _check_room(path: Path, values: int, num_clients: int, examples_per_client: int) -> None:
+    """`ValueError` for a store larger than the disk, at a byte for each of its base's `values` and each row."""
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    needed, free = values + num_clients * (8 + examples_per_client), shutil.disk_usage(there).free
+    if needed > free:
+        raise ValueError(
+            f"num_clients: a store of {num_clients} clients needs {needed / 1e9:.1f} GB in {there}, of which"
+            f" {free / 1e9:.1f} GB are free; use fewer clients, clusters or examples"
+        )
 
 
 def synthetic_store(

@@ -8,10 +8,11 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import os
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -176,7 +177,7 @@ def _femnist(data_dir) -> Dataset:
                     y.append(np.asarray(examples["y"], np.int32))
                     who.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
                     check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
         splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(who)
     return Dataset("femnist", splits["train"], splits["test"], 62, writers, DATASETS["femnist"][1])
@@ -207,7 +208,9 @@ DATASETS = {
 # Official files.
 
 _AG_SUBSET = "samples10000valMed.csv"
-_PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress, "": bytes}
+_PACKED = {".gz": gzip.open, ".xz": lzma.open, "": open}
+_LARGEST = 2**28  # bytes of a file's content; of the official ones none has 2**27
+_IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 _HOW = {
     "mnist": "the four files are at https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -276,14 +279,16 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
             f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {looked}. To get "
             f"it: {_HOW[folders[0]]}; or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
         )
-    raw = path.read_bytes()
     expected = _SHA256[folders[0]].get(name) or _GIT_BLOB[name]
     try:
-        content = _PACKED[path.suffix if path.name != name else ""](raw)
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        with _PACKED[path.suffix if path.name != name else ""](path, "rb") as file:
+            content = _bounded(file, is_idx="-idx" in name)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
+        with path.open("rb") as file:
+            found, size = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
         raise ValueError(
             f"{path} is corrupted: it cannot be unpacked ({error}). Expected content with digest "
-            f"{expected}, found a {len(raw)}-byte file with SHA-256 {hashlib.sha256(raw).hexdigest()}"
+            f"{expected}, found a {size}-byte file with SHA-256 {found}"
         ) from error
     if name in _GIT_BLOB:
         blob = b"blob %d\0" % len(content) + content
@@ -298,11 +303,34 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     return content
 
 
+def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
+    """The whole content of an open file: of an idx file as many bytes as its header announces, at most `_LARGEST`.
+
+    Raises:
+      ValueError: there are more, or of an idx file fewer; never are many more read, though a few bytes may unpack to
+        any number.
+    """
+    head, wanted = b"", _LARGEST
+    if is_idx:
+        head = file.read(4)
+        check(len(head) == 4 and head[2] in _IDX_TYPES and 1 <= head[3] <= 4, "its header", head, "that of an idx file")
+        head += file.read(4 * head[3])
+        shape = np.frombuffer(head, ">u4", offset=4)
+        wanted = math.prod(shape.tolist()) * np.dtype(_IDX_TYPES[head[2]]).itemsize
+        sane = len(shape) == head[3] and wanted <= _LARGEST
+        check(sane, "its header", shape.tolist(), f"whole, of an array of at most {_LARGEST} bytes")
+    body = file.read(wanted + 1)
+    more = len(body) > wanted
+    check(not more, "its length", f"more than {wanted} bytes", "as its header says" if is_idx else f"below {_LARGEST}")
+    check(not is_idx or len(body) == wanted, "its length", f"{len(body)} bytes", f"{wanted} bytes, as its header says")
+    return head + body
+
+
 def _idx(content: bytes) -> np.ndarray:
     """The array in an idx file: 2 zero bytes, type, rank, big-endian sizes, then the numbers."""
     kind, rank = content[2], content[3]
     shape = np.frombuffer(content, ">i4", rank, 4)
-    return np.frombuffer(content, {0x08: "u1", 0x0C: ">i4"}[kind], offset=4 + 4 * rank).reshape(shape)
+    return np.frombuffer(content, _IDX_TYPES[kind], offset=4 + 4 * rank).reshape(shape)
 
 
 def _unit(images: np.ndarray) -> np.ndarray:

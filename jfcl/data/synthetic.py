@@ -245,7 +245,7 @@ def _regression(name, theta, mean, num_clients, examples, test_examples, noise, 
     """`x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise`, drawn in float64 client by client."""
     num_clusters, dim = theta.shape
     check_count("num_clients", num_clients)
-    check_count("seed", seed, least=0)
+    check_count("seed", seed, least=0, most=2**63 - 1)
     check_count("first_client", first_client, least=0)
     check_enough_clients(num_clients, num_clusters)
     _check_scale("noise", noise)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from jfcl.core import check, check_count
+from jfcl.core import aligned_zeros, check, check_count
 from jfcl.data.sources import Dataset
 
 PAD, UNKNOWN = 0, 1
@@ -31,7 +31,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
       `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the word of an id.
 
     Raises:
-      ValueError: a data set that is not text; `vocab_size` below 3; `length` below 1.
+      ValueError: a data set that is not text; `vocab_size` below 3; `length` below 1, or too large for the memory.
 
     Example:
       >>> x = np.array(["A cat, a dog", "a cow"])
@@ -50,7 +50,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     ids = {word: i + 2 for i, word in enumerate(common)}
     encoded = {}
     for name, part in _splits(dataset):
-        x = np.full((len(part["x"]), length), PAD, np.int32)
+        x = aligned_zeros((len(part["x"]), length), np.int32)  # of PAD
         for row, words in zip(x, split[name], strict=True):
             row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
         encoded[name] = {"x": x, "y": part["y"]}

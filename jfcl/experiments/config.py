@@ -5,18 +5,22 @@ from it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import inspect
 import math
+import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 
 from jfcl import attacks, data, kernels, models
 from jfcl.algorithms import METHODS
 from jfcl.augment import AUGMENTATIONS
 from jfcl.cohorts import SAMPLING
-from jfcl.core import check, check_choice, check_count
+from jfcl.core import INT32_MAX, check, check_choice, check_count, shown
 from jfcl.local import KEEP
 from jfcl.runs import read_json
 from jfcl.simulation import SERVE
@@ -30,6 +34,16 @@ SERVER_OPTIMIZERS = {
 PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
 OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_client": "label"}  # who takes which option
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
+SEEDS = ("seed", "data_seed")  # 32 bits without a sign
+INFINITE = ("eps_1", "eps_2", "radius", "distance_threshold")  # thresholds, which nothing is above
+# Repetitions inside one call of the compiled program, for the end of which Ctrl-C waits.
+REPEATED = ("local_steps", "local_epochs", "restarts", "restart_rounds", "warm_rounds", "local_rounds")
+REPEATED += ("rounds_before", "threshold_rounds")
+MOST_REPEATED = 10**6
+MOST_SEEDS = 10**4
+ADDED_TO = ("min_size", "min_rounds", "fallback_rounds", "stable_rounds")  # thresholds, also doubled, in int32
+MOST_CLIENTS = 10**8  # of a population: dealing data to so many takes an hour
+LONGEST_TEXT = 4096  # characters; a path is no longer on Linux
 
 
 def _option(default: Any, text: str, group: str = "method") -> Any:
@@ -228,11 +242,50 @@ def to_resume(config: Config, split_hash: str, out: str | Path | None) -> dict[s
 
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
-    """The options of `Config` in what a run's `config.json` holds: those that are not None."""
-    options = saved | {"rounds": saved.get("num_rounds", saved.get("rounds"))}
+    """The options of `Config` in what a run's `config.json` holds; None is left out where it is the default."""
     others = ("num_rounds", "split_hash", "cohorts", "versions")  # cohorts: how those of a population were drawn
-    options = {name: float(v) if v in ("inf", "-inf") else v for name, v in options.items()}  # JSON has no infinity
-    return {name: value for name, value in options.items() if value is not None and name not in others}
+    options = {name: value for name, value in saved.items() if name not in others}
+    options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
+    fields, kinds = {f.name: f for f in dataclasses.fields(Config)}, option_types()
+    options = {
+        name: float(v) if kinds.get(name) is float and v in ("inf", "-inf") else v  # JSON has no infinity
+        for name, v in options.items()
+    }
+    optional = {name for name, field in fields.items() if field.default is None}
+    return {name: v for name, v in options.items() if v is not None or (name in fields and name not in optional)}
+
+
+@functools.cache
+def option_types() -> dict[str, type]:
+    """The type of every option of `Config`: of `int | None`, `int`."""
+    hints = typing.get_type_hints(Config)
+    names = [f.name for f in dataclasses.fields(Config)]
+    return {n: next(t for t in (*typing.get_args(hints[n]), hints[n]) if t is not type(None)) for n in names}
+
+
+def check_options(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the options in `raw`, which was read from the file `where`, as `Config` takes them.
+
+    Raises:
+      ValueError: a name that is no option, an option given twice (`local-steps` and `local_steps`), a value of another
+        type.
+    """
+    kinds, options = option_types(), {}
+    for given, value in raw.items():
+        name = given.replace("-", "_")
+        if name not in kinds:
+            near = difflib.get_close_matches(name[:100], kinds, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}: unknown option {shown(given)}{hint}")
+        if name in options:
+            raise ValueError(f"{where}: {name} is given twice")
+        kind = kinds[name]
+        if kind is float and type(value) is int and abs(value) <= INT32_MAX:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"{where}: {name} must be of type {kind.__name__}, got {shown(value)}")
+        options[name] = value
+    return options
 
 
 def of_population(config: Config) -> bool:
@@ -245,8 +298,51 @@ def partition_options(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in OF_PARTITION if getattr(config, name) is not None}
 
 
+def check_values(config: Config) -> None:
+    """Checks every option of `config` by itself: its type, and that a number is one that int32 or float32 can hold.
+
+    Raises:
+      ValueError: one does not fit; what method, data and other options ask of it besides is `validate`'s.
+    """
+    classes = {int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str, bool: bool}
+    for field in dataclasses.fields(config):
+        name, value, kind = field.name, getattr(config, field.name), option_types()[field.name]
+        if value is None and field.default is None:
+            continue
+        fits = isinstance(value, classes[kind]) and (kind is bool or not isinstance(value, bool))
+        check(fits, name, value, f"of type {kind.__name__}")
+        if name in SEEDS:
+            check(0 <= value < 2**32, name, value, f"from 0 to {2**32 - 1}")
+        elif kind is int:
+            bounds = {"population": MOST_CLIENTS, "seeds": MOST_SEEDS}
+            bounds |= dict.fromkeys(REPEATED, MOST_REPEATED) | dict.fromkeys(ADDED_TO, 2**30)
+            most = bounds.get(name, INT32_MAX)
+            check(value <= most, name, value, f"at most {most}")
+        elif kind is float:
+            _check_real(name, value)
+        elif kind is str:
+            check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
+
+
+def is_text(value: str) -> bool:
+    """Whether `value` is a name that files and folders can have: not empty, not too long, in UTF-8 and without NUL."""
+    encodable = not any("\ud800" <= character <= "\udfff" for character in value)
+    return encodable and bool(value.strip()) and "\0" not in value and len(value) <= LONGEST_TEXT
+
+
+def _check_real(name: str, value: Any) -> None:
+    """A number, infinite only where that has a meaning, that is the same to float32, in which it is computed with."""
+    if name in INFINITE and value == math.inf:
+        return
+    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+    finite = "a number, or inf" if name in INFINITE else "finite"
+    check(abs(value) <= largest, name, value, f"{finite}, at most {largest:.3g} in float32")
+    check(value == 0 or abs(value) >= smallest, name, value, f"0, or at least {smallest:.3g} in float32")
+
+
 def validate(config: Config) -> None:
     """Every mistake that can be seen without data, as a `ValueError`."""
+    check_values(config)
     check_choice("method", config.method, METHODS)
     check_choice("heterogeneity", config.heterogeneity, data.HETEROGENEITY)
     check_choice("partition", config.partition, data.PARTITIONS)
@@ -298,9 +394,6 @@ def validate(config: Config) -> None:
     check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
     if config.cohort is not None:
         check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
-    for name in ("seed", "data_seed"):
-        value = getattr(config, name)
-        check(value is None or 0 <= value < 2**32, name, value, f"from 0 to {2**32 - 1}")
     check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
     check(0 <= config.malicious < 1, "malicious", config.malicious, "a share in [0, 1)")
     if config.attack is not None:
@@ -334,6 +427,9 @@ def validate(config: Config) -> None:
     given = config.privacy_seed
     check(given is None or config.privacy is not None, "privacy_seed", given, "left out without --privacy")
     check(given is None or 0 <= given < 2**32, "privacy_seed", given, f"from 0 to {2**32 - 1}")
+    tried = config.restarts * config.restart_rounds if config.restarts > 1 else 1
+    accepted = f"of a product of at most {MOST_REPEATED}"
+    check(tried <= MOST_REPEATED, "restarts, restart_rounds", (config.restarts, config.restart_rounds), accepted)
     if config.mixing is not None:
         check(
             config.validation is None, "validation", config.validation, "left out with --mixing, which it would choose"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def run_population(
         check_count("population", config.population)
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
+        stack.enter_context(_cleared(Path(folder), out))
         asked, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
         config = dataclasses.replace(asked, clients=len(store), cohort=_cohort(asked, len(store)))
         validate(config)
@@ -126,6 +128,31 @@ def _scratch() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
 
 
+@contextlib.contextmanager
+def _cleared(folder: Path, out: str | Path | None) -> Iterator[None]:
+    """Removes a store that is made for a run which is then refused, and `out` if it is made for that store."""
+    new, new_out = not folder.exists(), out is not None and not Path(out).exists()
+    try:
+        yield
+    except ValueError:
+        if new and not (out is not None and (Path(out) / "config.json").exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+            if new_out:
+                with contextlib.suppress(OSError):
+                    Path(out).rmdir()
+        raise
+
+
+def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
+    """`ValueError` for options that the method refuses, before clients are dealt their data, which takes long."""
+    one = Clients({name: values[None, :1] for name, values in dataset.train.items()}, np.ones(1, np.int32))
+    cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
+    about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
+    sample = data.Federation(one, one, cluster, *about)
+    training = make_training(config, config.examples_per_client or EXAMPLES)
+    make_algorithm(config, make_task(config, sample, vocab_size), training, sample, mapping_of(config))
+
+
 def as_dealt(store: ClientStore) -> dict[str, Any]:
     """The options of `Config` that ask for what is in a store."""
     made = store.about.get("made", {"num_clients": len(store)})
@@ -165,8 +192,10 @@ def make_stores(
         return config, store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
-    validate(dataclasses.replace(config, clients=config.population, cohort=cohort))
+    whole = dataclasses.replace(config, clients=config.population, cohort=cohort)
+    validate(whole)
     dataset, vocab_size = load_dataset(config, data_dir)
+    _rehearse(whole, dataset, vocab_size)
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
     store, tests = data.generate_store(

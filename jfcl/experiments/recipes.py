@@ -36,8 +36,9 @@ class Bench(NamedTuple):
         """`(summary, records)` of `config`: read from `out/name` if it has run there, resumed if it was stopped."""
         folder = self.out / name
         if (folder / "summary.json").exists():
+            read_run(folder)  # makes sure that it is whole
             saved = read_json(folder / "config.json")
-            wanted = finite_or_none(to_resume(config, saved["split_hash"], folder))
+            wanted = finite_or_none(to_resume(config, saved.get("split_hash", ""), folder))
             differ = [k.removeprefix("num_") for k, v in wanted.items() if saved.get(k) != v]
             check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
         else:
@@ -105,10 +106,13 @@ def reproduce(
         if value is None:
             continue
         check(entry in setting, entry, value, f"left out: {name} has {', '.join(setting)}")
-        if isinstance(setting[entry], int):
+        if isinstance(value, int) or isinstance(setting[entry], int):
             check_count(entry, value)
         setting[entry] = value
     out = Path(out or Path("runs") / "reproduce" / f"{name}-{'full' if full else 'small'}")
+    new = not out.exists()
+    for file in (out / "setting.json", out / "result.json", out / "figure.png"):
+        check(not file.is_dir(), "out", str(out), f"a folder where {file.name} is a file, or is not there")
     out.mkdir(parents=True, exist_ok=True)
     _check_setting(out, {"name": name} | finite_or_none(setting))
     started = time.perf_counter()
@@ -117,6 +121,8 @@ def reproduce(
     except BaseException:
         if [file.name for file in out.iterdir()] == ["setting.json"]:  # nothing was begun
             (out / "setting.json").unlink()
+            if new:
+                out.rmdir()
         raise
     result = {
         "name": name,

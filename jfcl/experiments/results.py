@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from jfcl import hosts, parameter_tree, plots, runs
 from jfcl.algorithms.splitting import CFLState
 from jfcl.core import PyTree, check, client_ids, path_name
-from jfcl.experiments.config import Config, from_saved, of_population
+from jfcl.experiments.config import Config, check_options, from_saved, of_population
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.metrics import rounds_to_recovery
 from jfcl.runs import RunFolder, environment, finite_or_none, read_json
@@ -204,36 +204,83 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     folder = Path(folder)
     read_run(folder, "clients.csv", "params.npz")  # makes sure that there is one, and whole
     saved = read_json(folder / "config.json")
-    config = Config(**from_saved(saved))
+    options = check_options(from_saved(saved), str(folder / "config.json"))
+    check("method" in options, str(folder / "config.json"), "no method", "the configuration of a run")
+    config = Config(**options)
     check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
     # Not of this machine, this folder or the models: how the run was computed, and what it started from.
     here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)
     parts = setup(here, data_dir=data_dir)
-    same = parts.federation.split_hash == saved["split_hash"]
+    same = parts.federation.split_hash == saved.get("split_hash")
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
-    with (folder / "clients.csv").open() as f:
-        rows = [row for row in csv.DictReader(f) if int(row["seed"]) == parts.seeds[0]]
-    served = np.array([int(row.get("model", row["cluster"])) for row in rows], np.int32)
+    served = _served(folder / "clients.csv", parts.seeds[0], len(parts.federation.cluster))
     return LoadedRun(config, parts, load_params(folder), served)
 
 
+def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:
+    """`[N]` int32: the model that each client is served according to `clients.csv`, of one seed."""
+    try:
+        with file.open(newline="") as f:
+            rows = [row for row in csv.DictReader(f) if int(row["seed"]) == seed]
+        served = np.array([int(row.get("model") or row["cluster"]) for row in rows], np.int32)
+    except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
+    check(len(served) == num_clients, str(file), f"{len(served)} rows of seed {seed}", f"of {num_clients} clients")
+    return served
+
+
 def read_run(folder: str | Path, *files: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`(summary, records)` of a finished run.
+    """Returns `(summary, records)` of a finished run, with all that a comparison of runs needs.
 
     Args:
       folder: that `jfcl run --out` made.
       files: names of other result files, such as `"params.npz"`, to be verified as well.
 
     Raises:
-      ValueError: no finished run; a file that is damaged.
+      ValueError: a folder without a finished run; a file that is missing, damaged or of another version.
     """
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
     runs.verify_results(folder, "metrics.jsonl", *files)
-    if not summary.get("per_seed"):
-        raise ValueError(f"{folder / 'summary.json'} is damaged: it does not say what each seed reached")
+    _check_summary(summary, folder / "summary.json")
+    read_json(folder / "config.json")
     if not records:
         raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
+    for i, record in enumerate(records, 1):
+        whole = all(type(record.get(name)) is int for name in ("round", "seed"))
+        whole &= all(_is_number(record.get(name)) for name in ("accuracy", "worst_client_accuracy", "perplexity"))
+        if not whole:
+            raise ValueError(
+                f"{folder / 'metrics.jsonl'} is damaged: record {i} has no round or seed, or text for a number"
+            )
     return summary, records
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a number as JSON has them, or None."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _check_summary(summary: dict[str, Any], file: Path) -> None:
+    """`ValueError` for a summary without what tables are made of: of a damaged file, or of another version."""
+    numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
+    wrong = [name for name in numbers if summary.get(name) is None or not _is_number(summary[name])]
+    wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]
+    for name in ("mean", "std"):
+        values = summary.get(name)
+        fits = isinstance(values, dict) and {"clusters_in_use"} <= set(values) and all(map(_is_number, values.values()))
+        wrong += [] if fits else [name]
+    if "mean" not in wrong and summary["mean"]["clusters_in_use"] is None:
+        wrong.append("mean")
+    if "mean" not in wrong and "std" not in wrong and set(summary["mean"]) != set(summary["std"]):
+        wrong.append("std")
+    rows = summary.get("per_seed")
+    whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    if not (whole and all(type(r.get("seed")) is int and _is_number(r.get("rounds_to_recovery")) for r in rows)):
+        wrong.append("per_seed")
+    if wrong:
+        raise ValueError(
+            f"{file} is damaged, or of another version: it does not have {', '.join(wrong)} as jfcl writes it"
+        )

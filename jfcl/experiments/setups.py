@@ -7,7 +7,7 @@ import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jfcl import attacks, data, kernels, mapping, models, probe
 from jfcl.algorithms import METHODS
 from jfcl.augment import AUGMENTATIONS
 from jfcl.core import (
+    INT32_MAX,
     Adversary,
     Algorithm,
     PyTree,
@@ -70,6 +71,9 @@ def make_training(config: Config, largest: int) -> LocalTraining:
             of_method = inspect.signature(METHODS[config.method].make).parameters.get("validation")
             share = of_method.default if of_method and config.validation is None else config.validation
             largest = max(largest - int(np.float32(share or 0) * np.float32(largest)), 1)
+        done = config.rounds * most_steps(training, largest)
+        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps ({done} are asked for)"
+        check(done <= INT32_MAX, "rounds", config.rounds, accepted)
         lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
         if training.keep == "nothing":
             training = training._replace(keep="schedule")
@@ -83,20 +87,37 @@ def make_training(config: Config, largest: int) -> LocalTraining:
 def load_params(folder: str | Path) -> PyTree:
     """The models `[K, ...]` of the last checkpoint of a run (of its first seed), as nested dicts, for a warm start."""
     saved = Path(folder) / "params.npz"
-    if not saved.exists():
+    if not saved.is_file():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
     params: dict[str, Any] = {}
     try:
-        with saved.open("rb") as f, np.load(f) as arrays:
-            for path in arrays.files:
-                *parents, name = path.split("/")
-                node = params
-                for parent in parents:
-                    node = node.setdefault(parent, {})
-                node[name] = arrays[path]
-    except (BadZipFile, OSError, EOFError, ValueError) as error:
+        arrays = _read_arrays(saved)
+        for path, array in arrays.items():
+            *parents, name = path.split("/")
+            node = params
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = array
+    except (BadZipFile, OSError, EOFError, ValueError, TypeError, AttributeError, MemoryError) as error:
         raise ValueError(f"{saved} is damaged: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:  # another compression; a password
+        raise ValueError(f"{saved} is not as jfcl writes it: {error}") from None
+    counts = {array.shape[:1] for array in arrays.values()}
+    check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
+    for path, array in arrays.items():
+        check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
     return params
+
+
+def _read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz` file; `ValueError` for one that unpacks to much more than it is long."""
+    with ZipFile(file) as packed:
+        unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
+    check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
+    with np.load(file) as arrays:
+        return {name: arrays[name] for name in arrays.files}
 
 
 def malicious_clients(config: Config) -> np.ndarray:
