@@ -9,6 +9,7 @@ import jfcl
 
 ORDER = [
     "_version",
+    "kernels",
     "files",
     "core",
     "hosts",
@@ -17,7 +18,6 @@ ORDER = [
     "noise",
     "local",
     "aggregate",
-    "kernels",
     "theory",
     "algorithms",
     "attacks",

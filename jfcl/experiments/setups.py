@@ -31,6 +31,7 @@ from jfcl.core import (
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, partition_options, validate
 from jfcl.local import LocalTraining, local_training, most_steps
+from jfcl.runs import verify_results
 
 # Options of methods that are handed on where they are given, under their own name; three go by another.
 OTHERWISE = ("num_models", "share", "init_from")
@@ -108,6 +109,8 @@ def load_params(folder: str | Path) -> PyTree:
         check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
         if not np.isfinite(array).all():
             raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
+    if (saved.parent / "summary.json").exists():
+        verify_results(saved.parent, "params.npz")
     return params
 
 
