@@ -1,5 +1,7 @@
 """Federated-, Myopic- and Momentum-Clustering against loops in float64, written from the paper's algorithms."""
 
+import sys
+import warnings
 from functools import partial
 
 import jax
@@ -9,9 +11,10 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.algorithms.federated_clustering import Threshold, draw_groups
+from jfcl.algorithms.federated_clustering import Threshold, draw_groups, warn_if_alone
 from jfcl.algorithms.myopic_clustering import densest
 from jfcl.core import Clients, Task
+from jfcl.experiments.federated_clustering import moving_average
 
 D = 3
 LINEAR = Task(
@@ -230,6 +233,92 @@ def test_algorithms_1_and_4(momentum, rule):
     assert metrics["bytes_up"] == metrics["bytes_down"] == 8 * D * 4
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("momentum", [None, 0.7])
+def test_centres_are_carried_over(momentum, given):
+    clients = regression(10)
+    rng = np.random.default_rng(2)
+    first = rng.normal(size=(2, D)).astype(np.float32) * 4
+    options = {"num_clusters": 2, "threshold_rounds": 2, "quantile": 0.4, "centers": "carry"}
+    if given:
+        options["init_centers"] = {"w": first}
+    make = jfcl.myopic_clustering if momentum is None else partial(jfcl.momentum_clustering, momentum=momentum)
+    algorithm = make(LINEAR, STEP, **options)
+    state = algorithm.init(jax.random.key(0), clients)
+    models, m, centers = np.asarray(state.params["w"], np.float64), None, first.astype(np.float64) if given else None
+    for t in range(4):
+        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
+        m = gradients if momentum is None or m is None else (1 - momentum) * gradients + momentum * m
+        starts = m[densest64(m, 2, quantile=0.4)] if centers is None else centers
+        centers = np.stack([threshold64(m, v, np.full(8, 1 / 8), 2, quantile=0.4) for v in starts])
+        group = np.linalg.norm(m[:, None] - centers[None], axis=2).argmin(axis=1)
+        models -= 0.1 * centers[group]
+        np.testing.assert_allclose(state.centers["w"], centers, rtol=1e-4, atol=1e-5)
+        assert state.group.tolist() == group.tolist()
+    np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
+
+
+def test_many_clients_need_no_square_array(monkeypatch):
+    monkeypatch.setattr(sys.modules["jfcl.algorithms.myopic_clustering"], "DENSE_UP_TO", 40)
+    rng = np.random.default_rng(0)
+    group = np.repeat([0, 1, 2], [45, 40, 40])
+    points = np.float32([[0, 0], [6, 0], [0, 6]])[group] + 0.1 * rng.standard_normal((125, 2)).astype(np.float32)
+    usable = jnp.arange(125) != 3
+    points[3] = np.nan
+    for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.3}):
+        fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
+        find = jax.jit(lambda points, fixed=fixed: densest(points, usable, fixed, 3))
+        starts = np.asarray(find(jnp.where(usable[:, None], points, 0.0)))
+        assert {tuple(v) for v in np.round(starts / 6)} == {(0, 0), (1, 0), (0, 1)}
+        assert all((start == points[usable]).all(axis=1).any() for start in starts)
+    clients = regression(n=125)
+    algorithm = jfcl.momentum_clustering(LINEAR, STEP, num_clusters=3)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
+    program = str(jax.make_jaxpr(algorithm.step)(jax.random.key(0), state, clients))
+    assert "[125,125]" not in program and "[40,125]" in program
+
+
+@pytest.mark.parametrize("rule", ["linear", "index", "index_shrunk", "index_strict"])
+def test_a_quantile_that_leaves_every_client_alone_is_warned_of(rule):
+    for count in range(2, 12):
+        distances = np.arange(count, dtype=float)
+        for quantile in (0.0, 0.1, 0.2, 0.25, 0.3, 0.5, 1.0):
+            place = min(int(np.floor(round(count * quantile, 6))), count - 1)
+            if rule == "linear":
+                inside = distances <= np.quantile(distances, quantile) * (1 + 1e-12)
+            elif rule == "index_strict":
+                inside = distances < distances[place]
+            else:
+                inside = distances <= distances[place] * (0.99 if rule == "index_shrunk" else 1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                warn_if_alone(quantile, count, rule)
+            assert bool(caught) == (inside.sum() <= 1), (count, quantile)
+
+
+def test_the_warning_comes_before_the_run():
+    five = regression(n=5)
+    words = r"quantile is 0.2 \(linear\) of the distances of 5 .* of 0.25 lets"
+    with pytest.raises(UserWarning, match=words):  # warnings are errors in tests: nothing has been compiled by then
+        jfcl.simulate(jfcl.federated_clustering(LINEAR, STEP), five, key=jax.random.key(0), num_rounds=1)
+    with pytest.warns(UserWarning, match="of the distances of 3 "):
+        jfcl.federated_clustering(LINEAR, STEP, subgroup_size=3).check(regression(n=9))
+    jfcl.federated_clustering(LINEAR, STEP).check(regression(n=6))
+    jfcl.federated_clustering(LINEAR, STEP, radius=0.1).check(five)
+
+
+def test_figure_3s_moving_average_starts_at_the_first_gradient():
+    rng = np.random.default_rng(0)
+    gradients = rng.normal(size=(6, 3)).astype(np.float32)
+    average = moving_average(0.9)
+    state, expected = average.init(jnp.zeros(3)), gradients[0].astype(np.float64)
+    for t, g in enumerate(gradients):
+        expected = expected if t == 0 else 0.9 * expected + 0.1 * g  # equation 29
+        found, state = average.update(jnp.asarray(g), state)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_centres_start_where_most_are_and_not_at_outliers():
     rng = np.random.default_rng(0)
     points = np.concatenate([rng.normal(0, 0.1, (6, 2)), rng.normal(5, 0.1, (5, 2)), [[90, 90], [-70, 3]]])
@@ -259,6 +348,11 @@ def test_centres_start_where_most_are_and_not_at_outliers():
         (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, momentum=1.0), r"momentum must be in \[0, 1\)"),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2), "of num_steps=1"),
         (lambda: jfcl.myopic_clustering(LINEAR, STEP, num_clusters=0), "num_clusters must be an integer"),
+        (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, centers="cary"), "did you mean 'carry'"),
+        (
+            lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, init_centers={"w": np.zeros((2, D))}),
+            'init_centers must be left out unless centers="carry"',
+        ),
     ],
 )
 def test_factories_refuse(make, words):
@@ -271,6 +365,12 @@ def test_factories_refuse(make, words):
     [
         (jfcl.federated_clustering(LINEAR, STEP, subgroup_size=9), "subgroup_size must be at most the 8 clients"),
         (jfcl.myopic_clustering(LINEAR, STEP, num_clusters=9), "num_clusters must be at most the 8 clients"),
+        (
+            jfcl.momentum_clustering(
+                LINEAR, STEP, num_clusters=2, centers="carry", init_centers={"w": np.zeros((3, D))}
+            ),
+            r"init_centers must be a tree of arrays \[K, ...\] like the models: .*\(2, 3\).*got .*\(3, 3\)",
+        ),
     ],
 )
 def test_init_refuses(algorithm, words):

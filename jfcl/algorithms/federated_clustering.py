@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -45,9 +47,11 @@ class Threshold(NamedTuple):
     num_rounds: int
     quantile_rule: str
 
-    def centers(self, points: PyTree, start: PyTree, weights: jax.Array, usable: jax.Array) -> PyTree:
+    def centers(
+        self, points: PyTree, start: PyTree, weights: jax.Array, usable: jax.Array, *, form: str = "auto"
+    ) -> PyTree:
         """Where `start` (`[K, ...]`) ends among `points` (`[N, ...]`)."""
-        return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable)
+        return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable, form=form)
 
 
 def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
@@ -141,6 +145,9 @@ def federated_clustering(
       ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
         or of more than there are, epochs instead of steps, a proximal term.
 
+    Warns:
+      UserWarning: from `simulate`, where the quantile leaves every client alone, as 0.2 does with two to five clients.
+
     Example:
       >>> import jax, jfcl, numpy as np, optax
       >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
@@ -168,6 +175,16 @@ def federated_clustering(
         fits = subgroup_size is None or subgroup_size <= n
         check(fits, "subgroup_size", subgroup_size, f"at most the {n} clients there are")
         return initial_state(task, training, key, clients, init_params)
+
+    known = adversary_check(adversary)
+
+    def look(clients: Clients) -> None:
+        """Warns where the quantile leaves every client alone."""
+        if known is not None:
+            known(clients)
+        if jax.process_count() == 1:
+            compared = int((np.asarray(clients.size) > 0).sum())
+            warn_if_alone(quantile, min(compared, subgroup_size or compared), quantile_rule)
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
         n, size = num_clients(clients), jnp.asarray(clients.size)
@@ -227,7 +244,26 @@ def federated_clustering(
         )
         return new, metrics
 
-    return Algorithm(init, step, task, adversary_check(adversary))
+    return Algorithm(init, step, task, look)
+
+
+def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
+    """Warns where this quantile of `count` different distances, the client's own 0 among them, has only that inside."""
+    if quantile is None or not is_concrete(quantile) or count < 2:
+        return
+    needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the place in order that lets the nearest other in
+    among = count - 1 if rule == "linear" else count
+    place = np.float32(np.max(quantile)) * np.float32(among)
+    possible = needed < count  # the last place is that of the farthest
+    if possible and place >= needed * (1 - 4 * np.finfo(np.float32).eps):  # 0.2 of 5 is 1, as in the kernel
+        return
+    least = math.ceil(1000 * needed / among) / 1000
+    advice = f"a quantile of {least:g} lets the nearest other in" if possible else "no quantile lets another in"
+    warnings.warn(
+        f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: none but"
+        f" its own is within it, so that every client trains alone; {advice}",
+        stacklevel=1,
+    )
 
 
 def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:

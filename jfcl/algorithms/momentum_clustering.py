@@ -23,6 +23,8 @@ def momentum_clustering(
     threshold_rounds: int = 10,
     quantile_rule: str = "linear",
     weights: str = "equal",
+    centers: str = "densest",
+    init_centers: PyTree | None = None,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
@@ -34,9 +36,9 @@ def momentum_clustering(
 
     Args:
       momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
-      task, training, num_clusters, radius, quantile, threshold_rounds, quantile_rule, weights, init_params, adversary,
-        client_axis: as in `jfcl.myopic_clustering`. The optimiser steps along the centre of momenta, so it should have
-        no momentum of its own.
+      task, training, num_clusters, radius, quantile, threshold_rounds, quantile_rule, weights, centers, init_centers,
+        init_params, adversary, client_axis: as in `jfcl.myopic_clustering`; the centres are among momenta here. The
+        optimiser steps along the centre of momenta, so it should have no momentum of its own.
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
@@ -76,6 +78,8 @@ def momentum_clustering(
         threshold_rounds=threshold_rounds,
         quantile_rule=quantile_rule,
         weights=weights,
+        centers=centers,
+        init_centers=init_centers,
         init_params=init_params,
         adversary=adversary,
         client_axis=client_axis,

@@ -31,6 +31,9 @@ from jfcl.core import (
 )
 from jfcl.kernels import squared_distances
 
+CENTERS = ("densest", "carry")
+DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
+
 
 class CentersState(NamedTuple):
     """The state of Myopic- and Momentum-Clustering.
@@ -43,6 +46,7 @@ class CentersState(NamedTuple):
       begun: `[N]` bool: who has sent something finite, and so has a momentum.
       momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
+      centers: pytree of `[K, ...]`, the last round's centres, under `centers="carry"`, else `()`.
     """
 
     params: PyTree
@@ -52,6 +56,7 @@ class CentersState(NamedTuple):
     begun: jax.Array
     momentum: PyTree
     client: PyTree
+    centers: PyTree = ()
 
 
 def myopic_clustering(
@@ -64,6 +69,8 @@ def myopic_clustering(
     threshold_rounds: int = 10,
     quantile_rule: str = "linear",
     weights: str = "equal",
+    centers: str = "densest",
+    init_centers: PyTree | None = None,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
@@ -76,18 +83,23 @@ def myopic_clustering(
     Args:
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training` with `num_steps=1`; its optimiser steps along the centre.
-      num_clusters: `K` centres. They start, which the paper leaves open, at the gradients with most others about them:
-        see `densest`.
+      num_clusters: `K` centres.
+      centers: where they start, which the paper leaves open. `"densest"`: every round at the gradients with most others
+        about them, see `densest`. `"carry"`: where the last round's ended; in the first round at `init_centers`, or as
+        `"densest"` without them.
+      init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
       radius, quantile, threshold_rounds, quantile_rule: as in `jfcl.federated_clustering`; `radius` may be `[K]` or
         `[threshold_rounds, K]`. Default of the first two: `quantile=1 / (2 K)`.
       weights, init_params, adversary, client_axis: as there.
 
     Returns:
-      `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `N² D` operations for the starts of the
-      centres; memory `O(N D)`. Bytes: each client sends a gradient and gets a centre.
+      `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `min(N, 1024) N D` operations for the densest
+      starts of the centres (none to carry them over); memory `O(N D)`. Bytes: each client sends a gradient and gets a
+      centre.
 
     Raises:
-      ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step.
+      ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step;
+        an unknown `centers`; `init_centers` of other shapes, or without `centers="carry"`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -112,6 +124,8 @@ def myopic_clustering(
         threshold_rounds=threshold_rounds,
         quantile_rule=quantile_rule,
         weights=weights,
+        centers=centers,
+        init_centers=init_centers,
         init_params=init_params,
         adversary=adversary,
         client_axis=client_axis,
@@ -122,30 +136,46 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     """`K` of the points `[N, ...]` to start centres from: each time the one with most about it, which then are out.
 
     With a radius: the point with most others within it, of those that no earlier centre holds. With a quantile `q`: the
-    one whose `q N` nearest of them are nearest. Unlike the farthest points, these are not outliers.
+    one whose `q N` nearest of them are nearest. Unlike the farthest points, these are not outliers. Of more than
+    `DENSE_UP_TO` points, so many at random can be starts, and no `[N, N]` is held.
     """
-    distances = jnp.sqrt(squared_distances(points, mask=usable))
+    rows, distances = distances_of_candidates(points, usable)
     n = len(usable)
     by_radius = rule.quantile is None and not isinstance(rule.radius, str)
     reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
     share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
+    can_start = usable if rows is None else usable[rows]
 
     # Of equals the one nearest to all, so that the order of the clients is no matter.
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
     def choose(k, carry):
         chosen, left = carry
-        left = jnp.where(left.any(), left, usable)  # all are held: the next centre may share
-        among = jnp.where(left[None, :] & usable[:, None], distances, jnp.inf)
-        radius = jnp.broadcast_to(reach, (n,)) if by_radius else jnp.sort(among, axis=1)[:, few]
+        free = left if rows is None else left[rows]
+        left = jnp.where(free.any(), left, usable)  # all are held: the next centre may share
+        free = jnp.where(free.any(), free, can_start)
+        among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
+        radius = jnp.broadcast_to(reach, (len(among),)) if by_radius else jnp.sort(among, axis=1)[:, few]
         near = among <= radius[:, None]
         rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
-        best = jnp.lexsort((remoteness, jnp.where(left, rank, jnp.inf)))[0]
-        return chosen.at[k].set(best.astype(jnp.int32)), left & ~near[best] & (jnp.arange(n) != best)
+        best = jnp.lexsort((remoteness, jnp.where(free, rank, jnp.inf)))[0]
+        point = best if rows is None else rows[best]
+        return chosen.at[k].set(point.astype(jnp.int32)), left & ~near[best] & (jnp.arange(n) != point)
 
     chosen, _ = jax.lax.fori_loop(0, num_clusters, choose, (jnp.zeros(num_clusters, jnp.int32), usable))
     return jax.tree.map(lambda z: z[chosen], points)
+
+
+def distances_of_candidates(points: PyTree, usable: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """Which of the points `[N, ...]` can be starts (`[S]`, None: all of them), and their distances to all, `[S, N]`."""
+    n = len(usable)
+    if n <= DENSE_UP_TO:
+        return None, jnp.sqrt(squared_distances(points, mask=usable))
+    drawn = jax.random.permutation(jax.random.key(0), n)
+    rows = drawn[jnp.argsort(~usable[drawn], stable=True)[:DENSE_UP_TO]]
+    candidates = jax.tree.map(lambda z: z[rows], points)
+    return rows, jnp.sqrt(squared_distances(points, candidates, mask=usable)).T
 
 
 def centers_of(
@@ -159,6 +189,8 @@ def centers_of(
     threshold_rounds: int,
     quantile_rule: str,
     weights: str,
+    centers: str,
+    init_centers: PyTree | None,
     init_params: PyTree | None,
     adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
@@ -170,6 +202,9 @@ def centers_of(
         quantile = 1 / (2 * num_clusters)
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
     check_choice("weights", weights, WEIGHTS)
+    check_choice("centers", centers, CENTERS)
+    carry = centers == "carry"
+    check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
     client_axis = mapping.auto() if client_axis is None else client_axis
 
@@ -179,7 +214,8 @@ def centers_of(
         start = initial_state(task, training, key, clients, init_params)
         momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
-        return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client)
+        first = first_centers(start.params, init_centers, num_clusters) if carry else ()
+        return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client, first)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
@@ -194,9 +230,15 @@ def centers_of(
         finite = has_examples & jax.vmap(is_finite)(points)
         points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
-        centers = rule.centers(
-            points, densest(points, usable, rule, num_clusters), client_weight(weights, size), usable
-        )
+        if carry and init_centers is not None:
+            starts = state.centers
+        elif carry:
+            is_first = ~state.begun.any()
+            starts = jax.lax.cond(is_first, lambda: densest(points, usable, rule, num_clusters), lambda: state.centers)
+        else:
+            starts = densest(points, usable, rule, num_clusters)
+        form = "auto" if len(size) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
+        centers = rule.centers(points, starts, client_weight(weights, size), usable, form=form)
         group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
         def move(key, params, opt_state, k):
@@ -216,7 +258,20 @@ def centers_of(
             begun=state.begun | finite,
             momentum=where_rows(finite, momenta, state.momentum),
             client=where_rows(usable, opt_states, state.client),
+            centers=centers if carry else (),
         )
         return new, metrics
 
     return Algorithm(init, step, task, adversary_check(adversary))
+
+
+def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int) -> PyTree:
+    """`init_centers` in the types of models `[N, ...]`, or zeros `[K, ...]`; `ValueError` for other shapes."""
+    zeros = jax.tree.map(lambda p: jnp.zeros((num_clusters, *p.shape[1:]), p.dtype), params)
+    if init_centers is None:
+        return zeros
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
+    accepted = f"a tree of arrays [K, ...] like the models: {shapes(zeros)}"
+    same = jax.tree.structure(init_centers) == jax.tree.structure(zeros) and shapes(init_centers) == shapes(zeros)
+    check(same, "init_centers", shapes(init_centers), accepted)
+    return jax.tree.map(lambda c, z: jnp.asarray(c).astype(z.dtype), init_centers, zeros)

@@ -170,6 +170,9 @@ class Config:
         None, "linear (NumPy's), or the authors' index, index_shrunk or index_strict (*_clustering)"
     )
     threshold_rounds: int | None = _option(None, "rounds of threshold clustering, 10 (*_clustering)")
+    centers: str | None = _option(
+        None, "start centres anew at the densest points, or carry the last round's over (myopic_, momentum_clustering)"
+    )
     subgroup_size: int | None = _option(
         None, "cluster only random groups of so many clients; default: all (federated_clustering)"
     )
