@@ -321,6 +321,7 @@ class RunFolder:
                 os.fsync(descriptor)  # the checkpoint vouches for these lines
             finally:
                 os.close(descriptor)
+            files.sync_folder(self.path)
         place = self.path / "checkpoints" / str(round_)
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
@@ -433,7 +434,7 @@ def _write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
     leaves = []
     with files.new_file(path) as descriptor, ThreadPoolExecutor(1) as hashing:
         for name, leaf in _names(state):
-            array = np.asarray(leaf)
+            array = np.asarray(_plain(leaf))
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             digest = hashing.submit(hashlib.sha256, data)
             files.write_all(descriptor, data)
@@ -444,6 +445,7 @@ def _write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
 
 def _read_leaves(path: Path, about: dict[str, Any], like: PyTree) -> PyTree:
     """The inverse of `_write_leaves`, for a state whose names, types and shapes are those of `like`."""
+    keys, like = like, jax.tree.map(lambda x: jax.eval_shape(_plain, x) if _is_key(x) else x, like)
     wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in _names(like)]
     if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in about["leaves"]] != wanted:
         raise _Unfit("is of another model or number of clients")
@@ -457,7 +459,17 @@ def _read_leaves(path: Path, about: dict[str, Any], like: PyTree) -> PyTree:
             arrays.append(array)
         if f.read(1):
             raise ValueError("state.bin is too long")
-    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+    state = jax.tree.unflatten(jax.tree.structure(like), arrays)
+    return jax.tree.map(lambda x, k: jax.random.wrap_key_data(x) if _is_key(k) else x, state, keys)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(leaf: Any) -> Any:
+    """Random keys as the integers behind them; other arrays as they are."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -445,6 +446,17 @@ def test_records_of_a_resumed_run_keep_what_json_does_not_have(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["x"] == [None, 1.5, None]
     found = runs.RunFolder.reopen(tmp_path, {}).restore({"a": np.zeros(0), "b": np.float32(0)})
     assert str(found.records) == str([record]) and found.totals == {"t": [float("inf")]}
+
+
+def test_a_state_may_hold_random_keys_and_sixteen_bits(tmp_path):
+    state = {"k": jax.random.split(jax.random.key(3), 2), "h": jnp.ones(3, jnp.bfloat16), "n": np.int32(4)}
+    folder = runs.RunFolder.create(tmp_path, {})
+    folder.save(1, state, {})
+    folder.close()
+    like = jax.eval_shape(lambda: state)
+    found = runs.RunFolder.reopen(tmp_path, {}).restore(like).state
+    assert jnp.array_equal(jax.random.key_data(found["k"]), jax.random.key_data(state["k"]))
+    assert found["h"].dtype == jnp.bfloat16 and found["h"].tolist() == [1, 1, 1] and found["n"] == 4
 
 
 # ---- Two at once -----------------------------------------------------------------------------------------------------
