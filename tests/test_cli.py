@@ -594,7 +594,7 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
     [
         (
             "federated_clustering",
-            ["--quantile", "0.3", "--subgroup-size", "4", "--attack", "far", "--malicious", "0.25"],
+            ["--quantile", "0.4", "--subgroup-size", "4", "--attack", "far", "--malicious", "0.25"],
         ),
         ("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"]),
         ("hypcluster", ["--warm-rounds", "1"]),
