@@ -148,6 +148,8 @@ def _check_splitting(state: Any, more: Any, cohort: int) -> None:
     if not hasattr(state, "active"):
         return
     k = len(state.active)
+    said = "one that splits clusters: Byzantine-CFL compares all clients with each other in every round; use simulate"
+    check(k > 1 or len(more.active) > 1, "algorithm", "a CFL of one cluster", said)
     check(k == len(more.active), "max_clusters", None, f"given for a cohort of {cohort}: the default depends on it")
     check(k != cohort, "cohort", cohort, f"another number than max_clusters, {k}, so that records can tell them apart")
     accepted = "left out of the method: the cohort of a population is simulate_population's own"
