@@ -126,6 +126,7 @@ def split_state(init: Start, store: ClientStore, cohort: int) -> tuple[Split, An
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (cohort, cohort + 1))
+    _check_splitting(state, more, cohort)
     axes, names = [], []
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(more), strict=True):
         follows = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
@@ -139,19 +140,20 @@ def split_state(init: Start, store: ClientStore, cohort: int) -> tuple[Split, An
         names.append(getattr(path[0], "name", None))
     personal = any(axis is not None for axis, name in zip(axes, names, strict=True) if name == "params")
     axes = [None if personal and name == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
-    _check_splitting(state, personal, cohort)
     return Split(jax.tree.structure(state), tuple(axes), personal), state
 
 
-def _check_splitting(state: Any, personal: bool, cohort: int) -> None:
-    """`ValueError` for options of CFL that a population cannot have."""
+def _check_splitting(state: Any, more: Any, cohort: int) -> None:
+    """`ValueError` for options of CFL that a population cannot have; `state` and `more` as in `split_state`."""
     if not hasattr(state, "active"):
         return
     k = len(state.active)
-    check(not personal, "max_clusters", f"none, and a cohort of {cohort}", "given for so small a cohort")
+    said = "one that splits clusters: Byzantine-CFL compares all clients with each other in every round; use simulate"
+    check(k > 1 or len(more.active) > 1, "algorithm", "a CFL of one cluster", said)
+    check(k == len(more.active), "max_clusters", None, f"given for a cohort of {cohort}: the default depends on it")
+    check(k != cohort, "cohort", cohort, f"another number than max_clusters, {k}, so that records can tell them apart")
     accepted = "left out of the method: the cohort of a population is simulate_population's own"
     check(not jax.tree.leaves(state.heard), "cohort", "a method's", accepted)
-    check(k != cohort, "cohort", cohort, f"another number than max_clusters, {k}, so that records can tell them apart")
 
 
 def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:

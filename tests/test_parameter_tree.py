@@ -138,7 +138,7 @@ def test_leavers_train_no_more_and_are_forgotten():
 def test_saved_and_loaded(tmp_path):
     parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
     state = parameter_tree.load_tree(tmp_path, TASK)
-    jax.tree.map(np.testing.assert_array_equal, state, STATE._replace(client=()))
+    jax.tree.map(np.testing.assert_array_equal, state, STATE._replace(client=(), sides=()))
     late = regression(TRUTH, np.arange(6) % 3, seed=8)
     one, two = (jfcl.assign_newcomer(TASK, TRAINING, s, late, key=jax.random.key(1)).cluster for s in (state, STATE))
     np.testing.assert_array_equal(one, two)
@@ -207,7 +207,9 @@ def test_a_tree_of_16_bits_is_saved_and_loaded(tmp_path):
     def half(tree):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
-    state = STATE._replace(params=half(STATE.params), tree=STATE.tree._replace(model=half(STATE.tree.model)), client=())
+    state = STATE._replace(
+        params=half(STATE.params), tree=STATE.tree._replace(model=half(STATE.tree.model)), client=(), sides=()
+    )
     parameter_tree.save_tree(tmp_path / "tree.npz", state)
     loaded = parameter_tree.load_tree(tmp_path, TASK._replace(init=lambda key: half(TASK.init(key))))
     jax.tree.map(np.testing.assert_array_equal, loaded, state)

@@ -113,7 +113,7 @@ def cfl(
       `thresholds` `[2]` that the norms are compared with, `decisions` `[]` (bipartitions computed), `split_from` `[K]`
       (of clusters made in this round: from which; else -1), `num_clusters`, `capacity_reached` `[]`, `overflowed`
       `[K]`, `undone` `[]` with `validation`, and `ended` `[]` with `recursive`. (A record of `simulate` holds splits,
-      full capacity and overflows of any round since the record before, and how many splits were undone so far.)
+      full capacity and overflows of any round since the record before, and counts decisions and undone splits so far.)
 
       A client that was absent or sent NaN in the round of its cluster's split trains the model from before the split in
       its next round, and goes to the side that this update is most similar to. A cluster whose model would overflow

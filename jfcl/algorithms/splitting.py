@@ -430,6 +430,46 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTr
     return where_rows(overflowed, before, params), overflowed
 
 
+def starting_models(state: CFLState) -> tuple[PyTree, jax.Array, jax.Array, jax.Array]:
+    """The models that clients begin a round with: those of their clusters, or from before a split that they missed.
+
+    Returns:
+      `(models [2 K, ...], begin_at [N] int32, missed [N] int32, pending [N] bool)`: client `i` begins with
+      `models[begin_at[i]]`; the last two are of `sides.missed_splits`. Only `K` models where there is no split.
+    """
+    if not isinstance(state.sides, siding.Sides):
+        return state.params, state.cluster, state.cluster, jnp.zeros(state.cluster.shape, bool)
+    missed, pending = siding.missed_splits(state)
+    models = jax.tree.map(lambda p, q: jnp.concatenate([p, q]), state.params, state.tree.model)
+    return models, jnp.where(pending, len(state.active) + missed, state.cluster), missed, pending
+
+
+def new_models(state: CFLState, books: CFLState, into: jax.Array, means: PyTree) -> tuple[CFLState, jax.Array]:
+    """Puts the models into the server's books after a round: those of clusters, and those before this round's splits.
+
+    Args:
+      state: before the round.
+      books: after it, without models.
+      into: as in `Served`.
+      means: pytree of `[K, ...]`, the mean updates.
+
+    Returns:
+      `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
+    """
+
+    def at_splits(models):
+        """`models` with those of clusters that are split in the slots of the new clusters."""
+        return jax.tree.map(lambda x, p: x.at[into].set(p, mode="drop"), models, state.params)
+
+    before = at_splits(state.params)
+    params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, books.active)
+    # Free slots hold the first model, so that whoever looks for the best of all is not misled by an old one.
+    first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
+    params = where_rows(books.active, params, first)
+    tree = books.tree._replace(model=at_splits(state.tree.model))
+    return books._replace(params=params, tree=tree, final=books.final | overflowed), overflowed
+
+
 def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_from: Callable, patience: int, axis):
     """Takes back the splits of `patience` rounds ago after which their clients do worse on examples kept aside.
 
@@ -577,14 +617,10 @@ def rounds(
         if validation:
             state, metrics["undone"] = undo_harmful_splits(task, state, clients, learns_from, patience, client_axis)
         member = (jnp.asarray(clients.size) > 0) & (state.excluded == 0)
-        missed, pending, models = state.cluster, jnp.zeros_like(member), state.params
-        if isinstance(state.sides, siding.Sides):  # clients that missed a split train the model from before it
-            missed, pending = siding.missed_splits(state)
-            models = jax.tree.map(lambda p, q: jnp.concatenate([p, q]), state.params, state.tree.model)
+        models, begin_at, missed, pending = starting_models(state)
         present = member & (~state.final[state.cluster] | pending) if rules.recursive else member
         size = jnp.where(present, learns_from(jnp.asarray(clients.size)), 0)
         drawn = clients._replace(size=size)
-        begin_at = jnp.where(pending, len(state.active) + missed, state.cluster)
         of_clients = (present, size, begin_at, state.cluster, state.client)
         rows = None
         if rules.cohort is not None:
@@ -632,38 +668,19 @@ def rounds(
             metrics["loss"] = jnp.full(len(member), jnp.nan).at[rows].set(metrics["loss"])
             trained_states = jax.tree.map(lambda old, new: old.at[rows].set(new), state.client, trained_states)
         voice_weight = client_weight(weights, size)
-        sent = Sent(
-            updates=updates,
-            usable=usable,
-            present=present,
-            weight=voice_weight * (usable & ~pending).astype(jnp.float32),
-            voice_weight=voice_weight,
-            able=able,
-            comparable=comparable,
-            missed=missed,
-            pending=pending,
-            gradients=gradients,
-        )
+        weight = voice_weight * (usable & ~pending).astype(jnp.float32)
+        of_splits = (able, comparable, missed, pending, gradients)
+        sent = Sent(updates, usable, present, weight, voice_weight, *of_splits)
         books = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
         books, served = serve(rules, client_axis, books, sent)
 
         # The clients again: new clusters start from their parent's model, and everybody adds the mean update.
-        def at_splits(models):
-            """`models` with those of clusters that are split in the slots of the new clusters."""
-            return jax.tree.map(lambda x, p: x.at[served.into].set(p, mode="drop"), models, state.params)
-
-        one_model, before = jax.tree.map(lambda p: p[0], state.params), at_splits(state.params)
-        params = jax.tree.map(jnp.add, before, reveal(served.means, one_model))
+        means = reveal(served.means, jax.tree.map(lambda p: p[0], state.params))
+        books, overflowed = new_models(state, books, served.into, means)
         if not rules.keep_larger:
-            params, overflowed = keep_finite(params, before, books.active)
-            books = books._replace(final=books.final | overflowed)
             metrics["overflowed"] = overflowed
-        # Free slots hold the first model, so that whoever looks for the best of all is not misled by an old one.
-        first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
-        params = where_rows(books.active, params, first)
-        tree = books.tree._replace(model=at_splits(state.tree.model))
         heard = forget(heard, books.cluster != state.cluster)
-        return books._replace(params=params, tree=tree, client=trained_states, heard=heard), metrics | served.metrics
+        return books._replace(client=trained_states, heard=heard), metrics | served.metrics
 
     return Algorithm(init, step, task, adversary_check(adversary))
 
