@@ -45,7 +45,14 @@ from jfcl.core import (
     random_order,
     take_clients,
 )
-from jfcl.kernels import OPERATORS, bipartition_of_updates, optimal_bipartition, orthonormal, pairwise_cosine
+from jfcl.kernels import (
+    OPERATORS,
+    bipartition_of_updates,
+    optimal_bipartition,
+    orthonormal,
+    pairwise_cosine,
+    similarity_tolerance,
+)
 from jfcl.kernels import separation_gap as gap_of
 from jfcl.kernels.base import finite_rows, rows_of, squared_norms
 from jfcl.kernels.bipartition import LINKAGES
@@ -177,7 +184,10 @@ class Sent(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What a round has found out about each cluster, `[K]`, and which side every client would be on, `[N]` bool."""
+    """The bipartition of each cluster, `[K]`, and the side that every client would be on, `[N]` bool.
+
+    `smaller` is the number of clients on the smaller side; 0 where all clients are alike but for rounding.
+    """
 
     cross_similarity: jax.Array
     smaller: jax.Array
@@ -206,7 +216,10 @@ def bipartitions(
       `Splits`; for clusters not wanted, and those without a bipartition of that size, the cross similarity is `inf`.
     """
     count = len(cluster)
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(vectors)) // count
+    leaves = jax.tree.leaves(vectors)
+    numbers = sum(leaf.size for leaf in leaves) // count
+    coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
+    tolerance = similarity_tolerance(numbers, coarsest)
     dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single"
     given = pairwise_cosine(vectors, mask=usable) if dense else vectors
     if linkage != "single":
@@ -221,7 +234,8 @@ def bipartitions(
         def look():
             side, cross = split(given, members)
             ones = side.sum().astype(jnp.int32)
-            return cross, jnp.minimum(ones, members.sum().astype(jnp.int32) - ones), side
+            smaller = jnp.minimum(ones, members.sum().astype(jnp.int32) - ones)
+            return cross, jnp.where(1 - cross <= tolerance, 0, smaller), side
 
         return jax.lax.cond(wanted, look, lambda: nothing)
 
