@@ -18,6 +18,7 @@ import numpy as np
 
 from jfcl import local, mapping, metrics
 from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.averaging import initial_optimizers
 from jfcl.algorithms.heard import Heard
 from jfcl.algorithms.sides import Sides
 from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
@@ -381,12 +382,11 @@ def enrol(
 
     opt_states = state.client
     if jax.tree.leaves(opt_states):
-        fresh = training.optimizer.init(jax.tree.map(lambda p: p[0], state.params))
-        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), fresh)
-        opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, every)
+        fresh = initial_optimizers(training, state.params, clients)
+        opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
     heard, sides = state.heard, state.sides
     if isinstance(heard, Heard):
-        heard = Heard(jax.tree.map(behind, heard.update), behind(heard.age, fill=-1))
+        heard = Heard(jax.tree.map(behind, heard.update), behind(heard.age, fill=-1), behind(heard.mute))
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
@@ -394,7 +394,7 @@ def enrol(
         client=opt_states,
         sides=sides._replace(
             placed=jnp.concatenate([sides.placed, placed]),
-            changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=False),
+            changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
         ),
         heard=heard,
     )

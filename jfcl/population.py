@@ -26,7 +26,7 @@ from jfcl.core import Algorithm, Clients, check, check_choice, check_count, chec
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.runs import RunFolder
 from jfcl.simulation import MOST_CLUSTERS_KEPT, SERVE, SUMMED, History, finite_mean, found_clusters
-from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_once
+from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
 
 _COHORT, _EVALUATED = range(2)  # streams of random numbers
 
@@ -495,6 +495,7 @@ def simulate_population(
                 watch.saved()
             if watch.interrupted:
                 raise KeyboardInterrupt
+        warn_if_never_examined(records[-1:], done.round)
         if result is None:  # a run that had already ended: its last cohort again
             drawn = coming.result()
         mine = rows_of(drawn.ids, drawn.clients)
@@ -526,11 +527,13 @@ def _check_algorithm(algorithm: Algorithm, store: ClientStore, cohort: int, join
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         split, state = split_state(algorithm.init, store, cohort)
-        jax.eval_shape(algorithm.step, key, state, example_shapes(store, cohort))
+        _, values = jax.eval_shape(algorithm.step, key, state, example_shapes(store, cohort))
     except ValueError:
         raise
     except Exception as error:  # whatever flax and jax think of shapes that do not fit
         raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
+    accepted = "left out for a population: a split that is undone would leave clients that are elsewhere in its slot"
+    check(not (hasattr(state, "active") and "undone" in values), "validation", "above 0", accepted)
     if join is None:
         learnt = depends_on_clients(algorithm.init, store, cohort)
         shared = [x for x, mine in zip(learnt, split.of_clients, strict=True) if not mine]

@@ -210,11 +210,17 @@ def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:
         if row.get("decisions", 1) or "thresholds" not in row:
             continue
         mean, longest, (below, above) = row["mean_norm"][0], row["max_norm"][0], row["thresholds"]
-        if longest > above and below > NEVER and not mean < below:
+        if longest > above and below > NEVER:
+            long = f"The longest update, {longest:.3g}, is above eps_2, {above:.3g}"
+            why = (
+                f"but the mean update, {mean:.3g}, is not below eps_1, {below:.3g}: train for more rounds, or choose a"
+                " larger eps_1"
+                if not mean < below
+                else f"and the mean update, {mean:.3g}, is below eps_1, {below:.3g}, but too few rounds have passed"
+                " (min_rounds), or too few clients have a voice (min_size, cohort)"
+            )
             warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: no cluster was ever examined for a split. The longest"
-                f" update, {longest:.3g}, is above eps_2, {above:.3g}, but the mean update, {mean:.3g}, was never below"
-                f" eps_1, {below:.3g}: train for more rounds, or choose a larger eps_1",
+                f"round {row['round']}, seed {row['seed']}: no cluster was ever examined for a split. {long}, {why}",
                 stacklevel=3,
             )
             return

@@ -248,6 +248,15 @@ def test_identical_clients_are_not_split_by_rounding():
     assert state.cluster.tolist() == [0, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("linkage", ["single", "complete"])
+def test_a_round_runs_with_64_bits_enabled(linkage):
+    clients = regression(TRUTH, CLUSTER)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, linkage=linkage, max_clusters=3)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        state, _ = jax.jit(algorithm.step)(jax.random.key(0), algorithm.init(jax.random.key(0), clients), clients)
+    assert state.active.sum() == 2
+
+
 # Hidden updates (section V-B).
 
 

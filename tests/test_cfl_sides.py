@@ -23,6 +23,7 @@ from test_cfl import (
 
 import jfcl
 from jfcl.algorithms.splitting import keep_finite
+from jfcl.attacks import UPDATE_ATTACKS
 from jfcl.metrics import cluster_recovery
 from jfcl.parameter_tree import enrol
 
@@ -84,6 +85,39 @@ def test_small_clients_do_not_stop_the_others_from_finding_their_clusters(option
     assert mine[big].max() < 0.1
     if not options:
         assert not state.sides.changing.any()  # small clients come to rest
+
+
+def test_a_small_client_is_compared_again_until_two_rounds_agree():
+    """Client 7 brings the data of the other cluster when it is placed, at the split or in the round after it."""
+    cluster = np.array([0, 1, 0, 1, 0, 1, 0, 1])
+    clients = regression(TRUTH[:2], cluster)
+    clients = clients._replace(size=np.where(np.arange(8) == 7, 5, 12).astype(np.int32))
+    examples = jax.tree.map(np.copy, clients.examples)
+    for name in examples:
+        examples[name][7] = examples[name][0]
+    misled = clients._replace(examples=examples)
+    absent = clients._replace(size=np.where(np.arange(8) == 7, 0, 12).astype(np.int32))
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=np.inf, eps_2=1e-9, min_examples=10, max_clusters=2)
+    step = jax.jit(algorithm.step)
+    for until_placed in ([misled], [absent, misled]):
+        state = algorithm.init(KEY, clients)
+        for data in until_placed:
+            state, _ = step(KEY, state, data)
+        assert state.cluster.tolist() == [0, 1, 0, 1, 0, 1, 0, 0] and state.sides.changing.tolist() == [False] * 7 + [
+            True
+        ]
+        state, _ = step(KEY, state, clients)
+        assert state.cluster.tolist() == cluster.tolist() and state.sides.changing[7]
+        state, _ = step(KEY, state, clients)
+        assert state.cluster.tolist() == cluster.tolist() and not state.sides.changing.any()
+
+
+def test_a_client_that_always_sends_nan_does_not_keep_a_recursive_run_with_cohorts_from_ending():
+    broken = jfcl.Adversary(UPDATE_ATTACKS["nan"](), jnp.arange(8) == 3)
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.01, eps_2=0.1, recursive=True, cohort=6, adversary=broken)
+    with pytest.warns(UserWarning, match="held NaN or infinity"):
+        history = jfcl.simulate(algorithm, CLIENTS, key=KEY, num_rounds=600, eval_every=20)
+    assert history.records[-1]["ended"] and history.rounds < 600 and history.state.heard.mute.tolist()[3]
 
 
 @pytest.mark.slow
@@ -181,7 +215,6 @@ def test_with_gradients_the_thresholds_are_of_gradients():
     mean = np.average(gradients, axis=0, weights=CLIENTS.size)
     np.testing.assert_allclose(metrics["mean_norm"][0], np.linalg.norm(mean), rtol=1e-5)
     np.testing.assert_allclose(metrics["max_norm"][0], np.linalg.norm(gradients, axis=1).max(), rtol=1e-5)
-    assert STEPS * LR != 1  # the updates are of another length
     by_scipy = fcluster(linkage(gradients, "complete", metric="cosine"), 2, "maxclust")
     assert rand(state.cluster, by_scipy) == 1
 
@@ -283,6 +316,11 @@ def test_newcomers_are_enrolled(tree_dim):
         enrol(state, wide, task=TASK, training=training, key=KEY)
     with pytest.raises(ValueError, match="state must be the state of a run that splits clusters"):
         enrol(state._replace(sides=()), late, task=TASK, training=training, key=KEY)
+    noisy = training._replace(optimizer=optax.add_noise(0.1, 0.0, key=0))
+    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+        begun = jfcl.cfl(TASK, noisy, tree_dim=0).init(KEY, CLIENTS)
+        grown = enrol(begun, late, task=TASK, training=noisy, key=KEY)
+    assert {len(x) for x in jax.tree.leaves(grown.client)} == {13}
 
 
 def test_a_cohorts_updates_are_kept_with_their_age():

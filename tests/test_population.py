@@ -436,6 +436,11 @@ def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
     same(straight.state, population(METHODS["ditto"], resume=True, **options).state)
 
 
+def test_cfl_with_validation_is_refused_since_undone_splits_would_lose_clients():
+    with pytest.raises(ValueError, match="validation must be left out for a population"):
+        population(jfcl.cfl(TASK, TRAINING, validation=0.2, max_clusters=3))
+
+
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(mapping, "free_memory", lambda: 50.0)
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):

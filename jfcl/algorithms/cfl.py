@@ -53,7 +53,7 @@ def cfl(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Splits a cluster once its model stands still although its clients pull, until nobody pulls (Algorithm 5).
+    """Splits a cluster where the mean update is short and single updates are long (Algorithm 5).
 
     Every round, for every cluster `c`: if `‖Δθ_c‖ < ε₁` (the mean update) and `max_i ‖Δθ_i‖ > ε₂`, the optimal
     bipartition of `c` is computed; if `γ_max < sqrt((1 − α_cross) / 2)` (equation 39), it is carried out, and the
@@ -240,6 +240,8 @@ def _check_sizes(clients: Clients, min_size: int, min_examples: int) -> None:
     of_these = f"{able} clients" if min_examples == 1 else f"{able} clients with min_examples={min_examples} or more"
     accepted = f"at most {able // 2}, half of the {of_these}, so that a cluster can be split into two of that size"
     check(min_size == 1 or 2 * min_size <= able, "min_size", min_size, accepted)
+    accepted = f"such that two clients at least have a voice; {able} of {len(size)} has so many examples"
+    check(min_examples == 1 or able >= 2, "min_examples", min_examples, accepted)
 
 
 def _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters):

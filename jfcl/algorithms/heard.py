@@ -21,25 +21,30 @@ class Heard(NamedTuple):
     Attributes:
       update: pytree of `[N, ...]`, the last update, as it was sent.
       age: `[N]` int32, rounds since it was computed; -1 for clients without one.
+      mute: `[N]` bool, clients whose last answer was not finite.
     """
 
     update: PyTree
     age: jax.Array
+    mute: jax.Array
 
 
 def nothing_heard(sent: PyTree, count: int) -> Heard:
     """The `Heard` of `count` clients before the first round; `sent`: shapes of one client's update."""
     update = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), sent)
-    return Heard(update, jnp.full(count, -1, jnp.int32))
+    return Heard(update, jnp.full(count, -1, jnp.int32), jnp.zeros(count, bool))
 
 
-def listen(heard: Heard, rows: jax.Array, updates: PyTree, usable: jax.Array, counts: jax.Array) -> Heard:
-    """`heard` after a round.
+def listen(
+    heard: Heard, rows: jax.Array, updates: PyTree, here: jax.Array, usable: jax.Array, counts: jax.Array
+) -> Heard:
+    """Returns `heard` after a round.
 
     Args:
       heard: before it.
       rows: `[C]` int32, the clients of the cohort.
       updates: pytree of `[C, ...]`.
+      here: `[C]` bool, clients that answered.
       usable: `[C]` bool; the others keep the update that they had.
       counts: `[C]` bool, whether the update was computed at the model of the client's cluster.
     """
@@ -50,7 +55,8 @@ def listen(heard: Heard, rows: jax.Array, updates: PyTree, usable: jax.Array, co
 
     older = jnp.where(heard.age >= 0, heard.age + 1, -1)
     age = older.at[rows].set(jnp.where(usable, jnp.where(counts, 0, -1), older[rows]))
-    return Heard(jax.tree.map(put, heard.update, updates), age)
+    mute = heard.mute.at[rows].set(jnp.where(here, ~usable, heard.mute[rows]))
+    return Heard(jax.tree.map(put, heard.update, updates), age, mute)
 
 
 def is_current(heard: Heard, new_round: jax.Array, since: jax.Array) -> jax.Array:

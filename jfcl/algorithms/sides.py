@@ -159,7 +159,7 @@ def split(
 
 
 def place(
-    state: Any, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array
+    state: Any, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array, able: jax.Array
 ) -> tuple[Any, jax.Array]:
     """Places pending clients at the split that they missed, and compares the sides of changing clients again.
 
@@ -172,6 +172,7 @@ def place(
       vectors: pytree of `[N, ...]`: of pending clients at the model before the split.
       missed, pending: of `missed_splits`, in the state with which the round began.
       usable: `[N]` bool, clients with a finite update of this round that this round's splits did not place.
+      able: `[N]` bool, clients with a voice; a pending client without one begins to change when it is placed.
 
     Returns:
       `(state, moved [N] bool)`.
@@ -180,7 +181,7 @@ def place(
     split, changing = missed, jnp.zeros_like(pending)
     if not isinstance(sides.changing, tuple):
         last, any_split = last_splits(state)
-        changing = sides.changing & usable & any_split & ~missed_splits(state)[1]
+        changing = sides.changing & ~able & usable & any_split & ~missed_splits(state)[1]
         split = jnp.where(pending, missed, last)
 
     def compare():
@@ -189,7 +190,9 @@ def place(
         toward = jnp.where((pending | changing) & (similarity != 0), toward, state.cluster)
         moved = toward != state.cluster
         placed = jnp.where(pending | (changing & moved), state.tree.born[split], sides.placed)
-        still = () if isinstance(sides.changing, tuple) else sides.changing & ~(changing & ~moved)
+        still = sides.changing
+        if not isinstance(still, tuple):
+            still = (still & ~(changing & ~moved)) | (pending & ~able)
         return toward, sides._replace(placed=placed, changing=still), moved
 
     still = (state.cluster, sides, jnp.zeros_like(pending))

@@ -167,6 +167,7 @@ class Sent(NamedTuple):
       voice_weight: `[N]` float32, what each counts where it has a voice.
       able: `[N]` bool: clients that would have a voice in their cluster if their update is known.
       comparable: `[N]` bool: clients whose update is known, and of their cluster's model.
+      expected: `[N]` bool: clients whose last answer was finite, or that have not answered yet.
       missed, pending: of `sides.missed_splits`; pending clients trained the model before the split they missed.
       gradients: `() -> ` the same as `updates` of gradients, for the server to ask for.
     """
@@ -178,6 +179,7 @@ class Sent(NamedTuple):
     voice_weight: jax.Array
     able: jax.Array
     comparable: jax.Array
+    expected: jax.Array
     missed: jax.Array
     pending: jax.Array
     gradients: Callable[[], PyTree]
@@ -229,13 +231,13 @@ def bipartitions(
 
     def one(k, wanted):
         members = usable & (cluster == k)
-        nothing = (jnp.full((), jnp.inf), jnp.zeros((), jnp.int32), jnp.zeros(count, bool))
+        nothing = (jnp.full((), jnp.inf, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros(count, bool))
 
         def look():
             side, cross = split(given, members)
             ones = side.sum().astype(jnp.int32)
             smaller = jnp.minimum(ones, members.sum().astype(jnp.int32) - ones)
-            return cross, jnp.where(1 - cross <= tolerance, 0, smaller), side
+            return cross.astype(jnp.float32), jnp.where(1 - cross <= tolerance, 0, smaller), side
 
         return jax.lax.cond(wanted, look, lambda: nothing)
 
@@ -332,7 +334,9 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         options = {"min_size": rules.min_size, "linkage": rules.linkage}
         return bipartitions(vectors, state.cluster, voice, wanted, **options)
 
-    nothing = Splits(jnp.full(capacity, jnp.inf), jnp.zeros(capacity, jnp.int32), jnp.zeros(len(usable), bool))
+    nothing = Splits(
+        jnp.full(capacity, jnp.inf, jnp.float32), jnp.zeros(capacity, jnp.int32), jnp.zeros(len(usable), bool)
+    )
     splits = jax.lax.cond(wanted.any(), compare, lambda: nothing)
     accepted = wanted & rules.accept(splits)
     metrics = {"decisions": wanted.sum().astype(jnp.int32)}
@@ -343,7 +347,9 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
 
     into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)
     if rules.keep_larger:
-        leaves = _minority(state, splits, accepted, members, voice) | (sent.present & ~usable)  # NaN is like nobody
+        leaves = _minority(state, splits, accepted, members, voice) | (
+            sent.present & ~usable
+        )  # an update with NaN resembles none
         excluded = jnp.where(leaves, state.round + 1, state.excluded)
         state, weight = state._replace(excluded=excluded), jnp.where(leaves, 0.0, sent.weight)
     else:
@@ -355,7 +361,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         state, relocated = _carry_out(rules, state._replace(final=final), vectors, sent, splits, into)
         weight = jnp.where(relocated, 0.0, sent.weight)
         if rules.recursive:
-            metrics["ended"] = _has_ended(rules, state, sent)
+            metrics["ended"] = _has_ended(state, sent)
 
     split_from = jnp.full(capacity, -1, jnp.int32).at[into].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
     metrics |= {
@@ -419,16 +425,14 @@ def _carry_out(
         tree=tree,
         sides=sides,
     )
-    return siding.place(state, vectors, sent.missed, sent.pending, sent.usable & ~voice & ~silent)
+    return siding.place(state, vectors, sent.missed, sent.pending, sent.usable & ~voice & ~silent, sent.able)
 
 
-def _has_ended(rules: Rules, state: CFLState, sent: Sent) -> jax.Array:
+def _has_ended(state: CFLState, sent: Sent) -> jax.Array:
     """`[]` bool: all clusters are final, and no client that could still be placed waits for its side."""
     if not isinstance(state.sides, siding.Sides):
         return (state.final | ~state.active).all()
-    waits = siding.missed_splits(state)[1] & sent.able
-    if rules.cohort is None:
-        waits = waits & sent.usable
+    waits = siding.missed_splits(state)[1] & sent.able & sent.expected
     return (state.final | ~state.active).all() & ~waits.any()
 
 
@@ -444,18 +448,22 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTr
     return where_rows(overflowed, before, params), overflowed
 
 
-def starting_models(state: CFLState) -> tuple[PyTree, jax.Array, jax.Array, jax.Array]:
-    """The models that clients begin a round with: those of their clusters, or from before a split that they missed.
-
-    Returns:
-      `(models [2 K, ...], begin_at [N] int32, missed [N] int32, pending [N] bool)`: client `i` begins with
-      `models[begin_at[i]]`; the last two are of `sides.missed_splits`. Only `K` models where there is no split.
-    """
+def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
+    """`sides.missed_splits`; of a state that is never split, none."""
     if not isinstance(state.sides, siding.Sides):
-        return state.params, state.cluster, state.cluster, jnp.zeros(state.cluster.shape, bool)
-    missed, pending = siding.missed_splits(state)
-    models = jax.tree.map(lambda p, q: jnp.concatenate([p, q]), state.params, state.tree.model)
-    return models, jnp.where(pending, len(state.active) + missed, state.cluster), missed, pending
+        return state.cluster, jnp.zeros(state.cluster.shape, bool)
+    return siding.missed_splits(state)
+
+
+def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
+    """The model that one client begins a round with: its cluster's, or that from before a split that it missed."""
+
+    def of_cluster():
+        return jax.tree.map(lambda p: p[cluster], state.params)
+
+    if not isinstance(state.sides, siding.Sides):
+        return of_cluster()
+    return jax.lax.cond(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
 
 
 def new_models(state: CFLState, books: CFLState, into: jax.Array, means: PyTree) -> tuple[CFLState, jax.Array]:
@@ -631,19 +639,19 @@ def rounds(
         if validation:
             state, metrics["undone"] = undo_harmful_splits(task, state, clients, learns_from, patience, client_axis)
         member = (jnp.asarray(clients.size) > 0) & (state.excluded == 0)
-        models, begin_at, missed, pending = starting_models(state)
+        missed, pending = missed_splits(state)
         present = member & (~state.final[state.cluster] | pending) if rules.recursive else member
         size = jnp.where(present, learns_from(jnp.asarray(clients.size)), 0)
         drawn = clients._replace(size=size)
-        of_clients = (present, size, begin_at, state.cluster, state.client)
+        of_clients = (present, size, (state.cluster, missed, pending), state.client)
         rows = None
         if rules.cohort is not None:
             rows = random_order(cohort_key, drawn)[: rules.cohort]
             drawn, of_clients = take_clients(drawn, rows), jax.tree.map(lambda x: x[rows], of_clients)
-        here, learns, place, cluster, opt_states = of_clients
+        here, learns, place, opt_states = of_clients
 
         def client(key, examples, size, place, opt_state):
-            begin = jax.tree.map(lambda p: p[place], models)
+            begin = starting_model(state, *place)
             opt_state = local.optimizer_at(training, begin, opt_state, state.round, size, m)
             trained = local.train(task, training, key, begin, examples, size, opt_state)
             update = jax.tree.map(jnp.subtract, trained.params, begin)
@@ -654,7 +662,7 @@ def rounds(
             client_keys(clients_key, drawn), drawn.examples, learns, place, opt_states
         )
         updates, usable = attacked(
-            adversary, attack_key(clients_key), updates, client_ids(drawn), here & finite, cluster
+            adversary, attack_key(clients_key), updates, client_ids(drawn), here & finite, place[0]
         )
         trained_states = where_rows(here & finite, trained_states, opt_states)
         sent_bytes = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
@@ -662,28 +670,26 @@ def rounds(
 
         def gradients():
             def gradient(examples, size, place):
-                begin = jax.tree.map(lambda p: p[place], models)
+                begin = starting_model(state, *place)
                 return hide(jax.grad(lambda p: local.mean_loss(task, p, examples, size))(begin))
 
-            gradients = client_axis(gradient)(clients.examples, size, begin_at)
+            gradients = client_axis(gradient)(clients.examples, size, (state.cluster, missed, pending))
             gradients_key = jax.random.fold_in(attack_key(clients_key), 1)
             return attacked(adversary, gradients_key, gradients, client_ids(clients), usable, state.cluster)[0]
 
         able, heard = member & (jnp.asarray(clients.size) >= rules.min_examples), state.heard
         if rows is None:
-            comparable = usable & ~pending
+            comparable, expected = usable & ~pending, usable
         else:
-            heard = listen(heard, rows, updates, usable, ~pending[rows])
-            updates, comparable = (
-                heard.update,
-                is_current(heard, state.round + 1, state.since[state.cluster]) & ~pending,
-            )
+            heard = listen(heard, rows, updates, here, usable, ~pending[rows])
+            updates, expected = heard.update, ~heard.mute
+            comparable = is_current(heard, state.round + 1, state.since[state.cluster]) & ~pending
             usable, present = (jnp.zeros_like(member).at[rows].set(x) for x in (usable, here))
             metrics["loss"] = jnp.full(len(member), jnp.nan).at[rows].set(metrics["loss"])
             trained_states = jax.tree.map(lambda old, new: old.at[rows].set(new), state.client, trained_states)
         voice_weight = client_weight(weights, size)
         weight = voice_weight * (usable & ~pending).astype(jnp.float32)
-        of_splits = (able, comparable, missed, pending, gradients)
+        of_splits = (able, comparable, expected, missed, pending, gradients)
         sent = Sent(updates, usable, present, weight, voice_weight, *of_splits)
         books = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
         books, served = serve(rules, client_axis, books, sent)

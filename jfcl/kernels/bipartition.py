@@ -268,8 +268,9 @@ def _complete(similarity: jax.Array, active: jax.Array) -> tuple[Bipartition, ja
         row_a = jnp.where(merge, out, jnp.where(a == tip, row, row_before))
         row_b = jnp.where(merge, joint, jnp.where(b == tip, row, row_before))
         for slot, values in ((a, row_a), (b, row_b)):
-            keys = jax.lax.dynamic_update_slice(keys, values[None, :], (slot, 0))
-            keys = jax.lax.dynamic_update_slice(keys, values[:, None], (0, slot))
+            zero = jnp.zeros_like(slot)
+            keys = jax.lax.dynamic_update_slice(keys, values[None, :], (slot, zero))
+            keys = jax.lax.dynamic_update_slice(keys, values[:, None], (zero, slot))
         side = jnp.where(merge, member_of == a, side)
         place = jnp.where(merge, merged, count)  # out of range: dropped
         pairs = pairs.at[place].set(jnp.stack([a, b]), mode="drop")
