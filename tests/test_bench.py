@@ -51,6 +51,7 @@ def test_measure_stops_at_its_limits():
     assert found["seconds"] == [] and found["temporary_mb"] > 0
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_for_every_combination():
     wanted = {"methods": ["ifca", "local"], "models": ["linear"], "mappings": ["chunked(4)", "vmap"]}
     heard = []
@@ -164,7 +165,9 @@ def peers_job(monkeypatch):
     return importlib.import_module("against_peers"), importlib.import_module("job")
 
 
-@pytest.mark.parametrize("model, clusters", [("mlp", 1), ("mlp", 2), ("cnn_mnist", 1)])
+@pytest.mark.parametrize(
+    "model, clusters", [("mlp", 1), ("mlp", 2), pytest.param("cnn_mnist", 1, marks=pytest.mark.slow)]
+)
 def test_the_judge_of_all_libraries_agrees_with_jfcl(peers_job, tmp_path, model, clusters):
     against_peers, job = peers_job
     case = {"method": "ifca", "model": model, "clients": 4, "examples": 12, "clusters": clusters}

@@ -245,7 +245,11 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [([], "float32"), (["--precision", "tf32"], "tensorfloat32"), (["--precision", "bfloat16"], "bfloat16")],
+    [
+        ([], "float32"),
+        pytest.param(["--precision", "tf32"], "tensorfloat32", marks=pytest.mark.slow),
+        (["--precision", "bfloat16"], "bfloat16"),
+    ],
 )
 def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wanted, monkeypatch):
     seen, simulate = [], run.__globals__["simulate"]
@@ -357,6 +361,7 @@ def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
     assert json.loads(Path(run, "summary.json").read_text())["num_rounds"] == rounds + 2
 
 
+@pytest.mark.slow
 def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
     run = str(tmp_path / "run")
     splits = ["--eps-1", "inf", "--eps-2", "1e-30", "--min-rounds", "2"]
@@ -413,6 +418,7 @@ def test_a_json_file_of_ones_own(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_rounds"] == 3
 
 
+@pytest.mark.slow
 def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished, tmp_path, capsys):
     start = ["--init-from", str(finished / "fedavg"), "--out", str(tmp_path / "run")]
     assert cli.main(["run", "local", *QUICK, *start]) == 0
@@ -426,6 +432,7 @@ def test_one_model_is_everybodys_start_but_not_that_of_several_clusters(finished
     assert "init_from must be a run that ended with models 'linear'" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_found_clusters_and_served_models_are_told_apart(tmp_path):
     run = tmp_path / "run"
     assert cli.main(["run", "momentum_clustering", *QUICK, "--local-steps", "1", "--out", str(run)]) == 0
@@ -446,6 +453,7 @@ def test_a_store_is_what_it_is(tmp_path, capsys):
     assert "data_seed: it has 0, asked for 3; dataset: it has 'digits', asked for 'mnist'" in said
 
 
+@pytest.mark.slow
 def test_who_takes_a_store_as_it_is_gets_its_clusters(tmp_path):
     store = ["--store", str(tmp_path / "store"), "--rounds", "1", "--local-steps", "1", "--cohort", "8", "--quiet"]
     asked = ["--population", "24", "--clusters", "6", "--heterogeneity", "private_label", "--examples-per-client", "9"]
@@ -467,6 +475,7 @@ def test_without_heterogeneity_one_model_is_right(tmp_path, recwarn):
     assert not [w for w in recwarn if "all clients use one of" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_malicious_clients_are_in_no_cluster(tmp_path):
     attack = ["--clients", "12", "--clusters", "2", "--attack", "label_reverse", "--malicious", "0.34", "--quiet"]
     options = ["--heterogeneity", "private_label", "--rounds", "6", "--restarts", "4", "--out", str(tmp_path / "run")]
@@ -489,12 +498,14 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_aggregators_are_told_of_the_cohorts_share_of_attackers(tmp_path):
     run = ["run", "fedavg", "--population", "60", "--cohort", "10", "--rounds", "2", "--quiet"]
     attacked = [*run, "--attack", "sign_flip", "--malicious", "0.2", "--aggregator", "trimmed_mean"]
     assert cli.main([*attacked, "--out", str(tmp_path / "run")]) == 0  # 12 of 60 would be too many for a cohort of 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* held NaN or infinity")
 def test_a_population_under_attack(tmp_path):
     run = tmp_path / "run"
@@ -596,10 +607,12 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
             "federated_clustering",
             ["--quantile", "0.4", "--subgroup-size", "4", "--attack", "far", "--malicious", "0.25"],
         ),
-        ("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"]),
-        ("hypcluster", ["--warm-rounds", "1"]),
-        ("one_shot", ["--local-rounds", "2"]),
-        ("flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"]),
+        pytest.param("momentum_clustering", ["--momentum", "0.8", "--threshold-rounds", "3"], marks=pytest.mark.slow),
+        pytest.param("hypcluster", ["--warm-rounds", "1"], marks=pytest.mark.slow),
+        pytest.param("one_shot", ["--local-rounds", "2"], marks=pytest.mark.slow),
+        pytest.param(
+            "flhc", ["--rounds-before", "0", "--linkage", "single", "--distance", "euclidean"], marks=pytest.mark.slow
+        ),
         ("ditto", ["--lam", "0.5"]),
         ("knn_per", ["--num-neighbours", "3", "--validation", "0.3"]),
     ],
@@ -676,6 +689,7 @@ def test_the_rate_falls_after_every_round_also_with_examples_kept_aside(method, 
     assert moved == [1.0] * steps + [0.5] * steps
 
 
+@pytest.mark.slow
 def test_momentum_of_zero_is_zero():
     losses = [
         run(jfcl.experiments.Config("momentum_clustering", clients=8, rounds=3, momentum=momentum))[1].clients["loss"]
