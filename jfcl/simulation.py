@@ -533,7 +533,7 @@ def simulate(
                 totals[name] = np.maximum(largest, totals.get(name, -1)).tolist()
             if done % eval_every == 0 or done == num_rounds:
                 rows, held_out = judge.records(state, done, values, totals)
-                if _have_ended(rows, done):  # nobody trains any more
+                if _have_ended(rows, done):  # no client trains any more
                     until = done
                 else:
                     stop_if_nothing_came(values, done, seeds, folder)

@@ -71,13 +71,13 @@ def cfl(
         quarter of the largest: from a model that FedAvg has trained to convergence (`init_params`) the first mean is
         zero but for rounding, and nothing is ever below that, while the longest update vanishes only where all clients
         agree. Cold starts have a mean of 0.3 to 0.8 of the largest, and are not affected.
-      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition
-        of clients whose updates differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
+      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients whose updates
+        differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
       max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` says so. Default:
         8, or as many as there are clients.
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
-      min_size: clients that either side must have: of all edges of the maximum spanning tree the weakest whose removal
-        leaves so many on both sides is `α_cross`. At most half of the clients.
+      min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
+        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
       min_examples: clients with fewer have no voice: norms, thresholds, units and bipartitions are those of the others.
         They train along and count in the means of the models. At a split such a client goes to the side whose mean unit
         update its own update is most similar to, and is compared again in every round until two rounds agree. (The mean
