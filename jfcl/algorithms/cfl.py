@@ -71,8 +71,8 @@ def cfl(
         quarter of the largest: from a model that FedAvg has trained to convergence (`init_params`) the first mean is
         zero but for rounding, and nothing is ever below that, while the longest update vanishes only where all clients
         agree. Cold starts have a mean of 0.3 to 0.8 of the largest, and are not affected.
-      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients whose updates
-        differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
+      gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients the updates
+        of which differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
       max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` says so. Default:
         8, or as many as there are clients.
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
