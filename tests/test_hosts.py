@@ -44,6 +44,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
     """They find what one process finds; one is killed, the other says so; one process alone goes on with their run."""
     processes = start(tmp_path, ["--rounds", "100000", "--checkpoint-seconds", "0"])

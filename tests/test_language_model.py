@@ -158,6 +158,7 @@ def corpora(n=6, m=20):
     return Clients({"x": x, "y": np.zeros((n, m), np.int32)}, np.full(n, m, np.int32)), np.arange(n) % 2
 
 
+@pytest.mark.slow
 def test_perplexity_is_the_exponential_of_each_clients_loss():
     task = small()
     clients, topic = corpora()
@@ -281,6 +282,7 @@ def test_a_run_refuses_texts_of_one_word(sentences, monkeypatch):
         setup(Config("fedavg", **TEXTS))
 
 
+@pytest.mark.slow
 def test_clusters_of_real_news(data_dir):
     """AG News: 20 clients of one topic each; a few steps already beat the frequencies of words."""
     options = TEXTS | {"dataset": "ag_news", "clients": 20, "clusters": 4, "length": 12, "vocab_size": 300}

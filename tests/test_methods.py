@@ -69,7 +69,11 @@ def test_no_device_gathers_the_data_of_others(name):
     assert "all-reduce" in text or "all-gather" in text or name == "local", "nothing is said between devices at all"
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Those that share their round with one of the others, or compile for longest; make test-slow runs them.
+SLOW = {"momentum_clustering", "myopic_clustering", "fesem", "one_shot", "flhc", "knn_per", "byzantine_cfl"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
 def test_conformance(name):
     check_algorithm(
         factory(name),

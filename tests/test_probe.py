@@ -145,6 +145,7 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
 
 
+@pytest.mark.slow
 def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, capsys):
     losses = {}
     for name in ("", "chunked --chunk 3", "sharded", "pmap", "auto"):
@@ -170,6 +171,7 @@ def test_refuses(options, said, capsys):
     assert said in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_devices(tmp_path):
     """9 clients on two devices have a padding client, on one device none: what is kept does not depend on it."""
     common = ["--clients", "9", "--clusters", "3", "--local-steps", "2", "--quiet", "--eval-every", "1", "--seeds", "2"]

@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from jfcl import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +29,7 @@ def test_its_commands_parse():
         assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS
 
 
+@pytest.mark.slow
 def test_the_page_on_cfl(capsys, tmp_path, monkeypatch):
     text = (ROOT / "docs" / "cfl.md").read_text()
     run, tree = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -48,6 +51,7 @@ def test_it_is_short_and_its_links_lead_somewhere():
         assert (ROOT / target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_page_on_federated_clustering(capsys):
     text = (ROOT / "docs" / "federated_clustering.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -66,7 +70,7 @@ def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
     assert accuracy > 0.6 and 1000 < seen < 2000 and 150 < dropped < 330
     for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text, flags=re.MULTILINE):
         cli.build_parser().parse_args(shlex.split(line)[1:])
-    assert text.count("\n") <= 60
+    assert text.count("\n") <= 70
 
 
 def test_the_page_on_mappings(capsys):
