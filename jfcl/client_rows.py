@@ -17,6 +17,7 @@ import io
 import mmap
 import os
 import tempfile
+import tokenize
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ class ClientRows:
         if not self.mapped:
             self.arrays = [np.zeros(s, r.dtype) for s, r in zip(shapes, row, strict=True)]
         elif folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                folder.mkdir(parents=True, exist_ok=True)
             self.arrays = _open(folder, shapes, row, resume)
         else:  # unlinked at once: the system frees their room when the arrays are gone, however that happens
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
@@ -201,7 +203,7 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
                 array = np.lib.format.open_memmap(file, mode="r+")
             except FileNotFoundError:
                 raise ValueError(f"{file} is missing: what clients had at the last checkpoint is lost") from None
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError) as error:  # of a damaged header
                 raise ValueError(f"{file} was cut short or is damaged: {error}") from None
             if (array.shape, array.dtype) != (shape, r.dtype):
                 raise ValueError(f"{file} must hold {r.dtype} {shape}, got {array.dtype} {array.shape}")

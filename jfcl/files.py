@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -27,6 +28,7 @@ except ImportError:  # not on Windows, where folders are therefore not locked
     fcntl = None
 
 SUFFIX = ".tmp"
+LEFTOVER = re.compile(r"(.+\.(json|csv|npz|png)|\d+)\.tmp")  # of results, and of checkpoints
 CHUNK = 2**24  # bytes in one call of the operating system
 MOST_JSON = 2**28  # bytes; a larger JSON file is no file of ours
 
@@ -88,6 +90,9 @@ def replace_together(folder: Path, contents: dict[str, Any]) -> None:
     removed, the others are renamed, and the last one is renamed as well.
     """
     *others, last = names = [*contents]
+    for name in names:
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} must be a file, but it is a folder: move it away; nothing was changed")
     written = []
     try:
         for name in names:
@@ -95,19 +100,19 @@ def replace_together(folder: Path, contents: dict[str, Any]) -> None:
             with new_file(folder / (name + SUFFIX)) as descriptor:
                 written.append(folder / (name + SUFFIX))
                 write_all(descriptor, contents[name])
+        if others and (folder / last).exists():
+            os.unlink(folder / last)
+            sync_folder(folder)
+        for name in names:
+            if name == last and others:
+                for parent in {(folder / other).parent for other in others}:
+                    sync_folder(parent)
+            os.replace(folder / (name + SUFFIX), folder / name)
     except BaseException:
         for path in written:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
-    if others and (folder / last).exists():
-        os.unlink(folder / last)
-        sync_folder(folder)
-    for name in names:
-        if name == last and others:
-            for parent in {(folder / other).parent for other in others}:
-                sync_folder(parent)
-        os.replace(folder / (name + SUFFIX), folder / name)
     sync_folder((folder / last).parent)
 
 
@@ -119,19 +124,24 @@ def write_whole(path: Path, data: Any) -> None:
 def remove_folder(path: Path) -> None:
     """Removes a folder such that no reader sees half of it."""
     aside = path.with_name(path.name + SUFFIX)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     os.rename(path, aside)
     sync_folder(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files and folders that a process left when it was stopped."""
+    """Removes the temporary files and folders that a process left when it was stopped, and no others."""
     for path in folder.glob("*" + SUFFIX):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        if LEFTOVER.fullmatch(path.name):
+            _remove(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -166,8 +176,10 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
     """
     try:
         size = path.stat().st_size
-        if not path.is_file() or size > MOST_JSON:
-            raise ValueError(f"it must be a file of at most {MOST_JSON} bytes")
+        if not path.is_file():
+            raise ValueError("it must be a file")
+        if size > MOST_JSON:
+            raise ValueError(f"it must have at most {MOST_JSON} bytes, got {size}")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None

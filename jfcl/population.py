@@ -418,6 +418,7 @@ def simulate_population(
         folder = None
         if out is not None:
             about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
+            about["test_store"] = None if test_store is None else test_store.hash
             about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
             about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
             folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
@@ -428,17 +429,18 @@ def simulate_population(
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in split.apart(shapes)[1]]
         kept_in = None if folder is None else folder.path / "client_rows"
         goes_on = resume and folder.has_checkpoint()
+        if resume and not goes_on:  # nothing is left to be verified
+            folder.restore(())
+            folder.begin()
         rows = ClientRows(n, row, folder=kept_in, resume=goes_on, in_memory=rows_in_memory)
         done, records = _Done(0, [], {}), []
         like = {"common": split.apart(shapes)[0], **rows.saved()}
-        restored = folder.restore(like, any_round=not rows.mapped) if resume else None
+        restored = folder.restore(like, any_round=not rows.mapped) if goes_on else None
         if restored is not None:
             last, saved = restored.round, restored.state
             check(last <= num_rounds, "num_rounds", num_rounds, f"at least the {last} rounds already done")
             rows.verify(last, saved)
-        if resume:
             folder.begin()
-        if restored is not None:
             rows.restore(last, saved)
             done = _Done(last, [jnp.asarray(x) for x in saved["common"]], restored.totals)
             records = restored.records

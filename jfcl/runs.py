@@ -134,6 +134,7 @@ class RunFolder:
         self._open = contextlib.ExitStack()
         self._chain, self._count, self._bytes = hashlib.sha256(), 0, 0  # of the lines of `metrics.jsonl`
         self._config: dict[str, Any] | None = None  # to be written by `begin`
+        self._run = ""  # the identity of the run, see `identity`
         self._damaged: list[int] = []  # rounds of damaged checkpoints, to be removed by `begin`
         self._more = False  # a finished run is extended
         self._restored = False
@@ -166,12 +167,14 @@ class RunFolder:
         try:
             folder._open.enter_context(files.lock(folder.lock_path))
             cls.look(folder.path, False)
-            files.remove_leftovers(folder.path)
+            folder._remove_leftovers()
             files.sign(folder.lock_path)
             (folder.path / "checkpoints").mkdir(exist_ok=True)
             folder.metrics_path.unlink(missing_ok=True)  # an empty one
             # Last: a folder without config.json holds no run, and can be used again.
-            write_json(folder.path / "config.json", finite_or_none(config) | {"versions": _versions()})
+            saved = finite_or_none(config) | {"versions": _versions()}
+            folder._run = identity(saved)
+            write_json(folder.path / "config.json", saved)
             files.sync_folder(folder.path.parent)
         except BaseException:
             folder.close()
@@ -206,6 +209,7 @@ class RunFolder:
         if names:
             said = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
             raise ValueError(f"{self.path} holds a run of another configuration ({said}); {UNCHANGED}")
+        self._run = identity(old)
         versions = old.get("versions") or _versions()
         if versions != _versions():
             warnings.warn(
@@ -218,6 +222,11 @@ class RunFolder:
             self._config = old | {"num_rounds": new["num_rounds"]}
 
     def _check_checkpoints(self) -> None:
+        place, metrics = self.path / "checkpoints", self.metrics_path
+        if (place.exists() or place.is_symlink()) and not place.is_dir():
+            raise ValueError(f"{place} must be a folder, but it is none; move it away; {UNCHANGED}")
+        if (metrics.exists() or metrics.is_symlink()) and not metrics.is_file():
+            raise ValueError(f"{metrics} must be a file, but it is none; put the file back; {UNCHANGED}")
         if self._rounds():
             return
         if (self.path / "summary.json").exists():
@@ -243,7 +252,12 @@ class RunFolder:
     def _rounds(self) -> list[int]:
         """The rounds that have a checkpoint, damaged or not, latest first."""
         there = self.path / "checkpoints"
-        return sorted((int(p.name) for p in there.glob("*") if p.name.isdecimal()), reverse=True)
+        names = [p.name for p in there.glob("*") if p.name.isascii() and p.name.isdecimal()]
+        return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
+
+    def _remove_leftovers(self) -> None:
+        for folder in (self.path, self.path / "checkpoints", self.path / "plots"):
+            files.remove_leftovers(folder)
 
     def has_checkpoint(self) -> bool:
         """Whether there is anything to restore, damaged or not."""
@@ -279,8 +293,7 @@ class RunFolder:
             write_json(self.path / "config.json", self._config)
         if self._more:  # it is no longer finished
             (self.path / "summary.json").unlink(missing_ok=True)
-        for folder in (self.path, self.path / "checkpoints", self.path / "plots"):
-            files.remove_leftovers(folder)
+        self._remove_leftovers()
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for round_ in self._damaged:
             files.remove_folder(self.path / "checkpoints" / str(round_))
@@ -326,7 +339,12 @@ class RunFolder:
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
             scratch.mkdir(parents=True)
-            about = {"format": FORMAT, "round": round_, "leaves": _write_leaves(scratch / "state.bin", state)}
+            about = {
+                "format": FORMAT,
+                "run": self._run,
+                "round": round_,
+                "leaves": _write_leaves(scratch / "state.bin", state),
+            }
             about |= {"totals": totals, "versions": _versions()}
             about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
             with files.new_file(scratch / "about.json") as descriptor:
@@ -379,6 +397,8 @@ class RunFolder:
             raise ValueError("about.json lacks its digest")
         if about.get("format") != FORMAT:
             raise _Unfit(f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}")
+        if about["run"] != self._run:
+            raise _Unfit("belongs to a run of another configuration, or config.json was changed since")
         if about["round"] != round_:
             raise ValueError(f"it is one of round {about['round']}")
         return about
@@ -397,6 +417,12 @@ class RunFolder:
             )
         self._chain, self._count, self._bytes = chain, known["count"], known["bytes"]
         return [record for _, record in self._lines(data)]
+
+
+def identity(config: dict[str, Any]) -> str:
+    """Returns a digest of what makes two runs the same: a configuration, as saved, without `FREE` names."""
+    kept = {name: value for name, value in config.items() if name not in FREE and value is not None}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _holds_something(path: Path) -> bool:
@@ -483,7 +509,8 @@ def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, A
     with files.lock(folder / "lock"):
         if metrics.exists():
             digests["metrics.jsonl"] = hashlib.sha256(metrics.read_bytes()).hexdigest()
-        sealed = files.seal(finite_or_none(summary) | {"files": digests})
+        run = identity(read_json(folder / "config.json")) if (folder / "config.json").exists() else None
+        sealed = files.seal(finite_or_none(summary) | {"files": digests, "run": run})
         files.replace_together(folder, contents | {"summary.json": files.json_bytes(sealed)})
 
 
@@ -492,7 +519,10 @@ def verify_results(folder: Path, *names: str) -> None:
 
     Summaries of earlier versions describe none.
     """
-    for name, digest in (read_json(folder / "summary.json").get("files") or {}).items():
+    summary = read_json(folder / "summary.json")
+    if summary.get("run") is not None and summary["run"] != identity(read_json(folder / "config.json")):
+        raise ValueError(f"{folder / 'config.json'} is damaged: it differs from the one that the run ended with")
+    for name, digest in (summary.get("files") or {}).items():
         if names and name not in names:
             continue
         file = folder / name
@@ -509,6 +539,7 @@ def environment() -> dict[str, Any]:
 
     device = jax.devices()[0]
     kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
-    names = ("jfcl", "jax", "jaxlib", "flax", "optax", "numpy")
-    versions = {name: version(name) for name in names} | {"python": platform.python_version()}
+    versions = {"jfcl": __version__}  # that of this code; the metadata of an editable installation may be older
+    versions |= {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    versions |= {"python": platform.python_version()}
     return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}

@@ -403,6 +403,75 @@ def test_a_finished_run_that_is_damaged_keeps_its_result(file, change, words, tm
     assert digest(tmp_path / "run") == before
 
 
+def test_a_checkpoint_is_of_the_run_that_made_it(tmp_path):
+    """Also where the options are read from the folder itself, and a changed file would agree with itself."""
+
+    def begin(name, lr):
+        folder = runs.RunFolder.create(tmp_path / name, {"lr": lr, "num_rounds": 4})
+        folder.save(1, {"w": np.float32(lr)}, {})
+        folder.close()
+
+    begin("a", 0.1), begin("b", 0.3)
+    like, options = {"w": np.float32(0)}, {"lr": 0.1, "num_rounds": 4}
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    shutil.copytree(tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
+    with pytest.raises(ValueError, match="belongs to a run of another configuration"):
+        runs.RunFolder.reopen(tmp_path / "a", options).restore(like)
+    config = tmp_path / "b" / "config.json"
+    config.write_text(config.read_text().replace("0.3", "0.1"))
+    with pytest.raises(ValueError, match=r"or config\.json was changed since"):
+        runs.RunFolder.reopen(tmp_path / "b", options).restore(like)
+    run(tmp_path / "c")
+    config = tmp_path / "c" / "config.json"
+    config.write_text(config.read_text().replace('"key": 3', '"key": 4'))
+    with pytest.raises(ValueError, match=r"config\.json is damaged: it differs from the one that the run ended with"):
+        runs.verify_results(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["clients.csv", "plots/a.png", "summary.json"])
+def test_a_folder_in_the_place_of_a_result_costs_no_other_result(name, tmp_path):
+    run(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    before = digest(tmp_path, but="lock")
+    with pytest.raises(ValueError, match="must be a file, but it is a folder"):
+        run(tmp_path, resume=True)
+    assert digest(tmp_path, but="lock") == before
+    (tmp_path / name).rmdir()
+    check_right(run(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("how", ["file", "link", "other name"])
+def test_odd_checkpoints_wedge_nothing(how, tmp_path):
+    run(tmp_path / "run", stop_after=2)
+    place = tmp_path / "run" / "checkpoints" / "2"
+    shutil.move(place, tmp_path / "moved")
+    if how == "file":
+        place.write_text("")
+    elif how == "link":
+        (tmp_path / "moved" / "state.bin").write_bytes(b"")
+        place.symlink_to(tmp_path / "moved")
+    else:
+        shutil.move(tmp_path / "moved", place.with_name("02"))
+    (tmp_path / "run" / "notes.tmp").write_text("a user's own")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_right(run(tmp_path / "run", resume=True))
+    assert (tmp_path / "run" / "notes.tmp").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_what_is_of_another_kind_is_refused_before_anything_changes(name, tmp_path):
+    run(tmp_path, stop_after=2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints").write_text("") if name == "checkpoints" else (tmp_path / name).mkdir()
+    before = digest(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} must be a "):
+        run(tmp_path, resume=True)
+    assert digest(tmp_path) == before
+
+
 def test_results_that_were_changed_are_named(tmp_path):
     run(tmp_path)
     runs.verify_results(tmp_path)

@@ -134,6 +134,27 @@ def test_changed_files_are_noticed_when_asked(folder):
         ClientStore.open(folder, verify=True)
 
 
+def test_headers_are_verified_too(folder):
+    """One bit of a header at a time: refused in words, or of no consequence."""
+    file = folder / "cluster.npy"
+    whole, store = file.read_bytes(), ClientStore.open(folder)
+    wanted = np.asarray(store.cluster).copy()
+    start = len(whole) - wanted.nbytes
+    for bit in range(0, 8 * start, 5):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        try:
+            found = ClientStore.open(folder, verify=True).cluster
+        except ValueError as error:
+            assert "cluster.npy was changed" in str(error)
+        else:
+            np.testing.assert_array_equal(found, wanted)
+    file.write_bytes(whole.replace(b"<i4", b">i4"))
+    with pytest.raises(ValueError, match=r"cluster\.npy was changed: it holds >i4"):
+        ClientStore.open(folder)
+
+
 def test_what_is_no_store_is_refused(folder):
     with pytest.raises(ValueError, match="holds no store"):
         ClientStore.open(folder.parent)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -316,12 +317,20 @@ class ClientStore:
             empty = 0 in wanted["shape"]
             try:
                 arrays[name] = np.load(file, mmap_mode=None if empty else "r").view(np.ndarray)
-            except (ValueError, EOFError, OSError, TypeError, SyntaxError) as error:  # of a header that was changed
+            except (
+                ValueError,
+                EOFError,
+                OSError,
+                TypeError,
+                SyntaxError,
+                tokenize.TokenError,
+            ) as error:  # of a header that was changed
                 raise ValueError(f"{file} was changed: {error}") from None
         fields = {
             name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])
             for name, f in about["fields"].items()
         }
+        _check_types(path, arrays, about["files"], fields)
         _check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
         store = cls(
@@ -363,6 +372,16 @@ class ClientStore:
                 if digest.hexdigest() != wanted["sha256"]:
                     said = f"expected SHA-256 {wanted['sha256']}, found {digest.hexdigest()}"
                     raise ValueError(f"{self.path / name}.npy was changed: {said}")
+
+
+def _check_types(path: Path, arrays: dict[str, np.ndarray], files: dict[str, Any], fields: dict[str, Field]) -> None:
+    """`ValueError` where a file's header, which its digest leaves out, is not the one that was written."""
+    count = len(arrays[next(iter(fields))])
+    types = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
+    types |= {name: field.stored for name, field in fields.items()}
+    for name, array in arrays.items():
+        if array.dtype != np.dtype(types[name]) or list(array.shape) != files[name]["shape"]:
+            raise ValueError(f"{path / name}.npy was changed: it holds {array.dtype} {array.shape}")
 
 
 def _check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count: int) -> None:

@@ -202,7 +202,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       (8,)
     """
     folder = Path(folder)
-    read_run(folder, "clients.csv", "params.npz")  # makes sure that there is one, and whole
+    read_run(folder)  # makes sure that there is one, and whole
     saved = read_json(folder / "config.json")
     options = check_options(from_saved(saved), str(folder / "config.json"))
     check("method" in options, str(folder / "config.json"), "no method", "the configuration of a run")
@@ -229,12 +229,8 @@ def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:
     return served
 
 
-def read_run(folder: str | Path, *files: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns `(summary, records)` of a finished run, with all that a comparison of runs needs.
-
-    Args:
-      folder: that `jfcl run --out` made.
-      files: names of other result files, such as `"params.npz"`, to be verified as well.
 
     Raises:
       ValueError: a folder without a finished run; a file that is missing, damaged or of another version.
@@ -243,7 +239,7 @@ def read_run(folder: str | Path, *files: str) -> tuple[dict[str, Any], list[dict
     if not (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
-    runs.verify_results(folder, "metrics.jsonl", *files)
+    runs.verify_results(folder)
     _check_summary(summary, folder / "summary.json")
     read_json(folder / "config.json")
     if not records:
