@@ -19,7 +19,8 @@ import jfcl
 from jfcl import cli
 from jfcl.experiments import Config, load_run, run
 from jfcl.experiments.setups import make_training, matmul_precision
-from jfcl.runs import RunFolder
+from jfcl.files import json_bytes, seal
+from jfcl.runs import RunFolder, identity
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -109,6 +110,9 @@ def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config.pop("serve") == "loss" and config.pop("divide_by") is None
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))  # as of a version without these options
+    for file in (tmp_path / "run" / "checkpoints").glob("*/about.json"):
+        about = json.loads(file.read_text()) | {"run": identity(config)}
+        file.write_bytes(json_bytes(seal(about), allow_nan=True))
     more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
     out = ["--out", str(tmp_path / "run")]
     assert cli.main(["run", "ifca", *more, "--serve", "state", "--resume", *out]) == 2
