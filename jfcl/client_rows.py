@@ -118,17 +118,22 @@ class ClientRows:
     def checkpointing(self, round_: int) -> None:
         """A checkpoint of `round_` is about to be written: its journal and its rows are on the disk before it."""
         if self.folder is not None:
-            files.write_whole(self.folder / f"undo-{round_:08d}", b"")
+            self._empty(self.folder / f"undo-{round_:08d}")
             _flush(self.arrays)
 
     def checkpointed(self, round_: int) -> None:
         """A checkpoint of `round_` was written, with `saved` in it: the journal starts anew."""
         if self.folder is not None:
             self._journal = self.folder / f"undo-{round_:08d}"
-            files.write_whole(self._journal, b"")
+            self._empty(self._journal)
             for old in self.folder.glob("undo-*"):
                 if old != self._journal:
                     old.unlink()
+
+    def _empty(self, journal: Path) -> None:
+        with files.new_file(journal):
+            pass
+        files.sync_folder(self.folder)
 
     def verify(self, round_: int, saved: dict[str, Any]) -> None:
         """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""

@@ -420,8 +420,11 @@ class RunFolder:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Returns a digest of what makes two runs the same: a configuration, as saved, without `FREE` names."""
-    kept = {name: value for name, value in config.items() if name not in FREE and value is not None}
+    """Returns a digest of what makes two runs the same: a configuration, as saved, without `FREE` names.
+
+    The folder of a warm start may be moved once the run has begun.
+    """
+    kept = {name: v for name, v in config.items() if name not in (*FREE, "init_from") and v is not None}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
