@@ -485,7 +485,7 @@ def new_models(state: CFLState, books: CFLState, into: jax.Array, means: PyTree)
 
     before = at_splits(state.params)
     params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, books.active)
-    # Free slots hold the first model, so that whoever looks for the best of all is not misled by an old one.
+    # Free slots hold the first model, so that an old one is never the best of all.
     first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
     params = where_rows(books.active, params, first)
     tree = books.tree._replace(model=at_splits(state.tree.model))
