@@ -1,7 +1,8 @@
 """What a method keeps of every client of a population, on the host: rows that go to the device with their cohort.
 
-Small ones are in memory and part of every checkpoint. Large ones are memory-mapped files, changed in place; what they
-overwrite since the last checkpoint is kept in a journal, so that a run that was killed finds its way back to it:
+Small ones are in memory and part of every checkpoint. Large ones are files, read through memory maps and changed in
+place by plain writes, so that a full disk is an error and not a signal; what they overwrite since the last checkpoint
+is kept in a journal, so that a run that was killed finds its way back to it:
 
     rows-00.npy, ...   `[N, ...]`, one file per array of the state; sparse: clients that never took part take no room
     undo-00000120      what rows held when the checkpoint of round 120 was made, where they have changed since
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import mmap
 import os
 import tempfile
 import tokenize
+import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class ClientRows:
     """`[N, ...]` arrays, of which the rows of clients that have taken part mean something.
 
     Attributes:
-      arrays: a list of `[N, ...]`.
+      arrays: a list of `[N, ...]`, not to be written to.
       seen: `[N]` bool: clients whose row has been written.
       mapped: whether they are files.
 
@@ -68,23 +69,27 @@ class ClientRows:
         self.seen = np.zeros(count, bool)
         self._crc = np.zeros(count if self.mapped else 0, np.uint32)  # of each client's row
         self._journal: Path | None = None
+        self._files: list[_RowFile] = []
         if not self.mapped:
             self.arrays = [np.zeros(s, r.dtype) for s, r in zip(shapes, row, strict=True)]
-        elif folder is not None:
+            return
+        if folder is not None:
             if not resume:
                 folder.mkdir(parents=True, exist_ok=True)
-            self.arrays = _open(folder, shapes, row, resume)
+            self._files = _open(folder, shapes, row, resume)
         else:  # unlinked at once: the system frees their room when the arrays are gone, however that happens
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
-                self.arrays = _open(Path(scratch), shapes, row, False)
+                self._files = _open(Path(scratch), shapes, row, False)
+        self.arrays = [file.array for file in self._files]
 
     def take(self, ids: np.ndarray, fresh: Sequence[np.ndarray] | None) -> list[np.ndarray]:
         """The rows `[C, ...]` of clients `ids`; of those never seen, the rows of `fresh` `[C, ...]`."""
         new = ~self.seen[ids]
-        taken = [array[ids] for array in self.arrays]
-        if new.any():
-            for mine, start in zip(taken, fresh, strict=True):
-                mine[new] = np.asarray(start)[new]
+        if not new.any():
+            return [array[ids] for array in self.arrays]
+        taken = [np.array(start) for start in fresh]
+        for mine, array in zip(taken, self.arrays, strict=True):
+            mine[~new] = array[ids[~new]]
         return taken
 
     def all_seen(self, ids: np.ndarray) -> bool:
@@ -105,11 +110,17 @@ class ClientRows:
             finally:
                 os.close(descriptor)
         rows = [np.asarray(values, array.dtype) for array, values in zip(self.arrays, rows, strict=True)]
-        for array, values in zip(self.arrays, rows, strict=True):
-            array[ids] = values
+        self._put(ids, rows)
         if self.mapped:
             self._crc[ids] = _checksums(rows)
         self.seen[ids] = True
+
+    def _put(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+        for i, values in enumerate(rows):
+            if self.mapped:
+                self._files[i].write(ids, values)
+            else:
+                self.arrays[i][ids] = values
 
     def saved(self) -> dict[str, Any]:
         """What belongs into a checkpoint."""
@@ -119,7 +130,7 @@ class ClientRows:
         """A checkpoint of `round_` is about to be written: its journal and its rows are on the disk before it."""
         if self.folder is not None:
             self._empty(self.folder / f"undo-{round_:08d}")
-            _flush(self.arrays)
+            self._sync()
 
     def checkpointed(self, round_: int) -> None:
         """A checkpoint of `round_` was written, with `saved` in it: the journal starts anew."""
@@ -130,9 +141,17 @@ class ClientRows:
                 if old != self._journal:
                     old.unlink()
 
+    def _sync(self) -> None:
+        for file in self._files:
+            os.fsync(file.descriptor)
+
     def _empty(self, journal: Path) -> None:
-        with files.new_file(journal):
-            pass
+        """Makes a journal, or empties one in place; where the disk fails, the file stays: a checkpoint may need it."""
+        descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         files.sync_folder(self.folder)
 
     def verify(self, round_: int, saved: dict[str, Any]) -> None:
@@ -163,9 +182,8 @@ class ClientRows:
                 array[:] = values
         elif self.folder is not None:
             for record in reversed(_records(self._journal_of(round_))):
-                for i, array in enumerate(self.arrays):
-                    array[record["ids"]] = record[f"{i}"]
-            _flush(self.arrays)  # before the journal goes
+                self._put(record["ids"], [record[f"{i}"] for i in range(len(self.arrays))])
+            self._sync()  # before the journal goes
             self.checkpointed(round_)
 
     def _journal_of(self, round_: int) -> Path:
@@ -189,23 +207,31 @@ def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([_checksum([x[c] for x in flat]) for c in range(count)], np.uint32)
 
 
-def _flush(arrays: Sequence[np.ndarray]) -> None:
-    """Writes memory-mapped arrays to the disk."""
-    for array in arrays:
-        while isinstance(array, np.ndarray):
-            array = array.base
-        if isinstance(array, mmap.mmap):
-            array.flush()
+class _RowFile:
+    """An `.npy` file of `[N, ...]` rows: `array`, a memory map to read it, and `descriptor`, to write it."""
+
+    def __init__(self, file: Path, array: np.memmap):
+        self.array, self._path, self._offset = array.view(np.ndarray), file, array.offset
+        self.descriptor = os.open(file, os.O_WRONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def write(self, ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets the rows `ids` to `values` `[C, ...]`."""
+        flat = np.ascontiguousarray(values).reshape(len(ids), -1).view(np.uint8)
+        try:
+            for c, data in zip(ids.tolist(), flat, strict=True):
+                files.write_at(self.descriptor, data, self._offset + c * data.nbytes)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, str(self._path)) from None
 
 
-def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
-    arrays = []
+def _open(folder: Path, shapes, row, resume: bool) -> list[_RowFile]:
+    found = []
     for i, (shape, r) in enumerate(zip(shapes, row, strict=True)):
         file = folder / f"rows-{i:02d}.npy"
         if resume:
             try:
-                np.lib.format.open_memmap(file, mode="r")  # "r+" would make a short file longer
-                array = np.lib.format.open_memmap(file, mode="r+")
+                array = np.lib.format.open_memmap(file, mode="r")
             except FileNotFoundError:
                 raise ValueError(f"{file} is missing: what clients had at the last checkpoint is lost") from None
             except (ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError) as error:  # of a damaged header
@@ -213,9 +239,10 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[np.ndarray]:
             if (array.shape, array.dtype) != (shape, r.dtype):
                 raise ValueError(f"{file} must hold {r.dtype} {shape}, got {array.dtype} {array.shape}")
         else:
-            array = np.lib.format.open_memmap(file, mode="w+", dtype=r.dtype, shape=shape)
-        arrays.append(array.view(np.ndarray))
-    return arrays
+            np.lib.format.open_memmap(file, mode="w+", dtype=r.dtype, shape=shape)
+            array = np.lib.format.open_memmap(file, mode="r")
+        found.append(_RowFile(file, array))
+    return found
 
 
 def _records(journal: Path) -> list[dict[str, np.ndarray]]:

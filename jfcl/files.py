@@ -57,6 +57,14 @@ def write_all(descriptor: int, data: Any) -> None:
         view = view[os.write(descriptor, view[:CHUNK]) :]
 
 
+def write_at(descriptor: int, data: Any, offset: int) -> None:
+    """Writes all of `data` (bytes or an array) into an open file, from `offset` on."""
+    view = _bytes_of(data)
+    while len(view):
+        count = os.pwrite(descriptor, view[:CHUNK], offset)
+        view, offset = view[count:], offset + count
+
+
 def sync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -241,8 +249,9 @@ def _take(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-        raise ValueError(f"{path.parent} is in use by {owner}; wait for it to end, or stop it") from None
+        last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # the holder's, once it has written
+        said = f" ({last}, wrote to it last)" if last else ""
+        raise ValueError(f"{path.parent} is in use by another process{said}; wait for it to end, or stop it") from None
     except OSError:  # a file system without locks
         return
     if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(descriptor).st_ino:  # removed by its last owner

@@ -386,7 +386,7 @@ def enrol(
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
     heard, sides = state.heard, state.sides
     if isinstance(heard, Heard):
-        heard = Heard(jax.tree.map(behind, heard.update), behind(heard.age, fill=-1), behind(heard.mute))
+        heard = jax.tree.map(behind, heard)
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),

@@ -29,6 +29,8 @@ from jfcl.simulation import MOST_CLUSTERS_KEPT, SERVE, SUMMED, History, finite_m
 from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
 
 _COHORT, _EVALUATED = range(2)  # streams of random numbers
+REMEMBER = 1000  # clients whose last updates are compared besides the cohort's, where nothing else is asked for
+NONE = np.zeros(0, np.int32)
 
 Start = Callable[[jax.Array, Clients], Any]
 
@@ -84,11 +86,13 @@ class Split(NamedTuple):
       structure: the state's.
       axes: by leaf, the axis of its clients; None where it has none.
       personal: whether each client has a model of its own; then `cluster` only counts the cohort, and is nobody's.
+      heard: of the rows, the one with the round of each client's last update; None where a method keeps no updates.
     """
 
     structure: Any
     axes: tuple[int | None, ...]
     personal: bool
+    heard: int | None
 
     @property
     def of_clients(self) -> tuple[bool, ...]:
@@ -118,42 +122,44 @@ def _moved(x: Any, source: int, target: int) -> Any:
     return jnp.moveaxis(x, source, target)
 
 
-def split_state(init: Start, store: ClientStore, cohort: int) -> tuple[Split, Any]:
-    """How a state divides, and its shapes; found by asking `init` for a cohort of one client more.
+def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any]:
+    """Returns how a state of `count` clients divides, and its shapes; from those of `init` for one client more.
 
     Raises:
       ValueError: more than one client axis, of methods that keep something for each pair of clients.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (cohort, cohort + 1))
-    _check_splitting(state, more, cohort)
+    state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (count, count + 1))
+    _check_splitting(state, more, count)
     axes, names = [], []
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(more), strict=True):
         follows = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-        if len(follows) > 1 or any(one.shape[axis] != cohort for axis in follows):
+        if len(follows) > 1 or any(one.shape[axis] != count for axis in follows):
             raise ValueError(
                 "algorithm must be a method that can go on with other clients every round; this one compares all of"
-                f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {cohort} clients."
+                f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {count} clients."
                 " Use simulate for it, with all clients on the device"
             )
         axes.append(follows[0] if follows else None)
         names.append(getattr(path[0], "name", None))
     personal = any(axis is not None for axis, name in zip(axes, names, strict=True) if name == "params")
     axes = [None if personal and name == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
-    return Split(jax.tree.structure(state), tuple(axes), personal), state
+    paths = [
+        path
+        for (path, _), axis in zip(jax.tree_util.tree_leaves_with_path(state), axes, strict=True)
+        if axis is not None
+    ]
+    heard = [i for i, path in enumerate(paths) if [getattr(p, "name", None) for p in path] == ["heard", "round"]]
+    return Split(jax.tree.structure(state), tuple(axes), personal, heard[0] if heard else None), state
 
 
-def _check_splitting(state: Any, more: Any, cohort: int) -> None:
+def _check_splitting(state: Any, more: Any, count: int) -> None:
     """`ValueError` for options of CFL that a population cannot have; `state` and `more` as in `split_state`."""
     if not hasattr(state, "active"):
         return
     k = len(state.active)
-    said = "one that splits clusters: Byzantine-CFL compares all clients with each other in every round; use simulate"
-    check(k > 1 or len(more.active) > 1, "algorithm", "a CFL of one cluster", said)
-    check(k == len(more.active), "max_clusters", None, f"given for a cohort of {cohort}: the default depends on it")
-    check(k != cohort, "cohort", cohort, f"another number than max_clusters, {k}, so that records can tell them apart")
-    accepted = "left out of the method: the cohort of a population is simulate_population's own"
-    check(not jax.tree.leaves(state.heard), "cohort", "a method's", accepted)
+    check(k == len(more.active), "max_clusters", None, f"given for a cohort of {count}: the default depends on it")
+    check(k != count, "cohort", count, f"another number than max_clusters, {k}, so that records can tell them apart")
 
 
 def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:
@@ -187,22 +193,38 @@ def _strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
+def _with(clients: Clients, remembered: Any) -> Clients:
+    """`clients`, and behind them those with the ids `remembered` `[R]`, without their examples."""
+    count = len(remembered)
+    if count == 0:
+        return clients
+
+    def behind(x):
+        return jnp.concatenate([x, jnp.zeros((count, *x.shape[1:]), x.dtype)])
+
+    return Clients(
+        jax.tree.map(behind, clients.examples), behind(clients.size), jnp.concatenate([clients.id, remembered])
+    )
+
+
 @partial(jax.jit, static_argnames=("init", "split"))
-def _start(key, clients, *, init, split):
+def _start(key, clients, remembered, *, init, split):
     """The first state, apart."""
+    clients = _with(clients, remembered)
     state = init(jax.random.fold_in(key, 0), clients)
     check_state(state, clients)
     return _strong(split.apart(state))
 
 
 @partial(jax.jit, static_argnames=("join", "split"))
-def _fresh(key, clients, *, join, split):
+def _fresh(key, clients, remembered, *, join, split):
     """The rows that clients start with. XLA leaves out whatever else `join` would compute."""
-    return _strong(split.apart(join(jax.random.fold_in(key, 0), clients))[1])
+    return _strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
 @partial(jax.jit, static_argnames=("step", "split"), donate_argnames="common")
-def _round(key, t, common, rows, clients, *, step, split):
+def _round(key, t, common, rows, clients, remembered, *, step, split):
+    clients = _with(clients, remembered)
     state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
     values = {  # of clients, the mean over those that took part
@@ -212,13 +234,16 @@ def _round(key, t, common, rows, clients, *, step, split):
 
 
 class _Result(NamedTuple):
-    """What a round has given: the state apart, rows and metrics on the host, and whose they are."""
+    """What a round has given: the state apart, rows and metrics on the host; `ids` `[C + R]`, the clients of the rows,
+    and `changed` `[C + R]` bool, the rows to be kept."""
 
     round: int
     common: list
     rows: list
     values: dict[str, np.ndarray]
     cohort: Cohort
+    ids: np.ndarray
+    changed: np.ndarray
 
 
 class _Done(NamedTuple):
@@ -295,6 +320,7 @@ def simulate_population(
     key: jax.Array,
     num_rounds: int,
     cohort: int,
+    remember: int | None = None,
     sampling: str = "uniform",
     strata: Any = None,
     dropout: float = 0.0,
@@ -324,8 +350,9 @@ def simulate_population(
     Args:
       algorithm: any whose rounds can be with other clients every time. Not those that cluster all clients before the
         first round (`one_shot`, `flhc`, `fesem`). `federated_clustering` and its like cluster the clients of a cohort.
-        `cfl` splits a cluster by the clients of it that the cohort holds; others are placed when they come, one split
-        at a time. Its own `cohort` option is for clients that are on the device; leave it out.
+        `cfl` splits a cluster by the clients of it that the cohort holds, `cfl(cohort=C)` also by the last updates of
+        `remember` others; clients that missed a split are placed when they come, one split at a time. `byzantine_cfl`
+        compares the clients of a cohort, so that hostile clients must be a minority of each.
       store: the clients.
       key: of the whole run. The cohort of round `t` depends on it and `t` alone.
       num_rounds: `T`.
@@ -335,6 +362,9 @@ def simulate_population(
         examples, and keeps what it had.
       stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are asked, and the first `C` to answer, in
         random order, make up the round. The others are cut: they count as asked, but their work and bytes do not.
+      remember: `R`, for a method that keeps each client's last update (`cfl` with `cohort=C`): so many other clients,
+        the last that were heard, are compared with those of the cohort. Default: 1,000, or all there are. Their rows,
+        which hold the updates, travel to the device in every round; their examples do not.
       join: `(key, clients) -> state`, whose rows new clients start with; default: `algorithm.init`. Needed where that
         learns from the clients: for IFCA with restarts, pass the init of IFCA without; then the first cohort decides.
       change: `(clients) -> clients`, of NumPy arrays: what becomes of every cohort as it is gathered, such as
@@ -389,13 +419,24 @@ def simulate_population(
         check_fits(store, test_store, "test_store")
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
-    split, shapes = _check_algorithm(algorithm, store, cohort, join)
+    if remember is not None:
+        check_count("remember", remember, least=0)
+        accepted = f"at most the {n - cohort} clients beside the cohort"
+        check(remember <= n - cohort, "remember", remember, accepted)
+    split, shapes = _check_algorithm(algorithm, store, cohort, join, remember or 0)
+    if split.heard is None:
+        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
+        check(not remember, "remember", remember, accepted)
+    elif remember is None:
+        remember = min(REMEMBER, n - cohort)
+        split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)
+    remember = remember or 0
     # Only where init learns from clients is there a difference: rows alone are then the other's.
     join = algorithm.init if join is None else join
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
-    mapping.check_memory(algorithm, example_shapes(store, cohort), client_axis, with_seed, copies=2)
+    mapping.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
 
     # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
     even = mapping.num_rows(client_axis, cohort) == cohort
@@ -421,6 +462,7 @@ def simulate_population(
             about["test_store"] = None if test_store is None else test_store.hash
             about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
             about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
+            about |= {"remember": remember} if remember else {}
             folder = (RunFolder.reopen if resume else RunFolder.create)(out, (config or {}) | {"cohorts": about})
             opened.callback(folder.close)
         for part in (store, test_store) if resume else ():
@@ -446,17 +488,19 @@ def simulate_population(
             records = restored.records
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
 
-        def rows_of(ids: np.ndarray, clients: Clients) -> list:
-            """What is kept of the clients `ids`; those that never took part start here."""
-            fresh = None if rows.all_seen(ids) else jax.device_get(_fresh(key, clients, join=join, split=split))
-            return rows.take(ids, fresh)
+        def rows_of(ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
+            """What is kept of the clients `ids` and of `remembered`; those that never took part start here."""
+            ids = np.concatenate([ids, remembered])
+            if rows.all_seen(ids):
+                return rows.take(ids, None)
+            return rows.take(ids, jax.device_get(_fresh(key, clients, remembered, join=join, split=split)))
 
         judge = _Judge(algorithm, split, shapes, store, test_store, evaluated, serve, client_axis, rows_of)
 
         def commit(result: _Result) -> _Done:
             """Puts a round's results in their places."""
-            there = np.flatnonzero(result.cohort.size > 0)
-            rows.write(result.cohort.ids[there], [values[there] for values in result.rows])
+            there = np.flatnonzero(result.changed)
+            rows.write(result.ids[there], [values[there] for values in result.rows])
             added = {name: float(v) for name, v in result.values.items() if name in SUMMED}
             added |= {name: float(getattr(result.cohort, name)) for name in ("asked", "dropped", "cut")}
             totals = {name: done.totals.get(name, 0.0) + value for name, value in added.items()}
@@ -471,17 +515,29 @@ def simulate_population(
             drawn = coming.result()  # raises what the thread raised
             if t < until:
                 coming = thread.submit(prepare, t + 1)
+            others = _last_heard(rows, split.heard, drawn.ids, remember) if remember else NONE
             if t == 1:
-                common, mine = _start(key, drawn.clients, init=algorithm.init, split=split)
+                common, before = _start(key, drawn.clients, others, init=algorithm.init, split=split)
             else:
-                common, mine = done.common, rows_of(drawn.ids, drawn.clients)
+                common, before = done.common, rows_of(drawn.ids, drawn.clients, others)
             new, mine, values, finite = _round(
-                key, np.int32(t), common, jax.device_put(mine), drawn.clients, step=algorithm.step, split=split
+                key,
+                np.int32(t),
+                common,
+                jax.device_put(before),
+                drawn.clients,
+                others,
+                step=algorithm.step,
+                split=split,
             )
             mine, values, finite = jax.device_get((mine, values, finite))
             stop_if_diverged(finite[None], t, [seed], folder)
             stop_if_nothing_came({k: v[None] for k, v in values.items()}, t, [seed], folder)
-            result = _Result(t, new, mine, values, drawn)
+            ids = np.concatenate([drawn.ids, others])
+            changed = drawn.size > 0
+            if remember:
+                changed = np.concatenate([changed, rows.seen[others] & _differ(before, mine, cohort)])
+            result = _Result(t, new, mine, values, drawn, ids, changed)
             done = commit(result)
             if t % eval_every == 0 or t == num_rounds:
                 records.append({"seed": seed, **judge.record(result), **done.totals, "seen": int(rows.seen.sum())})
@@ -523,21 +579,38 @@ def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.nd
     return ids.astype(np.int64)
 
 
-def _check_algorithm(algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None) -> tuple[Split, Any]:
+def _last_heard(rows: ClientRows, heard: int, ids: np.ndarray, count: int) -> np.ndarray:
+    """`[R]` ids, ascending: the clients beside `ids` that were heard last; among equals any, always the same."""
+    when = np.where(rows.seen, rows.arrays[heard], 0)
+    when[ids] = -1
+    return np.sort(np.argpartition(-when, count - 1)[:count]).astype(np.int32)
+
+
+def _differ(before: list, after: list, first: int) -> np.ndarray:
+    """`[R]` bool: rows from `first` on that a round has changed, in any bit."""
+    found = np.zeros(len(after[0]) - first, bool)
+    for old, new in zip(before, after, strict=True):
+        pair = [np.ascontiguousarray(x[first:]).reshape(len(found), -1).view(np.uint8) for x in (old, new)]
+        found |= (pair[0] != pair[1]).any(axis=1)
+    return found
+
+
+def _check_algorithm(
+    algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None, remember: int = 0
+) -> tuple[Split, Any]:
     """How the algorithm's state divides, and its shapes; `ValueError` for one that does not do for a population."""
+    count = cohort + remember
     about = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in store.fields.items())
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        split, state = split_state(algorithm.init, store, cohort)
-        _, values = jax.eval_shape(algorithm.step, key, state, example_shapes(store, cohort))
+        split, state = split_state(algorithm.init, store, count)
+        jax.eval_shape(algorithm.step, key, state, example_shapes(store, count))
     except ValueError:
         raise
     except Exception as error:  # whatever flax and jax think of shapes that do not fit
         raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
-    accepted = "left out for a population: a split that is undone would leave clients that are elsewhere in its slot"
-    check(not (hasattr(state, "active") and "undone" in values), "validation", "above 0", accepted)
     if join is None:
-        learnt = depends_on_clients(algorithm.init, store, cohort)
+        learnt = depends_on_clients(algorithm.init, store, count)
         shared = [x for x, mine in zip(learnt, split.of_clients, strict=True) if not mine]
         if any(shared):
             raise ValueError(
@@ -547,7 +620,7 @@ def _check_algorithm(algorithm: Algorithm, store: ClientStore, cohort: int, join
                 " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
             )
     else:
-        same = split_state(join, store, cohort)
+        same = split_state(join, store, count)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
         check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init whose states have the same shapes")
     if algorithm.check is not None:  # asked about those for whom it is hardest: clients with few examples

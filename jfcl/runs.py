@@ -37,6 +37,7 @@ __all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json"
 FORMAT = 1
 # May differ between a run and its resumption.
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
+MAPPED = ("mapping", "chunk", "devices")  # of these, those that change the order of sums
 WRITTEN = (
     "metrics.jsonl",
     "summary.json",
@@ -215,6 +216,14 @@ class RunFolder:
             warnings.warn(
                 f"{self.path} was begun with {_said(versions)}, and is resumed with {_said(_versions())}: the rest of"
                 " the run may differ from what the former would have computed",
+                stacklevel=4,
+            )
+        moved = [n for n in MAPPED if n in old and n in new and old[n] != new[n]]
+        if moved:
+            said = "; ".join(_differ(n, old[n], new[n]) for n in moved)
+            warnings.warn(
+                f"{self.path} is resumed with another mapping ({said}): the rest of the run may differ in the last bits"
+                " from one that was not interrupted",
                 stacklevel=4,
             )
         self._more = new.get("num_rounds", 0) > rounds

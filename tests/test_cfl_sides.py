@@ -325,21 +325,20 @@ def test_newcomers_are_enrolled(tree_dim):
 
 def test_a_cohorts_updates_are_kept_with_their_age():
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=3, eps_1=1e-30, eps_2=1e9)
-    state, age = algorithm.init(KEY, CLIENTS), np.full(8, -1)
+    state, when = algorithm.init(KEY, CLIENTS), np.zeros(8, int)
     step, known = jax.jit(algorithm.step), np.zeros((8, 3))
     for t in range(1, 6):
         before = np.asarray(state.params["w"][0], np.float64)
         state, metrics = step(jax.random.key(t), state, CLIENTS)
         came = np.flatnonzero(~np.isnan(metrics["loss"]))
         assert len(came) == metrics["participants"] == 3
-        age = np.where(age >= 0, age + 1, -1)
-        age[came] = 0
+        when[came] = t
         known[came] = [local_update(CLIENTS, i, before.copy()) for i in came]
-        np.testing.assert_array_equal(state.heard.age, age)
+        np.testing.assert_array_equal(state.heard.round, when)
         np.testing.assert_allclose(state.heard.update["w"], known, atol=1e-5)
         mean = np.average(known[came], axis=0, weights=CLIENTS.size[came])
         np.testing.assert_allclose(state.params["w"][0], before + mean, atol=1e-5)
-        there = age >= 0
+        there = when > 0
         np.testing.assert_allclose(
             metrics["mean_norm"][0],
             np.linalg.norm(np.average(known[there], axis=0, weights=CLIENTS.size[there])),

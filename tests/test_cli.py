@@ -236,7 +236,13 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
-        (["run", "byzantine_cfl", "--population", "50"], "method must be one that does not compare all clients"),
+        (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
+        (["run", "cfl", "--remember", "5"], "remember must be left out without --population"),
+        (
+            ["run", "ifca", "--population", "50", "--remember", "5"],
+            "remember must be left out: ifca compares no updates",
+        ),
+        (["run", "cfl", "--population", "50", "--cohort", "9", "--remember", "42"], "at most the 41 clients beside"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
     ],
 )
@@ -632,6 +638,19 @@ def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_pat
     assert config["keep"] is None and config["local_steps"] is None  # the method's own
     steps = 1 if "clustering" in method else 10
     assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99
+
+
+def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path, capsys):
+    out, options = tmp_path / "run", ["--population", "30", "--cohort", "6", "--model", "linear", "--quiet"]
+    command = ["run", "cfl", *options, "--remember", "12", "--clusters", "2", "--local-steps", "1", "--out", str(out)]
+    assert cli.main([*command, "--rounds", "2"]) == 0
+    shutil.rmtree(out / "store")
+    before = {p: p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+    assert cli.main([*command, "--rounds", "3", "--lr", "0.3", "--resume"]) == 2
+    assert "lr: it has 0.1, asked for 0.3" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()} == before
+    assert cli.main([*command, "--rounds", "3", "--resume"]) == 0  # the store is made again, the same
+    assert (out / "store").is_dir() and len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_population(tmp_path, capsys):

@@ -33,7 +33,7 @@ from jfcl.testing import problem
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
 IFCA = jfcl.ifca(TASK, TRAINING, num_clusters=2)
 ROUNDS = 4
-WRITES = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate")
+WRITES = ("open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate")
 
 
 def results(out, history):
@@ -110,7 +110,7 @@ class Disk:
     def _mine(self, name, args, kwargs):
         if name == "open":
             return args[1] & (os.O_WRONLY | os.O_RDWR) and self._below(args[0])
-        if name in ("write", "fsync", "ftruncate"):
+        if name in ("write", "pwrite", "fsync", "ftruncate"):
             return self._below(os.readlink(f"/proc/self/fd/{args[0]}").removesuffix(" (deleted)"))
         if kwargs.get("dir_fd") is not None:
             return self._below(os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}").removesuffix(" (deleted)"))
@@ -213,6 +213,8 @@ def failing(number, code):
         if count == number:
             if name == "write":
                 os.pwrite(args[0], bytes(args[1])[: len(args[1]) // 2], os.fstat(args[0]).st_size)
+            if name == "pwrite":
+                os.pwrite(args[0], bytes(args[1])[: len(args[1]) // 2], args[2])
             raise OSError(code, os.strerror(code))
 
     return before
@@ -258,6 +260,58 @@ def test_a_finished_run_that_is_resumed_on_a_full_disk_stays_finished(monkeypatc
                 refused += 1
     assert refused > 1
     check_right(run(folder, resume=True))
+
+
+DITTO = jfcl.ditto(TASK, jfcl.local_training(TRAINING.optimizer, num_steps=1))
+STORE = jfcl.data.ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
+
+
+def run_population(out=None, resume=False):
+    """Four rounds of a population whose rows are files."""
+    options = {"key": jax.random.key(5), "num_rounds": ROUNDS, "cohort": 3, "rows_in_memory": 0}
+    return jfcl.simulate_population(DITTO, STORE, out=out, resume=resume, checkpoint_seconds=0.0, **options)
+
+
+@cache
+def wanted_population():
+    return run_population()
+
+
+def check_population(folder):
+    """Resumes a run, or begins it, and compares every bit."""
+    history, right = run_population(folder, (folder / "config.json").exists()), wanted_population()
+    seen = right.rows.seen
+    np.testing.assert_array_equal(history.rows.seen, seen)
+    pairs = [(history.state, right.state)]
+    pairs += [(a[seen], b[seen]) for a, b in zip(history.rows.arrays, right.rows.arrays, strict=True)]
+    for found, wanted in pairs:
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert history.records == right.records
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_an_error_of_the_disk_below_the_rows_of_clients_costs_nothing(code, every, monkeypatch, tmp_path):
+    total = operations(monkeypatch, tmp_path / "0" / "run", run_population)
+    assert total > 100
+    for number in range(1, total + 1, every):
+        folder = tmp_path / f"{number}" / "run"
+        folder.parent.mkdir(exist_ok=True)
+        with monkeypatch.context() as patched:
+            Disk(patched, folder.parent, before=failing(number, code))
+            try:
+                run_population(folder)
+            except OSError as error:
+                assert error.errno == code
+        check_population(folder)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_a_population_survives_a_kill_after_every_operation(every, monkeypatch, tmp_path):
+    found = snapshots(monkeypatch, tmp_path, False, run_population)
+    for folder in found[::every]:
+        check_population(folder / "run")
 
 
 def full(is_full):
@@ -549,7 +603,7 @@ def test_one_process_writes_at_a_time(tmp_path):
     try:
         assert other.stdout.readline() == "held\n"
         before = digest(tmp_path)
-        with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*, since 20"):
+        with pytest.raises(ValueError, match=f"is in use by another process .process {other.pid} on .*, since 20"):
             run(tmp_path, resume=True)
         assert digest(tmp_path) == before
     finally:

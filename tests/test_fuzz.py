@@ -57,6 +57,7 @@ NEEDS = {  # flags that mean nothing without others
     "sampling": POPULATION,
     "dropout": POPULATION,
     "stragglers": POPULATION,
+    "remember": POPULATION,
     "population": ["--cohort", "4"],
     "length": ["--dataset", "ag_news", "--model", "lstm"],
     "vocab_size": ["--dataset", "ag_news", "--model", "lstm"],
@@ -97,7 +98,7 @@ def with_value(command: str, action: argparse.Action, value: str, *, method: str
     line = list(BASE[command])
     if command == "run":
         takers = [name for name, m in METHODS.items() if action.dest in m.options]
-        special = {"num_models": "ifca", "share": "ifca", "track_gap": "cfl", "radius": "fedavg"}
+        special = {"num_models": "ifca", "share": "ifca", "track_gap": "cfl", "radius": "fedavg", "remember": "cfl"}
         line[1] = method or special.get(action.dest, next(iter(takers), "fedavg"))
         line += NEEDS.get(action.dest, [])
     if not action.option_strings:

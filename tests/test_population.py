@@ -101,6 +101,78 @@ def test_cfl_splits_by_the_cohort_and_places_the_others_when_they_come():
     assert history.records[-1]["loss"] < 0.05
 
 
+def test_cfl_compares_the_last_updates_of_other_clients_as_well():
+    """With all others remembered, a population is `step` on all clients, of whom the cohort alone has examples."""
+    from test_cfl import TASK, TRAINING, regression
+
+    cluster = np.arange(12) % 2
+    clients = regression([[2, 0, 0], [-1, 1.7, 0]], cluster)
+    store = ClientStore.from_clients(clients, cluster=cluster)
+    algorithm, rounds = jfcl.cfl(TASK, TRAINING, max_clusters=3, cohort=2), 150
+    options = {"num_rounds": rounds, "cohort": 2, "eval_every": 1, "serve": "state", "evaluate": 12}
+    history = population(algorithm, store, remember=10, **options)
+    assert history.records[-1]["adjusted_rand"] == 1 and history.state.active.sum() == 2
+
+    everybody = clients._replace(id=np.arange(12, dtype=np.int32))
+    sampler, words = make_sampler(store, 2), np.asarray(jax.random.key_data(KEY)).tolist()
+    state = algorithm.init(jax.random.fold_in(KEY, 0), everybody)
+    step, counts = jax.jit(algorithm.step), []
+    for t in range(1, rounds + 1):
+        drawn = np.zeros(12, bool)
+        drawn[sampler(np.random.default_rng([*words, 0, t]))] = True
+        state, _ = step(jax.random.fold_in(KEY, t), state, everybody._replace(size=np.where(drawn, clients.size, 0)))
+        counts.append(int(state.active.sum()))
+    assert counts == [r["num_clusters"] for r in history.records] and counts[-1] == 2
+    assert {r["participants"] for r in history.records} == {2}
+    found, wanted = history.clients["cluster"][0], np.asarray(state.cluster)
+    order = [0, 1, 2] if found[0] == wanted[0] else [1, 0, 2]  # which side moves depends on the order of the clients
+    assert np.asarray(order)[found].tolist() == wanted.tolist()
+    same(state.params["w"][:2], history.state.params["w"][np.array(order)[:2]], rtol=1e-3, atol=1e-4)
+    assert history.state.tree.side.shape == (3, 2) and history.rows.seen.all()
+
+
+def test_remembered_clients_are_those_heard_last_and_a_run_resumes_with_them(tmp_path):
+    algorithm = jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=3)
+    straight = population(algorithm, cohort=3, remember=2)
+    stopped = {"cohort": 3, "remember": 2, "out": tmp_path, "rows_in_memory": 0}
+    population(algorithm, stop_after=3, **stopped)
+    again = population(algorithm, resume=True, **stopped)
+    same(straight.state, again.state)
+    same([x[straight.rows.seen] for x in straight.rows.arrays], [x[straight.rows.seen] for x in again.rows.arrays])
+    assert straight.records == again.records
+    with pytest.raises(ValueError, match="remember: it has 2, asked for 1"):
+        population(algorithm, resume=True, **stopped | {"remember": 1})
+
+
+def test_cfl_with_validation_undoes_splits_of_clients_that_are_elsewhere():
+    """Clients of one cluster are split by force; after the judgement all of them are served the parent again."""
+    from test_cfl import TASK, TRAINING, regression
+
+    clients = regression([[2, 0, 0]], np.zeros(24, int), noise=1.0)
+    store = ClientStore.from_clients(clients, cluster=np.zeros(24, int))
+    judged = {"eps_1": np.inf, "eps_2": 1e-9, "min_rounds": 10, "validation": 0.4, "fallback_rounds": 6}
+    algorithm = jfcl.cfl(TASK, TRAINING, max_clusters=2, **judged)
+    history = population(algorithm, store, num_rounds=60, cohort=8, eval_every=1, serve="state")
+    counts = [r["num_clusters"] for r in history.records]
+    assert max(counts) == 2 and counts[-1] == 1 and history.records[-1]["undone"] == 1
+    assert history.state.active.tolist() == [True, False] and history.state.parent.tolist() == [-1, 0]
+    assert set(history.state.cluster.tolist()) == {0}
+    assert set(history.clients["cluster"].ravel().tolist()) == {0}
+
+
+def test_byzantine_cfl_shuts_out_the_minority_of_a_cohort():
+    from test_cfl import TASK, TRAINING, regression
+
+    clients = regression([[2, 0, 0]], np.zeros(24, int))
+    malicious = np.arange(24) < 5
+    adversary = jfcl.Adversary(jfcl.attacks.sign_flip(), malicious)
+    algorithm = jfcl.byzantine_cfl(TASK, TRAINING, threshold=-0.5, adversary=adversary)
+    store = ClientStore.from_clients(clients, cluster=np.zeros(24, int))
+    history = population(algorithm, store, num_rounds=20, cohort=12)
+    excluded = history.rows.arrays[[x.dtype for x in history.rows.arrays].index(np.int32) + 1]
+    assert (excluded[malicious & history.rows.seen] > 0).all() and not (excluded[~malicious] > 0).any()
+
+
 def test_knn_per_too():
     clients, _, task, training = problem("classification")
     algorithm = jfcl.knn_per(task, training, num_neighbours=2, mixing=0.5)
@@ -383,8 +455,7 @@ def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path
         write(rows)
         journal = tmp_path / "undo-00000002"
         journal.write_bytes(journal.read_bytes()[:-cut])
-        for array, values in zip(rows.arrays, whole, strict=True):
-            array[:] = values
+        rows._put(np.arange(10), whole)
     back = ClientRows(10, row, folder=tmp_path, resume=True, in_memory=0)
     for file, place in (("undo-00000002", 60), ("rows-00.npy", -1), ("rows-01.npy", -1)):  # one bit, anywhere
         whole = (tmp_path / file).read_bytes()
@@ -434,11 +505,6 @@ def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
     population(METHODS["ditto"], stop_after=1, **options)
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first
     same(straight.state, population(METHODS["ditto"], resume=True, **options).state)
-
-
-def test_cfl_with_validation_is_refused_since_undone_splits_would_lose_clients():
-    with pytest.raises(ValueError, match="validation must be left out for a population"):
-        population(jfcl.cfl(TASK, TRAINING, validation=0.2, max_clusters=3))
 
 
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
@@ -543,9 +609,10 @@ RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"resume": True}, "out must be the folder"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
+        ({"remember": 2}, "remember must be left out for a method that keeps no updates"),
         (
-            {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=2)},
-            "cohort must be left out of the method",
+            {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=4), "remember": 4},
+            "remember must be at most the 3 clients beside the cohort",
         ),
         ({"algorithm": jfcl.cfl(TASK, TRAINING)}, "max_clusters must be given for a cohort of 4"),
         ({"algorithm": RESTARTED}, "join must be given"),

@@ -263,6 +263,18 @@ def test_clients_are_served_the_model_of_lowest_loss_now_or_that_of_their_last_r
     assert untested.records[-1]["cluster"] == last.tolist() and "model" not in untested.clients
 
 
+def test_the_model_of_lowest_loss_is_the_same_on_two_devices():
+    axis, options = jfcl.sharded(jfcl.client_mesh(2)), {"num_clusters": 2, "cohort": 1}
+    plain, placed = (
+        sim(algorithm=jfcl.ifca(TASK, TRAINING, **options, client_axis=a), num_rounds=5, client_axis=a)
+        for a in (None, axis)
+    )
+    assert [r["cluster"] for r in plain.records] == [r["cluster"] for r in placed.records]
+    for name in ("cluster", "model"):
+        assert plain.clients[name].tolist() == placed.clients[name].tolist()
+    np.testing.assert_allclose(plain.clients["loss"], placed.clients["loss"], rtol=1e-4)
+
+
 def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("losses under all models")

@@ -18,7 +18,18 @@ import numpy as np
 
 from jfcl import local, mapping
 from jfcl.algorithms.splitting import Rules, rounds
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_choice, check_count, is_concrete
+from jfcl.core import (
+    INT32_MAX,
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    is_concrete,
+)
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.theory import max_noise_of_split
 
@@ -94,7 +105,8 @@ def cfl(
       weights: `"size"` (Algorithm 2) or `"equal"` (Algorithm 5 as printed).
       validation: share of every client's examples, its last ones, that are kept from training to judge splits; 0:
         splits stand. With it, a split after which its clients' mean accuracy on them (or mean loss, where a task has no
-        accuracy) is worse than their parent's model's is undone, and the parent never split again (section II-A).
+        accuracy) is worse than their parent's model's is undone, and the parent never split again (section II-A). The
+        slot of such a split stays empty, so that clients of a population that were elsewhere are led to the parent.
       fallback_rounds: rounds from a split to that judgement; until then its sides are not split.
       privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret orthonormal operator
         (section V-B, `jfcl.kernels.orthonormal`). Similarities, norms, splits and means are those of the open run, to
@@ -156,9 +168,9 @@ def cfl(
         if is_concrete(value):
             check(0 <= value < 1, name, value, "in [0, 1)")
     check_count("min_rounds", min_rounds)
-    check_count("min_size", min_size)
+    check_count("min_size", min_size, most=INT32_MAX // 2)  # as all clients are at most INT32_MAX
     check_count("min_examples", min_examples)
-    check_count("fallback_rounds", fallback_rounds)
+    check_count("fallback_rounds", fallback_rounds, most=INT32_MAX - 1)
     check_choice("linkage", linkage, LINKAGES)
     accepted = (
         f'left out, or "single", with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'

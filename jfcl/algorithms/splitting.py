@@ -27,7 +27,7 @@ from jfcl.aggregate import (
 )
 from jfcl.algorithms import sides as siding
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
-from jfcl.algorithms.heard import enough_heard, forget, is_current, listen, nothing_heard
+from jfcl.algorithms.heard import enough_heard, forget, is_current, known_size, listen, nothing_heard
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -92,7 +92,8 @@ class CFLState(NamedTuple):
       params: pytree of `[K, ...]`, the clusters' models.
       cluster: `[N]` int32.
       active: `[K]` bool.
-      parent: `[K]` int32, the cluster from which each was split; -1 for the first and for those that are not active.
+      parent: `[K]` int32, the cluster from which each was split; -1 for the first and for slots never used. The slot of
+        a split that was undone is not `active`, has a parent, and is not used again: its clients belong to that parent.
       since: `[K]` int32, the round in which each cluster got its present members.
       final: `[K]` bool, clusters that are not looked at any more.
       round: `[]` int32, rounds done.
@@ -265,12 +266,12 @@ class Accepted(NamedTuple):
     full: jax.Array
 
 
-def allot(accept: jax.Array, active: jax.Array) -> Accepted:
-    """Gives every accepted split (`[K]` bool) a slot that is not `active`, lowest first, while there are any."""
-    capacity = len(active)
-    free = jnp.argsort(active, stable=True).astype(jnp.int32)
+def allot(accept: jax.Array, used: jax.Array) -> Accepted:
+    """Gives every accepted split (`[K]` bool) a slot that is not `used`, lowest first, while there are any."""
+    capacity = len(used)
+    free = jnp.argsort(used, stable=True).astype(jnp.int32)
     turn = jnp.cumsum(accept).astype(jnp.int32) - 1
-    fits = accept & (turn < (~active).sum())
+    fits = accept & (turn < (~used).sum())
     return Accepted(jnp.where(fits, free[jnp.clip(turn, 0, capacity - 1)], capacity), (accept & ~fits).any())
 
 
@@ -353,7 +354,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         excluded = jnp.where(leaves, state.round + 1, state.excluded)
         state, weight = state._replace(excluded=excluded), jnp.where(leaves, 0.0, sent.weight)
     else:
-        into, full = allot(accepted, state.active)
+        into, full = allot(accepted, state.active | (state.parent >= 0))
         final = state.final
         if rules.recursive:
             final = final | (stationary & (into == capacity))
@@ -492,6 +493,12 @@ def new_models(state: CFLState, books: CFLState, into: jax.Array, means: PyTree)
     return books._replace(params=params, tree=tree, final=books.final | overflowed), overflowed
 
 
+def in_active_clusters(state: CFLState) -> CFLState:
+    """`state` with the clients of a split that was undone, which may have been absent then, in the parent's cluster."""
+    k = state.cluster
+    return state._replace(cluster=jnp.where(state.active[k], k, state.parent[k]))
+
+
 def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_from: Callable, patience: int, axis):
     """Takes back the splits of `patience` rounds ago after which their clients do worse on examples kept aside.
 
@@ -533,7 +540,6 @@ def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_fr
             params=params,
             cluster=jnp.where(undo[state.cluster], state.parent[state.cluster], state.cluster),
             active=state.active & ~undo,
-            parent=jnp.where(undo, -1, state.parent),
             final=state.final.at[target].set(True, mode="drop"),
             tree=state.tree._replace(
                 born=jnp.where(undo, 0, state.tree.born),
@@ -637,13 +643,16 @@ def rounds(
         cohort_key, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
         metrics = {}
         if validation:
+            state = in_active_clusters(state)
             state, metrics["undone"] = undo_harmful_splits(task, state, clients, learns_from, patience, client_axis)
-        member = (jnp.asarray(clients.size) > 0) & (state.excluded == 0)
+        examples = known_size(state.heard, clients.size)
+        member = (examples > 0) & (state.excluded == 0)
         missed, pending = missed_splits(state)
         present = member & (~state.final[state.cluster] | pending) if rules.recursive else member
-        size = jnp.where(present, learns_from(jnp.asarray(clients.size)), 0)
-        drawn = clients._replace(size=size)
-        of_clients = (present, size, (state.cluster, missed, pending), state.client)
+        size = jnp.where(present, learns_from(examples), 0)
+        answers = present & (jnp.asarray(clients.size) > 0)  # the others are only remembered
+        drawn = clients._replace(size=jnp.where(answers, size, 0))
+        of_clients = (answers, drawn.size, (state.cluster, missed, pending), state.client)
         rows = None
         if rules.cohort is not None:
             rows = random_order(cohort_key, drawn)[: rules.cohort]
@@ -677,13 +686,13 @@ def rounds(
             gradients_key = jax.random.fold_in(attack_key(clients_key), 1)
             return attacked(adversary, gradients_key, gradients, client_ids(clients), usable, state.cluster)[0]
 
-        able, heard = member & (jnp.asarray(clients.size) >= rules.min_examples), state.heard
+        able, heard = member & (examples >= rules.min_examples), state.heard
         if rows is None:
             comparable, expected = usable & ~pending, usable
         else:
-            heard = listen(heard, rows, updates, here, usable, ~pending[rows])
+            heard = listen(heard, state.round + 1, examples, rows, updates, here, usable, ~pending[rows])
             updates, expected = heard.update, ~heard.mute
-            comparable = is_current(heard, state.round + 1, state.since[state.cluster]) & ~pending
+            comparable = is_current(heard, state.since[state.cluster]) & ~pending
             usable, present = (jnp.zeros_like(member).at[rows].set(x) for x in (usable, here))
             metrics["loss"] = jnp.full(len(member), jnp.nan).at[rows].set(metrics["loss"])
             trained_states = jax.tree.map(lambda old, new: old.at[rows].set(new), state.client, trained_states)
@@ -702,7 +711,10 @@ def rounds(
         heard = forget(heard, books.cluster != state.cluster)
         return books._replace(client=trained_states, heard=heard), metrics | served.metrics
 
-    return Algorithm(init, step, task, adversary_check(adversary))
+    def refresh(state: CFLState, clients: Clients) -> CFLState:
+        return in_active_clusters(state)
+
+    return Algorithm(init, step, task, adversary_check(adversary), refresh if validation else None)
 
 
 def privacy_code(privacy: str | None) -> int:

@@ -128,6 +128,10 @@ class Config:
     sampling: str = _option("uniform", "how cohorts of a --population are drawn: uniform, size or stratified")
     dropout: float = _option(0.0, "probability that a client of a --population does not answer")
     stragglers: float = _option(0.0, "share of a --population's cohort that is asked besides, the slowest being cut")
+    remember: int | None = _option(
+        None,
+        "clients beside a --population's cohort whose last updates are compared with the cohort's (cfl); default: 0",
+    )
     server_optimizer: str = _option("average", "what the server does with the mean update: average, momentum, adam")
     server_lr: float = _option(1.0, "the server's learning rate")
     num_models: int | None = _option(None, "number of models, if not --clusters (methods that are told how many)")
@@ -391,8 +395,11 @@ def validate(config: Config) -> None:
     check(0 <= config.dropout < 1, "dropout", config.dropout, "in [0, 1)")
     check(config.stragglers >= 0, "stragglers", config.stragglers, "0 or more")
     if not of_population(config):
-        for name, least in (("sampling", "uniform"), ("dropout", 0), ("stragglers", 0)):
+        for name, least in (("sampling", "uniform"), ("dropout", 0), ("stragglers", 0), ("remember", None)):
             check(getattr(config, name) == least, name, getattr(config, name), "left out without --population")
+    if config.remember is not None:
+        check_count("remember", config.remember, least=0)
+        check(config.method == "cfl", "remember", config.remember, f"left out: {config.method} compares no updates")
     both = config.local_steps is not None and config.local_epochs is not None
     check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
     if config.cohort is not None:

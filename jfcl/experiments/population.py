@@ -41,7 +41,7 @@ DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogenei
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
 _OF_STORES = inspect.signature(data.generate_store).parameters
 UNSAID = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
-NEED_ALL = ("byzantine_cfl", "one_shot", "flhc", "fesem")  # they compare all clients with each other
+NEED_ALL = ("one_shot", "flhc", "fesem")  # they compare all clients with each other
 
 
 def _cohort(config: Config, num_clients: int) -> int:
@@ -89,6 +89,7 @@ def run_population(
             key=jax.random.key(parts.seeds[0]),
             num_rounds=config.rounds,
             cohort=config.cohort,
+            remember=config.remember,
             sampling=config.sampling,
             dropout=config.dropout,
             stragglers=config.stragglers,
@@ -130,12 +131,17 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 @contextlib.contextmanager
 def _cleared(folder: Path, out: str | Path | None) -> Iterator[None]:
-    """Removes a store that is made for a run which is then refused, and `out` if it is made for that store."""
+    """Removes a store that is made for a run which is then refused, and `out` if it is made for that store.
+
+    The store of a run that has begun stays. One that was missing when the run was resumed is removed again.
+    """
     new, new_out = not folder.exists(), out is not None and not Path(out).exists()
+    run = None if out is None else Path(out) / "config.json"
+    resumed = run is not None and run.exists()
     try:
         yield
     except ValueError:
-        if new and not (out is not None and (Path(out) / "config.json").exists()):
+        if new and (resumed or run is None or not run.exists()):
             shutil.rmtree(folder, ignore_errors=True)
             if new_out:
                 with contextlib.suppress(OSError):

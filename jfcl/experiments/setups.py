@@ -33,8 +33,8 @@ from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_po
 from jfcl.local import LocalTraining, local_training, most_steps
 from jfcl.runs import verify_results
 
-# Options of methods that are handed on where they are given, under their own name; three go by another.
-OTHERWISE = ("num_models", "share", "init_from")
+# Options of methods that are handed on where they are given, under their own name; others are handed on elsewhere.
+OTHERWISE = ("num_models", "share", "init_from", "remember")
 PASSED_ON = [
     f.name
     for f in dataclasses.fields(Config)
@@ -168,7 +168,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {"client_axis": client_axis}
     options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
     options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
-    if of_population(config):
+    if of_population(config) and not config.remember:
         options.pop("cohort", None)  # all that are on the device
     if config.momentum is not None and "momentum" in method.options:
         options["momentum"] = config.momentum
