@@ -28,7 +28,7 @@ import numpy as np
 from common import report, run_peer
 
 import jfcl
-from jfcl import bench
+from jfcl.experiments import bench
 
 JOBS = {
     "fedavg mlp": dict(method="fedavg", model="mlp", clients=100, examples=200, batch=20, steps=10, rounds=21),

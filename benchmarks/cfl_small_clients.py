@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import jfcl
-from jfcl.metrics import cluster_recovery
+from jfcl.analysis.metrics import cluster_recovery
 
 DIM, LARGEST, ENOUGH = 10, 200, 20
 

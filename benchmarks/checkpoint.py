@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from common import report
 
-from jfcl.runs import RunFolder
+from jfcl.simulation.folder import RunFolder
 
 REPEATS = 5
 

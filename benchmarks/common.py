@@ -1,4 +1,4 @@
-"""What the benchmarks share besides `jfcl.bench`: peers in environments of their own, tables, JSON."""
+"""What the benchmarks share besides `jfcl.experiments.bench`: peers in environments of their own, tables, JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jfcl.runs import environment
+from jfcl.simulation.folder import environment
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"

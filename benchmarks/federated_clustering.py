@@ -22,7 +22,7 @@ import optax
 from common import report, run_peer
 
 import jfcl
-from jfcl.bench import measure
+from jfcl.experiments.bench import measure
 
 BATCH, QUANTILE, THRESHOLD_ROUNDS = 32, 0.2, 3
 

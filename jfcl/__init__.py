@@ -4,9 +4,12 @@ state = algorithm.init(key, clients)
 state, metrics = algorithm.step(key, state, clients)
 """
 
-from jfcl import attacks, augment, data, hosts, kernels, mapping, models, parameter_tree, plots, testing, theory
+import sys
+
+from jfcl import data, kernels, models, testing
 from jfcl._version import __version__
 from jfcl.algorithms import (
+    attacks,
     byzantine_cfl,
     cfl,
     ditto,
@@ -22,17 +25,30 @@ from jfcl.algorithms import (
     myopic_clustering,
     one_shot,
     oracle,
+    theory,
     with_restarts,
 )
+from jfcl.analysis import metrics, parameter_tree, plots
+from jfcl.analysis.metrics import cluster_recovery, evaluate
+from jfcl.analysis.parameter_tree import assign_newcomer
+from jfcl.client import augment
+from jfcl.client.local import local_training
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Task, stack_clients
-from jfcl.local import local_training
-from jfcl.mapping import auto, chunked, client_mesh, pmapped, sharded
-from jfcl.metrics import cluster_recovery, evaluate
-from jfcl.parameter_tree import assign_newcomer
-from jfcl.population import PopulationHistory, simulate_population
-from jfcl.programs import clear_programs
-from jfcl.simulation import History, rollout, simulate
-from jfcl.watch import DivergedError
+from jfcl.execution import hosts, mapping
+from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded
+from jfcl.simulation import (
+    DivergedError,
+    History,
+    PopulationHistory,
+    clear_programs,
+    rollout,
+    simulate,
+    simulate_population,
+)
+
+# Import paths of users, whatever folder a module is in.
+for _module in (attacks, augment, hosts, mapping, metrics, parameter_tree, plots, theory):
+    sys.modules[f"jfcl.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __all__ = [
     "Adversary",
@@ -69,6 +85,7 @@ __all__ = [
     "local_only",
     "local_training",
     "mapping",
+    "metrics",
     "models",
     "momentum_clustering",
     "myopic_clustering",

@@ -358,7 +358,7 @@ def _check_out(out: str | None) -> None:
 
 def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
     """Divides the CPU and joins the other processes, where that is asked for."""
-    from jfcl import hosts
+    from jfcl.execution import hosts
 
     _divide_cpu(devices)
     if args.coordinator is not None:
@@ -370,8 +370,8 @@ def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
-    from jfcl import hosts
     from jfcl.core import check
+    from jfcl.execution import hosts
     from jfcl.experiments import Config, run
     from jfcl.experiments.config import check_values, of_population, validate
 
@@ -419,7 +419,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """`jfcl compare`."""
-    from jfcl import plots
+    from jfcl.analysis import plots
     from jfcl.experiments import read_run
 
     _check_folders(args, "out", "runs")
@@ -447,7 +447,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
 def _differences(folders: list[str]) -> list[str]:
     """The options in which runs differ, with the values they have."""
-    from jfcl.runs import read_json
+    from jfcl.simulation.folder import read_json
 
     configs = [read_json(Path(folder) / "config.json") for folder in folders]
     for config, folder in zip(configs, folders, strict=True):  # done, not asked for
@@ -466,9 +466,9 @@ def _differences(folders: list[str]) -> list[str]:
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
     """`jfcl list`."""
-    from jfcl import attacks, data, kernels, models
-    from jfcl.algorithms import METHODS
-    from jfcl.augment import AUGMENTATIONS
+    from jfcl import data, kernels, models
+    from jfcl.algorithms import METHODS, attacks
+    from jfcl.client.augment import AUGMENTATIONS
     from jfcl.core import check_choice
     from jfcl.experiments import RECIPES
 
@@ -546,9 +546,10 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
     import jax
 
-    from jfcl import bench, plots
+    from jfcl.analysis import plots
     from jfcl.core import check
-    from jfcl.runs import write_json
+    from jfcl.experiments import bench
+    from jfcl.simulation.folder import write_json
 
     _check_folders(args, "out")
     out = _unused(args.out)
@@ -642,7 +643,7 @@ def _compilation_cache() -> None:
     """Compiled programs are kept between runs: the second start of the same run compiles next to nothing."""
     import jax
 
-    from jfcl.probe import cache_dir
+    from jfcl.simulation.probe import cache_dir
 
     folder = cache_dir()
     if jax.config.jax_compilation_cache_dir is None and folder is not None:
@@ -658,7 +659,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
     status = _main(argv, console, errors)
     if status:
-        from jfcl import hosts
+        from jfcl.execution import hosts
 
         if hosts.connected():
             hosts.leave(status)
@@ -695,8 +696,8 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
         return 130
     except Exception as error:
-        from jfcl import hosts
-        from jfcl.watch import DivergedError
+        from jfcl.execution import hosts
+        from jfcl.simulation.progress import DivergedError
 
         if hosts.is_of_a_lost_process(error):
             how = "; go on with --resume, with any number of processes" if getattr(args, "out", None) else ""

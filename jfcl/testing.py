@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
-from jfcl.local import LocalTraining, local_training
-from jfcl.mapping import auto, chunked, client_mesh, place, sharded
+from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import task as make_task
-from jfcl.simulation import rollout
+from jfcl.simulation.loop import rollout
 
 
 class Problem(NamedTuple):
@@ -145,8 +145,8 @@ def check_algorithm(
       kind: of the problem: `"regression"`, or `"classification"` for methods that need labels.
       padding_tolerance: how far padding clients may move a model; 0 is the promise, a little more is for servers that
         multiply matrices over clients, whose blocks depend on how many there are.
-      examples_tolerance: the same of padding examples, for training in their span (see `jfcl.span`), which multiplies
-        matrices over examples.
+      examples_tolerance: the same of padding examples, for training in their span (see `jfcl.client.span`), that
+        multiplies matrices over examples.
 
     Raises:
       AssertionError: says what does not hold.

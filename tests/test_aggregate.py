@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfcl.aggregate import cluster_mean, is_finite, num_bytes, ravel_clients, weighted_mean
+from jfcl.algorithms.aggregate import cluster_mean, ravel_clients, weighted_mean
+from jfcl.core import is_finite, num_bytes
 
 
 def loop_cluster_mean(x, cluster, weights, k):

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.augment import AUGMENTATIONS, crop_flip, flip, tutorial
+from jfcl.client.augment import AUGMENTATIONS, crop_flip, flip, tutorial
 from jfcl.experiments import Config, run
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)

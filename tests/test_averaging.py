@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl.algorithms.ifca import lowest_loss
+from jfcl.client.local import draw_batch
+from jfcl.client.losses import lowest_loss
 from jfcl.core import Clients, Task, client_keys
-from jfcl.local import draw_batch
-from jfcl.mapping import chunked
+from jfcl.execution.mapping import chunked
 
 D = 3
 LINEAR = Task(

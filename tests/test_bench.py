@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfcl import bench, cli, plots
+from jfcl import cli, plots
+from jfcl.experiments import bench
 from jfcl.models import MODELS
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -22,10 +22,10 @@ from test_cfl import (
 )
 
 import jfcl
+from jfcl.algorithms.attacks import UPDATE_ATTACKS
 from jfcl.algorithms.splitting import keep_finite
-from jfcl.attacks import UPDATE_ATTACKS
-from jfcl.metrics import cluster_recovery
-from jfcl.parameter_tree import enrol
+from jfcl.analysis.metrics import cluster_recovery
+from jfcl.analysis.parameter_tree import enrol
 
 KEY = jax.random.key(0)
 CLIENTS = regression(TRUTH, CLUSTER)

@@ -17,10 +17,10 @@ import pytest
 
 import jfcl
 from jfcl import cli
+from jfcl.core.files import json_bytes, seal
 from jfcl.experiments import Config, load_run, run
 from jfcl.experiments.setups import make_training, matmul_precision
-from jfcl.files import json_bytes, seal
-from jfcl.runs import RunFolder, identity
+from jfcl.simulation.folder import RunFolder, identity
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 

@@ -15,6 +15,7 @@ from jfcl.core import (
     client_keys,
     mask,
     stack_clients,
+    stacking,
     take_clients,
 )
 
@@ -113,7 +114,7 @@ def test_stacking_takes_a_type_that_holds_every_clients_numbers():
 
 
 def test_what_does_not_fit_into_memory_is_not_asked_for(monkeypatch):
-    monkeypatch.setattr(core, "free_host_memory", lambda: 1e8)
+    monkeypatch.setattr(stacking, "free_host_memory", lambda: 1e8)
     with pytest.raises(ValueError, match=r"memory must be at most the 0.1 GB that are free; use fewer clients"):
         aligned_zeros((1 << 10, 1 << 10, 64), np.float32)
     assert aligned_zeros((3,), np.float32).tolist() == [0, 0, 0]
@@ -128,7 +129,7 @@ def test_free_memory_is_what_the_control_group_leaves(monkeypatch):
             raise FileNotFoundError(path)
         return files[path.name]
 
-    monkeypatch.setattr(core.Path, "read_text", read_text)
+    monkeypatch.setattr(stacking.Path, "read_text", read_text)
     assert core.free_host_memory() == 2400
     files["memory.max"] = "max"
     assert core.free_host_memory() == 8192

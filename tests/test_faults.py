@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import jfcl
-from jfcl import files, runs
+from jfcl.core import files
+from jfcl.simulation import folder as runs
 from jfcl.testing import problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -587,7 +588,7 @@ def test_a_state_may_hold_random_keys_and_sixteen_bits(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from jfcl import files
+from jfcl.core import files
 with files.lock(Path(sys.argv[1]) / "lock"):
     files.sign(Path(sys.argv[1]) / "lock")
     print("held", flush=True)

@@ -27,11 +27,10 @@ import pytest
 from matplotlib.figure import Figure
 
 import jfcl
-import jfcl.bench
 from jfcl import cli, experiments
 from jfcl.algorithms import METHODS
 from jfcl.core import check_count
-from jfcl.experiments import Config, load_run
+from jfcl.experiments import Config, bench, load_run
 from jfcl.experiments.config import validate
 from jfcl.experiments.recipes import Outcome
 
@@ -222,7 +221,7 @@ class Computes(BaseException):
 @pytest.fixture
 def no_computing(monkeypatch):
     """Whatever would compile or draw raises `Computes`."""
-    from jfcl import bench, plots
+    from jfcl import plots
     from jfcl.experiments import RECIPES, population
     from jfcl.experiments.run import run
 
@@ -251,6 +250,7 @@ def check_all(cases: list[tuple[list[str], list[str]]], folder: Path, capsys) ->
             failures.append(f"{short(line)}: {type(error).__name__}: {what} ({where.filename}:{where.lineno})")
         for made in sorted(folder.rglob("*"), reverse=True):
             made.rmdir() if made.is_dir() and not made.is_symlink() else made.unlink()
+    jfcl.clear_programs(), jax.clear_caches()  # thousands of programs in one process end it
     if failures:
         pytest.fail("\n\n".join([f"{len(failures)} of {len(cases)} command lines:", *failures]), pytrace=False)
 
@@ -306,7 +306,7 @@ def test_random_pairs_of_flags(seed, folder, capsys):
 def likely(action: argparse.Action, rng: random.Random) -> list[str]:
     """Values of which about half are sensible, by the names that `jfcl list` knows where there are any."""
     from jfcl import attacks, data, kernels, models
-    from jfcl.augment import AUGMENTATIONS
+    from jfcl.client.augment import AUGMENTATIONS
 
     names = {
         "dataset": ["digits"],
@@ -527,7 +527,7 @@ def test_any_number_of_rounds_begins_and_is_interrupted(rounds, folder, capsys):
 
 
 def test_bench_leaves_out_a_round_that_would_take_hours(monkeypatch, folder, capsys):
-    monkeypatch.setattr(jfcl.bench, "sgemm_gflops", lambda: 100.0)
+    monkeypatch.setattr(bench, "sgemm_gflops", lambda: 100.0)
     quick = ["bench", "--quick", "--models", "linear", "--clients", "2", "--mappings", "vmap", "--quiet"]
     assert cli.main([*quick, "--local-steps", "2147483647", "--out", "out"]) == 0
     assert "takes at least" in capsys.readouterr().out

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl import noise
+from jfcl.client import noise
+from jfcl.client.local import KEEP, local_training, optimizer_at, start_optimizer, steps_per_round, train
+from jfcl.client.losses import mean_loss
 from jfcl.core import Clients, Task
-from jfcl.local import KEEP, local_training, mean_loss, optimizer_at, start_optimizer, steps_per_round, train
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},

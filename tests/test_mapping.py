@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfcl.core import Clients
-from jfcl.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
+from jfcl.execution.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 
 
 def affine(x, shift, tree):

@@ -15,7 +15,7 @@ import jfcl
 from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm
-from jfcl.mapping import client_mesh, place, sharded
+from jfcl.execution.mapping import client_mesh, place, sharded
 from jfcl.testing import check_algorithm, problem
 
 OPTIONS = {

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
-from jfcl.mapping import chunked
-from jfcl.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
+from jfcl.execution.mapping import chunked
 from jfcl.testing import count_compilations
 
 SIGN = Task(

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import jfcl
-from jfcl import mapping
-from jfcl.client_rows import ClientRows
-from jfcl.cohorts import make_sampler, who_answers
 from jfcl.data import ClientStore
-from jfcl.population import split_state
+from jfcl.execution import memory
+from jfcl.simulation.client_rows import ClientRows
+from jfcl.simulation.cohorts import make_sampler, who_answers
+from jfcl.simulation.population import split_state
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -508,7 +508,7 @@ def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
 
 
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(mapping, "free_memory", lambda: 50.0)
+    monkeypatch.setattr(memory, "free_memory", lambda: 50.0)
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
         population(out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

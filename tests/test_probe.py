@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import jfcl
-from jfcl import cli, kernels, mapping, probe
-from jfcl.mapping import client_mesh
+from jfcl import cli, kernels
+from jfcl.execution import memory
+from jfcl.execution.mapping import client_mesh
+from jfcl.simulation import probe
 from jfcl.testing import problem
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "2", "--local-steps", "1", "--quiet"]
@@ -62,15 +64,15 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, ca
 def test_mappings_that_do_not_fit_are_not_run(monkeypatch):
     clients = problem()[0]
     candidates = {"a": jfcl.chunked(1), "b": jax.vmap}
-    needs = {"a": mapping.needed_memory(make(jfcl.chunked(1)), clients, jfcl.chunked(1)), "b": 1 << 40}
+    needs = {"a": memory.needed_memory(make(jfcl.chunked(1)), clients, jfcl.chunked(1)), "b": 1 << 40}
     monkeypatch.setattr(
-        mapping, "needed_memory", lambda algorithm, shapes, axis: needs["b" if axis is jax.vmap else "a"]
+        memory, "needed_memory", lambda algorithm, shapes, axis: needs["b" if axis is jax.vmap else "a"]
     )
     monkeypatch.setattr(
         probe, "seconds_per_client", lambda algorithm, clients, axis, _: 0.0 if axis is jax.vmap else 1.0
     )
     assert probe.fastest(make, clients, candidates, show=False) == jfcl.chunked(1)
-    monkeypatch.setattr(mapping, "free_memory", lambda: 0.0)
+    monkeypatch.setattr(memory, "free_memory", lambda: 0.0)
     with pytest.raises(ValueError, match=r"memory: .* with every mapping"):
         probe.fastest(make, clients, candidates, show=False)
 
@@ -81,7 +83,7 @@ def test_needed_memory_grows_with_the_clients_at_once():
     training = problem()[3]
 
     def needed(axis):
-        return mapping.needed_memory(jfcl.fedavg(task, training, client_axis=axis), clients, axis)
+        return memory.needed_memory(jfcl.fedavg(task, training, client_axis=axis), clients, axis)
 
     model = 4 * (64 * 200 + 200 + 2010)
     assert needed(jfcl.chunked(1)) < 12 * model < 32 * model < needed(jax.vmap)
@@ -93,7 +95,7 @@ def test_memory_of_updates_that_are_kept_is_asked_for_one_client_at_a_time(monke
     task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(512,)), (64,), 10)
     clients = jfcl.Clients({"x": np.zeros((30, 2, 64), np.float32), "y": np.zeros((30, 2), np.int32)}, np.full(30, 2))
     algorithm = jfcl.fedavg(task, problem()[3], client_axis=jfcl.chunked(1), **options)
-    monkeypatch.setattr(mapping, "free_memory", lambda: 4e6)
+    monkeypatch.setattr(memory, "free_memory", lambda: 4e6)
     run = partial(jfcl.simulate, algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jfcl.chunked(1))
     if options:
         with pytest.raises(
@@ -108,19 +110,19 @@ def test_seeds_at_once_and_other_clients_count(monkeypatch):
     clients, _, task, training = problem()
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)
     asked = []
-    monkeypatch.setattr(mapping, "check_memory", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(memory, "check_memory", lambda *_, **options: asked.append(options))
     for axis in (jax.vmap, jfcl.chunked(1), jfcl.chunked(8)):
         keys = jax.random.split(jax.random.key(0), 3)
         jfcl.simulate(algorithm, clients, key=keys, num_rounds=1, seed_axis=axis, test_clients=clients)
     assert [o["seeds_at_once"] for o in asked] == [3, 1, 3] and all(len(o["others"]) == 1 for o in asked)
     monkeypatch.undo()
-    monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
-    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 1500)
+    monkeypatch.setattr(memory, "free_memory", lambda: 4000.0)
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 1500)
     state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
-    mapping.check_memory(algorithm, clients, jax.vmap, state)
+    memory.check_memory(algorithm, clients, jax.vmap, state)
     for more in ({"seeds_at_once": 3}, {"copies": 1, "others": [clients] * 20}):
         with pytest.raises(ValueError, match="memory must be"):
-            mapping.check_memory(algorithm, clients, jax.vmap, state, **more)
+            memory.check_memory(algorithm, clients, jax.vmap, state, **more)
 
 
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
@@ -132,16 +134,16 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
         return jfcl.fedavg(task, training).init(key, clients)
 
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap)._replace(init=init)
-    monkeypatch.setattr(mapping, "free_memory", lambda: 50.0)
+    monkeypatch.setattr(memory, "free_memory", lambda: 50.0)
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free; use fewer clients"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
     assert all(ran), "only shapes may be looked at"
-    monkeypatch.setattr(mapping, "free_memory", lambda: 4000.0)
-    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 6000)
+    monkeypatch.setattr(memory, "free_memory", lambda: 4000.0)
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 6000)
     with pytest.raises(ValueError, match=r"chunks of at most 4 clients \(--chunk 4, jfcl.chunked\(4\)\) may fit"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap, out=tmp_path / "x")
     assert not (tmp_path / "x").exists(), "a run that was refused leaves nothing in the way of the next"
-    monkeypatch.setattr(mapping, "needed_memory", lambda *_: 100)
+    monkeypatch.setattr(memory, "needed_memory", lambda *_: 100)
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)
 
 

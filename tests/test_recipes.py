@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 import jfcl
 from jfcl import data, models
 from jfcl.cli import main
+from jfcl.client.local import local_training
 from jfcl.core import Clients
 from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
 from jfcl.experiments import federated_clustering as fc
 from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
 from jfcl.experiments.recipes import Outcome, Recipe
-from jfcl.local import local_training
 
 
 def make(bench, setting):

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import jfcl
-from jfcl import simulation
 from jfcl.core import Algorithm, Clients
-from jfcl.mapping import chunked
+from jfcl.execution.mapping import chunked
+from jfcl.simulation import loop as simulation
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -367,7 +367,7 @@ def test_a_run_is_not_gone_on_with_by_another_key(tmp_path):
 
 
 def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
-    from jfcl import watch
+    from jfcl.simulation import progress as watch
 
     now = [0.0]
     monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
@@ -379,7 +379,7 @@ def test_what_is_compiled_within_something_else_is_counted_once(monkeypatch):
 
 
 def test_clocks_of_threads_count_what_their_own_thread_compiles():
-    from jfcl import watch
+    from jfcl.simulation import progress as watch
 
     opened, compiled = threading.Event(), threading.Event()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl import local, span
+from jfcl.client import local, span
 from jfcl.core import dense_start, get_parameter
 from jfcl.testing import check_algorithm
 

@@ -1,7 +1,8 @@
 """Rounds of FedAvg or IFCA with jfcl: one compiled round, called for every round.
 
 Called by the benchmarks with a case as JSON; prints one JSON line (see job.py). Besides what job.py names, a case has
-`mapping`, a name in `jfcl.bench.MAPPINGS`, and `devices`, how many the CPU is made to show. The first round compiles.
+`mapping`, a name in `jfcl.experiments.bench.MAPPINGS`, and `devices`, how many the CPU is made to show. The first round
+compiles.
 """
 
 import time
@@ -16,7 +17,7 @@ NAMES = {"mlp": ("Dense_0", "Dense_1"), "cnn_mnist": ("Conv_0", "Conv_1", "Dense
 def main(case: dict, data: job.Data):
     jax.config.update("jax_num_cpu_devices", case["devices"])  # before jax looks for devices
     import jfcl
-    from jfcl import bench
+    from jfcl.experiments import bench
 
     names = NAMES[case["model"]]
     stacked = [

@@ -14,18 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping, noise
-from jfcl.aggregate import (
+from jfcl.algorithms.aggregate import (
     add_sent,
     adversary_check,
     attacked,
     divide_rows,
-    is_finite,
     nothing_sent,
-    num_bytes,
     robust_cluster_mean,
     where_rows,
 )
+from jfcl.client import local, noise
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -40,13 +38,16 @@ from jfcl.core import (
     check_finite,
     client_ids,
     client_keys,
+    is_finite,
     max_examples,
+    num_bytes,
     num_clients,
     path_name,
     random_order,
     server_key,
     take_clients,
 )
+from jfcl.execution import mapping
 
 WEIGHTS = ("size", "equal")
 DIVIDE_BY = ("cluster", "participants", "all")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jfcl import local, mapping
 from jfcl.algorithms.splitting import Rules, rounds
+from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.execution import mapping
 
 
 def byzantine_cfl(

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import local, mapping
 from jfcl.algorithms.splitting import Rules, rounds
+from jfcl.algorithms.theory import max_noise_of_split
+from jfcl.client import local
 from jfcl.core import (
     INT32_MAX,
     Adversary,
@@ -30,8 +31,8 @@ from jfcl.core import (
     check_count,
     is_concrete,
 )
+from jfcl.execution import mapping
 from jfcl.kernels.bipartition import LINKAGES
-from jfcl.theory import max_noise_of_split
 
 LEAST_SHARE = 0.25  # of the longest update of the first round: what its mean counts as, at least, in the unit of ε₁
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import local, mapping
-from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.personal import initial_state
+from jfcl.client import local
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -24,8 +24,10 @@ from jfcl.core import (
     check,
     client_keys,
     is_concrete,
+    is_finite,
     max_examples,
 )
+from jfcl.execution import mapping
 
 
 class DittoState(NamedTuple):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, num_clients
-from jfcl.local import LocalTraining
-from jfcl.mapping import Mapping
+from jfcl.execution.mapping import Mapping
 
 
 def fedavg(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import local, mapping
-from jfcl.aggregate import adversary_check, attacked, is_finite, num_bytes, where_rows
+from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.personal import PersonalState, initial_state
+from jfcl.client import local, losses
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -29,10 +29,13 @@ from jfcl.core import (
     client_ids,
     client_keys,
     is_concrete,
+    is_finite,
     max_examples,
+    num_bytes,
     num_clients,
     random_order,
 )
+from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.threshold import QUANTILE_RULES
 
@@ -68,7 +71,7 @@ def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -
 
 def gradient(task: Task, params: PyTree, batch: Batch, real: jax.Array) -> tuple[jax.Array, PyTree]:
     """`(loss [], gradient)` of one model on one client's batch."""
-    return jax.value_and_grad(lambda p: local.masked_mean(task.loss(p, batch), real))(params)
+    return jax.value_and_grad(lambda p: losses.masked_mean(task.loss(p, batch), real))(params)
 
 
 class Groups(NamedTuple):

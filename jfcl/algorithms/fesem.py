@@ -5,21 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfcl import local, mapping
-from jfcl.aggregate import (
-    add_sent,
-    adversary_check,
-    attacked_models,
-    divide_rows,
-    is_finite,
-    nothing_sent,
-    num_bytes,
-    where_rows,
-)
+from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.personal import PersonalState
+from jfcl.client import local
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -30,9 +21,12 @@ from jfcl.core import (
     check_choice,
     check_count,
     client_keys,
+    is_finite,
     max_examples,
+    num_bytes,
     num_clients,
 )
+from jfcl.execution import mapping
 from jfcl.kernels.base import rows_of, squared_norms
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
-from jfcl.aggregate import attacked, ravel_clients
+from jfcl.algorithms.aggregate import attacked, ravel_clients
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
+from jfcl.client import local
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -28,6 +28,7 @@ from jfcl.core import (
     is_concrete,
     num_clients,
 )
+from jfcl.execution import mapping
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
 FARTHEST = 1e30  # stands for a distance whose square overflows, which the kernels would take for a missing one

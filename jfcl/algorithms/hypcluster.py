@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
 from jfcl.algorithms.averaging import averaging
-from jfcl.algorithms.ifca import ifca, lowest_loss
+from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
+from jfcl.client import local
+from jfcl.client.losses import lowest_loss
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, random_order
+from jfcl.execution import mapping
 
 
 def hypcluster(

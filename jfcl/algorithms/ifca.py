@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import mapping
 from jfcl.algorithms.averaging import averaging
 from jfcl.algorithms.restarts import with_restarts
+from jfcl.client.local import LocalTraining, check_parts, draw_batch
+from jfcl.client.losses import blank_padding, lowest_loss, under_all
 from jfcl.core import (
     Adversary,
     Algorithm,
-    Batch,
-    Clients,
     PyTree,
     Task,
     check,
@@ -25,53 +24,10 @@ from jfcl.core import (
     get_parameter,
     num_clients,
 )
-from jfcl.local import LocalTraining, blank_padding, check_parts, draw_batch, masked_mean, mean_loss
+from jfcl.execution import mapping
 
 AVERAGE = ("models", "gradients")
 DIVIDE_BY = ("all", "participants")
-
-
-def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array | None]]:
-    """What one client finds when it looks at all of `K` models `[K, ...]`.
-
-    Returns:
-      `(examples, size) -> (losses [K], products [M, K, H])`: its mean loss under each, infinite where that is not
-      finite, and what their first dense layers make of its examples (None where the task has no `dense_start`).
-    """
-    start = dense_start(task)
-    if start is not None:
-        # [d, K, H]: side by side, so that every client multiplies one large matrix, which is laid out only once.
-        kernels = jnp.moveaxis(get_parameter(params, start.kernel), 0, 1)
-
-    def look(examples, size):
-        if start is None:
-            losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(params), None
-        else:
-            examples = blank_padding(examples, size)
-            inputs = start.inputs(examples).astype(kernels.dtype)
-            real = jnp.arange(len(inputs)) < size
-            products = (inputs @ kernels.reshape(len(kernels), -1)).reshape(len(inputs), *kernels.shape[1:])
-            losses = jax.vmap(lambda p, z: masked_mean(start.loss(p, z, examples), real), in_axes=(0, 1))(
-                params, products
-            )
-        return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), products
-
-    return look
-
-
-def losses_under_all(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
-    """`[K]`: one client's mean loss under each of `K` models `[K, ...]`; infinite where a model's is not finite."""
-    return under_all(task, params)(examples, size)[0]
-
-
-def lowest_loss(task: Task, params: PyTree, clients: Clients, *, client_axis: mapping.Mapping) -> jax.Array:
-    """`[N]` int32: the model of lowest loss for every client, the first of equals (cluster identity estimate)."""
-    look = under_all(task, params)
-
-    def client(examples, size):
-        return jnp.argmin(look(examples, size)[0]).astype(jnp.int32)
-
-    return client_axis(client)(clients.examples, jnp.asarray(clients.size))
 
 
 def ifca(
@@ -123,7 +79,8 @@ def ifca(
     Returns:
       `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
       forward passes over each client's data (whose first dense layers are one product, and which begin its training in
-      the span of its examples, see `jfcl.span`) plus its local training; memory `O(chunk D + K D)`. Bytes: each client
+      the span of its examples, see `jfcl.client.span`) plus its local training; memory `O(chunk D + K D)`. Bytes: each
+      client
       is sent `K` models (shared layers once) and sends one.
 
     Raises:

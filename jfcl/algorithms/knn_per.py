@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import local, mapping
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
+from jfcl.client import local, losses
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+from jfcl.execution import mapping
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
 LEAST = 1e-7  # no probability is smaller: neighbours alone may give a label none
@@ -163,7 +164,7 @@ def knn_per(
 
     def personal(model, clients: Clients) -> Neighbours:
         def client(examples, size):
-            examples = local.blank_padding(examples, size)
+            examples = losses.blank_padding(examples, size)
             memory, label = represent(model, examples["x"]), examples["y"]
             if mixing is not None:
                 return memory, label, jnp.asarray(mixing, jnp.float32)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfcl import local, mapping
-from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import round_metrics
 from jfcl.algorithms.personal import PersonalState, initial_state
-from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, max_examples
+from jfcl.client import local
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, is_finite, max_examples
+from jfcl.execution import mapping
 
 
 def local_only(

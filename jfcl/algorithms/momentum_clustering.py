@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl import local, mapping
 from jfcl.algorithms.myopic_clustering import centers_of
+from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.execution import mapping
 
 
 def momentum_clustering(

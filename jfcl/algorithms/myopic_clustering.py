@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
-from jfcl.aggregate import adversary_check, attacked, is_finite, num_bytes, where_rows
+from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.personal import initial_state
+from jfcl.client import local
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -26,9 +26,12 @@ from jfcl.core import (
     check_count,
     client_ids,
     client_keys,
+    is_finite,
     max_examples,
+    num_bytes,
     num_clients,
 )
+from jfcl.execution import mapping
 from jfcl.kernels import squared_distances
 
 CENTERS = ("densest", "carry")

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl import local
-from jfcl.aggregate import num_bytes
 from jfcl.algorithms.averaging import averaging
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, max_examples, num_clients
+from jfcl.client import local
+from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, max_examples, num_bytes, num_clients
 
 
 def with_first_costs(

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import local, mapping
-from jfcl.aggregate import attacked_models, cluster_mean, ravel_clients
+from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients
 from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
+from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
+from jfcl.execution import mapping
 from jfcl.kernels import kmeans
 
 

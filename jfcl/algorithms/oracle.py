@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
-from jfcl.local import LocalTraining
-from jfcl.mapping import Mapping
+from jfcl.execution.mapping import Mapping
 
 
 def oracle(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.averaging import initial_models, initial_optimizers
+from jfcl.client.local import LocalTraining
 from jfcl.core import Clients, PyTree, Task, num_clients
-from jfcl.local import LocalTraining
 
 
 class PersonalState(NamedTuple):

@@ -15,19 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from jfcl import local, mapping
-from jfcl.aggregate import (
-    adversary_check,
-    attacked,
-    cluster_mean,
-    is_finite,
-    num_bytes,
-    robust_cluster_mean,
-    where_rows,
-)
 from jfcl.algorithms import sides as siding
+from jfcl.algorithms.aggregate import adversary_check, attacked, cluster_mean, robust_cluster_mean, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, initial_models, initial_optimizers, round_metrics
 from jfcl.algorithms.heard import enough_heard, forget, is_current, known_size, listen, nothing_heard
+from jfcl.client import local, losses
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -40,11 +32,14 @@ from jfcl.core import (
     check_count,
     client_ids,
     client_keys,
+    is_finite,
     max_examples,
+    num_bytes,
     num_clients,
     random_order,
     take_clients,
 )
+from jfcl.execution import mapping
 from jfcl.kernels import (
     OPERATORS,
     bipartition_of_updates,
@@ -524,9 +519,9 @@ def undo_harmful_splits(task: Task, state: CFLState, clients: Clients, learns_fr
         k = judged[cluster]
         rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
         aside = (rows >= learns_from(size)) & (rows < size)
-        blank = local.blank_padding(examples, size)
-        now = local.masked_mean(performance(state.params, cluster, blank), aside)
-        before = local.masked_mean(performance(state.tree.model, k, blank), aside)
+        blank = losses.blank_padding(examples, size)
+        now = losses.masked_mean(performance(state.params, cluster, blank), aside)
+        before = losses.masked_mean(performance(state.tree.model, k, blank), aside)
         return now - before, (k >= 0) & aside.any()
 
     def judge():
@@ -680,7 +675,7 @@ def rounds(
         def gradients():
             def gradient(examples, size, place):
                 begin = starting_model(state, *place)
-                return hide(jax.grad(lambda p: local.mean_loss(task, p, examples, size))(begin))
+                return hide(jax.grad(lambda p: losses.mean_loss(task, p, examples, size))(begin))
 
             gradients = client_axis(gradient)(clients.examples, size, (state.cluster, missed, pending))
             gradients_key = jax.random.fold_in(attack_key(clients_key), 1)

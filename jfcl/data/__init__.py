@@ -1,6 +1,7 @@
 """Data on the host: sources, partitions, known heterogeneity; federations and populations made of them. NumPy only."""
 
 from jfcl.data.build import Federation, build
+from jfcl.data.dataset import Dataset
 from jfcl.data.generate import generate_store, open_stores, synthetic_store
 from jfcl.data.heterogeneity import HETEROGENEITY
 from jfcl.data.partition import (
@@ -14,7 +15,7 @@ from jfcl.data.partition import (
     power_law_sizes,
     stratified,
 )
-from jfcl.data.sources import DATASETS, Dataset, load
+from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
 from jfcl.data.text import tokenize

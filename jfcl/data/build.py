@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jfcl.core import Clients, aligned_zeros, check, check_choice, check_count, free_host_memory
+from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.partition import (
     OF_LABELS,
@@ -27,7 +28,7 @@ from jfcl.data.partition import (
     power_law_sizes,
     stratified,
 )
-from jfcl.data.sources import Dataset, load
+from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 _HOLD_OUT, _SUBSAMPLE, _PARTITION, _ALLOT, _NEWCOMERS, _TRANSFORM = range(6)

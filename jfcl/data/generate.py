@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jfcl.core import check, check_choice, check_count
+from jfcl.core.files import sync_folder
 from jfcl.data.build import (
     _ALLOT,
     _HOLD_OUT,
@@ -26,12 +27,12 @@ from jfcl.data.build import (
     check_enough_clients,
     hold_out,
 )
+from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.partition import OF_LABELS, PARTITIONS
-from jfcl.data.sources import Dataset, load
+from jfcl.data.sources import load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
-from jfcl.files import sync_folder
 
 LAYOUTS = ("index", "rows")
 SYNTHETIC = {"ifca_regression": ifca_regression, "fc_regression": fc_regression, "xor_toy": xor_toy}

@@ -12,32 +12,12 @@ import math
 import os
 import zlib
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from jfcl.core import check
-
-
-class Dataset(NamedTuple):
-    """A data set on the host.
-
-    Attributes:
-      name: what `load` calls it.
-      train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array
-        of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32.
-      test: the official test split, or `None` where there is none.
-      num_classes: `None` for regression.
-      writer: `{"train": [n], "test": [n']}` int32, who wrote each example, or `None` where that is not known.
-      description: one line.
-    """
-
-    name: str
-    train: dict[str, np.ndarray]
-    test: dict[str, np.ndarray] | None
-    num_classes: int | None
-    writer: dict[str, np.ndarray] | None
-    description: str
+from jfcl.data.dataset import Dataset
 
 
 def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count
-from jfcl.files import read_json, seal, sync_folder, write_json
+from jfcl.core.files import read_json, seal, sync_folder, write_json
 
 FORMAT = 1
 JAX_TYPES = {"float64": "float32", "int64": "int32", "uint64": "uint32"}  # jax's own, unless 64 bits are enabled

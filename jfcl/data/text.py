@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from jfcl.core import aligned_zeros, check, check_count
-from jfcl.data.sources import Dataset
+from jfcl.data.dataset import Dataset
 
 PAD, UNKNOWN = 0, 1
 _WORD = re.compile(r"[^\W_]+|[^\w\s]")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jfcl.data.sources import Dataset
+from jfcl.data.dataset import Dataset
 
 _TIMEOUT = 5.0  # seconds to reach a download host
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files, where jfcl reads those"

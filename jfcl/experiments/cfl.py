@@ -16,12 +16,13 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jfcl import parameter_tree, plots, theory
+from jfcl.algorithms import theory
+from jfcl.analysis import parameter_tree, plots
+from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import take_clients
 from jfcl.experiments.config import Config
 from jfcl.experiments.recipes import Bench, Outcome, Recipe, Row
 from jfcl.experiments.setups import setup
-from jfcl.metrics import rounds_to_recovery
 
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split
 

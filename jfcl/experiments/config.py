@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import optax
 
-from jfcl import attacks, data, kernels, models
-from jfcl.algorithms import METHODS
-from jfcl.augment import AUGMENTATIONS
-from jfcl.cohorts import SAMPLING
+from jfcl import data, kernels, models
+from jfcl.algorithms import METHODS, attacks
+from jfcl.client.augment import AUGMENTATIONS
+from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, check, check_choice, check_count, shown
-from jfcl.local import KEEP
-from jfcl.runs import read_json
-from jfcl.simulation import SERVE
+from jfcl.simulation.cohorts import SAMPLING
+from jfcl.simulation.folder import read_json
+from jfcl.simulation.loop import SERVE
 
 SERVER_OPTIMIZERS = {
     "average": lambda lr: optax.sgd(lr),

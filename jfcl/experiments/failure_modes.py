@@ -12,9 +12,9 @@ import optax
 from matplotlib.figure import Figure
 
 from jfcl import algorithms
+from jfcl.client.local import local_training
 from jfcl.core import Algorithm, Clients, Task
 from jfcl.experiments.recipes import Bench, Outcome
-from jfcl.local import local_training
 
 
 class Failure(NamedTuple):

@@ -18,20 +18,20 @@ import optax
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from jfcl import algorithms, data, mapping, models
-from jfcl.aggregate import num_bytes
+from jfcl import algorithms, data, models
 from jfcl.algorithms.averaging import round_metrics
 from jfcl.algorithms.federated_clustering import gradient
 from jfcl.algorithms.personal import initial_state
-from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, stack_clients
+from jfcl.client.local import LocalTraining, draw_batch, local_training
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY
+from jfcl.execution import mapping
 from jfcl.experiments.config import Config
 from jfcl.experiments.failure_modes import failures
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
 from jfcl.kernels import threshold_clustering
-from jfcl.local import LocalTraining, draw_batch, local_training
-from jfcl.runs import write_json
-from jfcl.simulation import rollout
+from jfcl.simulation.folder import write_json
+from jfcl.simulation.loop import rollout
 
 # Figures 2 and 3: synthetic regression.
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from jfcl import data
+from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.experiments.config import Config
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
-from jfcl.metrics import rounds_to_recovery
-from jfcl.runs import write_json
+from jfcl.simulation.folder import write_json
 
 STEP_SIZES = {2: (0.01, 0.1, 1.0), 4: (0.5, 1.0, 2.0)}
 DIM = 1000

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jfcl import attacks, data
+from jfcl import data
+from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_count, check_labels
 from jfcl.data import ClientStore
 from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_resume, validate
@@ -31,7 +32,7 @@ from jfcl.experiments.setups import (
     true_clusters,
 )
 from jfcl.models import LANGUAGE_MODELS
-from jfcl.population import PopulationHistory, simulate_population
+from jfcl.simulation.population import PopulationHistory, simulate_population
 
 COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
 DEFAULT = Config("fedavg")

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from jfcl import plots
+from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
 from jfcl.experiments.config import Config, to_resume
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.runs import environment, finite_or_none, read_json, write_json
+from jfcl.simulation.folder import environment, finite_or_none, read_json, write_json
 
 Row = dict[str, Any]
 

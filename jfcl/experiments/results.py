@@ -12,14 +12,16 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jfcl import hosts, parameter_tree, plots, runs
 from jfcl.algorithms.splitting import CFLState
+from jfcl.analysis import parameter_tree, plots
+from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import PyTree, check, client_ids, path_name
+from jfcl.execution import hosts
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
 from jfcl.experiments.setups import Setup, load_params, setup
-from jfcl.metrics import rounds_to_recovery
-from jfcl.runs import RunFolder, environment, finite_or_none, read_json
-from jfcl.simulation import History
+from jfcl.simulation import folder as runs
+from jfcl.simulation.folder import RunFolder, environment, finite_or_none, read_json
+from jfcl.simulation.loop import History
 
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 

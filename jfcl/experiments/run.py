@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import files, hosts
+from jfcl.core import files
+from jfcl.execution import hosts
 from jfcl.experiments.config import Config, of_population, to_resume
 from jfcl.experiments.population import run_population
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
-from jfcl.runs import RunFolder
-from jfcl.simulation import History, simulate
+from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.loop import History, simulate
 
 
 def good_clusters(parts: Setup) -> np.ndarray:

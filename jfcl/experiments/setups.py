@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import optax
 
-from jfcl import attacks, data, kernels, mapping, models, probe
-from jfcl.algorithms import METHODS
-from jfcl.augment import AUGMENTATIONS
+from jfcl import data, kernels, models
+from jfcl.algorithms import METHODS, attacks
+from jfcl.client.augment import AUGMENTATIONS
+from jfcl.client.local import LocalTraining, local_training, most_steps
 from jfcl.core import (
     INT32_MAX,
     Adversary,
@@ -29,9 +30,10 @@ from jfcl.core import (
     max_examples,
 )
 from jfcl.data.heterogeneity import SELECTIVE
+from jfcl.execution import mapping
 from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, partition_options, validate
-from jfcl.local import LocalTraining, local_training, most_steps
-from jfcl.runs import verify_results
+from jfcl.simulation import probe
+from jfcl.simulation.folder import verify_results
 
 # Options of methods that are handed on where they are given, under their own name; others are handed on elsewhere.
 OTHERWISE = ("num_models", "share", "init_from", "remember")

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.core.checks import check
+
 PyTree = Any
 FORMS = ("auto", "direct", "gram")  # of the kernels that can work on inner products of the rows instead
 _ONE = np.float32(1)
@@ -16,8 +18,8 @@ _ONE = np.float32(1)
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def is_concrete(*values: Any) -> bool:
-    """Whether the arrays in `values` can be looked at: not if one is a tracer, and not while a program is traced.
+def is_computable(*values: Any) -> bool:
+    """Whether results computed from `values` have values: not if one is a tracer, and not while a program is traced.
 
     Inside `jit` a constant is no tracer, but all that is computed from it is.
     """
@@ -26,12 +28,6 @@ def is_concrete(*values: Any) -> bool:
         return False
     arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
     return not (arrays and isinstance(jax.lax.add(_ONE, _ONE), jax.core.Tracer))
-
-
-def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
-    """Raises `ValueError("<argument> must be <accepted>, got <value>")` unless `ok`; tracers pass."""
-    if is_concrete(ok) and not bool(ok):
-        raise ValueError(f"{argument} must be {accepted}, got {value!r}")
 
 
 def num_rows(updates: PyTree, *, name: str = "updates") -> int:
@@ -86,7 +82,7 @@ def finite_rows(rows: list[jax.Array]) -> jax.Array:
 
 def refuse_nonfinite(rows: list[jax.Array], *, name: str = "updates", rows_that_count: jax.Array | None = None) -> None:
     """Outside `jit`: a `ValueError` that counts the rows with NaN or infinity; inside, nothing."""
-    if not is_concrete(rows, rows_that_count):
+    if not is_computable(rows, rows_that_count):
         return
     num_bad = int(_num_nonfinite(rows, rows_that_count))
     check(num_bad == 0, name, f"NaN or infinity in {num_bad} row(s)", "finite")

@@ -16,12 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.kernels.base import (
-    check,
-    is_concrete,
-    row_mask,
-    sum_dtype,
-)
+from jfcl.core.checks import check
+from jfcl.kernels.base import is_computable, row_mask, sum_dtype
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import TreeEdges, cut_with_size
 
@@ -490,10 +486,10 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     check((num_clusters is None) != (threshold is None), "num_clusters, threshold", (num_clusters, threshold), "one")
     count = len(tree) + 1
     if num_clusters is not None:
-        if is_concrete(num_clusters):
+        if is_computable(num_clusters):
             check(1 <= num_clusters <= count, "num_clusters", num_clusters, f"from 1 to N = {count}")
         return _cut(tree, jnp.arange(count - 1) < count - num_clusters)
-    if is_concrete(threshold):
+    if is_computable(threshold):
         check(threshold == threshold, "threshold", threshold, "a number")
     return _cut(tree, tree[:, 2] <= threshold)
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfcl.core.checks import check
 from jfcl.kernels.base import (
     PyTree,
-    check,
     finite_rows,
     fold_blocks,
     product_of_rows,

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfcl.core.checks import check
 from jfcl.kernels import combinations
-from jfcl.kernels.base import FORMS, PyTree, check, fold_rows, is_concrete, rows_of, squared_norms, sum_dtype
+from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype
 from jfcl.kernels.robust import aggregate, check_weights, shares
 from jfcl.kernels.similarity import usable_rows
 
@@ -63,7 +64,7 @@ def centered_clip(
     weights = check_weights(updates, weights)
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(form in FORMS, "form", form, f"one of {FORMS}")
-    if is_concrete(radius):
+    if is_computable(radius):
         check(jnp.ndim(radius) == 0 and radius > 0, "radius", radius, "a number above 0")
     if center is None:
         start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
@@ -72,7 +73,7 @@ def centered_clip(
         given = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
         check(given == shapes, "center", given, f"of shapes {shapes}")
         start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in zip(jax.tree.leaves(center), rows, strict=True)]
-        if is_concrete(start):
+        if is_computable(start):
             check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
     if form == "auto":
         form = "gram" if gram_is_cheaper(len(rows[0]), num_iters) else "direct"

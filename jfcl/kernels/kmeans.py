@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.core.checks import check
 from jfcl.kernels.base import (
     HIGHEST,
-    check,
     finite_rows,
     fold_rows,
-    is_concrete,
+    is_computable,
     product_of_rows,
     refuse_nonfinite,
     row_mask,
@@ -83,12 +83,12 @@ def kmeans(
     """
     (points,) = rows_of(jnp.asarray(points), name="points")
     mask = row_mask(mask, len(points))
-    counted = int(mask.sum()) if is_concrete(mask) else len(points)
+    counted = int(mask.sum()) if is_computable(mask) else len(points)
     check(1 <= num_clusters <= counted, "num_clusters", num_clusters, f"from 1 to the number of points, {counted}")
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
     check(implementation in IMPLEMENTATIONS, "implementation", implementation, f"one of {IMPLEMENTATIONS}")
-    concrete = is_concrete(points, mask, key)
+    concrete = is_computable(points, mask, key)
     check(concrete or implementation != "sklearn", "implementation", implementation, "another one inside jit")
     refuse_nonfinite([points], name="points", rows_that_count=mask)
     small = concrete and points.size <= SKLEARN_BELOW and jax.default_backend() == "cpu"

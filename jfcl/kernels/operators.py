@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.kernels.base import HIGHEST, check
+from jfcl.core.checks import check
+from jfcl.kernels.base import HIGHEST
 
 
 class Operator(NamedTuple):

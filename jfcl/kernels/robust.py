@@ -25,13 +25,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfcl.core.checks import check
 from jfcl.kernels.base import (
     PyTree,
-    check,
     distances_from,
     finite_rows,
     fold_blocks,
-    is_concrete,
+    is_computable,
     num_rows,
     row_mask,
     rows_of,
@@ -68,7 +68,7 @@ def counted(updates: PyTree, mask: jax.Array | None) -> tuple[list[jax.Array], j
 def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], int], why: str) -> int:
     """The number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
     count = num_rows(updates)
-    if is_concrete(num_malicious):
+    if is_computable(num_malicious):
         whole = 0 <= num_malicious <= most(count) and num_malicious == int(num_malicious)
         check(whole, "num_malicious", num_malicious, f"a whole number from 0 to {most(count)} ({why})")
     return count
@@ -117,7 +117,7 @@ def check_weights(updates: PyTree, weights: jax.Array | None) -> jax.Array:
         return jnp.ones(count, jnp.float32)
     weights = jnp.asarray(weights)
     check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
-    if is_concrete(weights):
+    if is_computable(weights):
         check((weights >= 0).all(), "weights", weights.tolist(), "at least 0, and not NaN")
     return weights.astype(jnp.float32)
 
@@ -368,7 +368,7 @@ def multi_krum(
       [1.05]
     """
     count = check_malicious(updates, num_malicious, lambda n: max(n - 3, 0), "f <= N - 3")
-    if num_selected is not None and is_concrete(num_selected):
+    if num_selected is not None and is_computable(num_selected):
         check(1 <= num_selected <= count, "num_selected", num_selected, f"from 1 to N = {count}")
 
     def rule(rows, usable):
@@ -522,7 +522,7 @@ def geometric_median(
     """
     weights = check_weights(updates, weights)
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
-    if is_concrete(smoothing):
+    if is_computable(smoothing):
         check(smoothing > 0, "smoothing", smoothing, "above 0")
     return aggregate(
         updates,
@@ -620,7 +620,7 @@ def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -
     rows, usable = counted(updates, mask)
     radius = jnp.asarray(radius, jnp.float32)
     check(radius.shape in ((), usable.shape), "radius", radius.shape, f"a number, or of shape {usable.shape}")
-    if is_concrete(radius):
+    if is_computable(radius):
         check((radius >= 0).all(), "radius", radius.tolist(), "at least 0, and not NaN")
     return _with_rows(updates, _shorten(rows, usable, radius)), usable
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.core.checks import check
 from jfcl.kernels.base import (
     HIGHEST,
     PyTree,
-    check,
     finite_rows,
     fold_columns,
-    is_concrete,
+    is_computable,
     product_of_rows,
     refuse_nonfinite,
     row_mask,
@@ -445,7 +445,7 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     if not jnp.issubdtype(similarity.dtype, jnp.floating):
         check(jnp.issubdtype(similarity.dtype, jnp.integer), name, similarity.dtype, "of real numbers")
         similarity = similarity.astype(jnp.float32)
-    if is_concrete(similarity):
+    if is_computable(similarity):
         difference, size = (float(x) for x in _asymmetry(similarity))
         if difference != difference:  # NaN
             refuse_nonfinite([similarity], name=name)

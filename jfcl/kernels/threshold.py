@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfcl.core.checks import check
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
     FORMS,
     HIGHEST,
     PyTree,
-    check,
     distances_from,
     finite_rows,
-    is_concrete,
+    is_computable,
     refuse_nonfinite,
     row_mask,
     rows_of,
@@ -107,7 +107,7 @@ def threshold_clustering(
     limit = jnp.asarray(limit, dtype)
     accepted = ((), (num_centers,), (num_rounds, num_centers))
     check(limit.shape in accepted, name, limit.shape, f"of one of the shapes {accepted}")
-    if is_concrete(limit):
+    if is_computable(limit):
         check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
         check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
     limits = jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], accepted[2])

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.data.text import PAD
-from jfcl.local import masked_mean
 from jfcl.models.tasks import functions_of
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl import files
+from jfcl.core import files
 
 IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 

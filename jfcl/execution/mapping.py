@@ -14,7 +14,7 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl import hosts
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count, client_ids, free_host_memory, num_clients
+from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -383,82 +382,3 @@ def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> C
     ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)
     beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max(initial=rows.start - 1)
     return Clients(jax.tree.map(put, clients.examples), put(clients.size), put(ids, beyond))
-
-
-def free_memory() -> float:
-    """Bytes that the default device has left (of a CPU: that the machine has); infinite where nobody knows."""
-    device = jax.local_devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return free_host_memory()
-
-
-def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: Mapping) -> int:
-    """Bytes of temporaries and results of one round with all `clients` (or their shapes), on each device.
-
-    The compiled program's own analysis says so; nothing is run, and no data are placed. Cost: a compilation.
-    """
-    rows = num_rows(client_axis, num_clients(clients))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    state = jax.eval_shape(algorithm.init, key, shapes)
-    analysis = jax.jit(algorithm.step).lower(key, state, shapes).compile().memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
-def check_memory(
-    algorithm: Algorithm,
-    clients: Clients,
-    client_axis: Mapping,
-    state: PyTree,
-    *,
-    copies: int | None = None,
-    others: Sequence[Clients] = (),
-    seeds_at_once: int = 1,
-) -> None:
-    """Says so if a run does not fit into memory, before anything is computed.
-
-    The data, `others` (those of tests) and twice the state, old and new, are added up; shapes will do. `copies` of the
-    data will be made: by default one, or none where the one device is the CPU, which takes them over where they are.
-    What a round needs besides is asked of the compiled program, but only where it might not fit: where many clients
-    train at once, or would, if the method keeps them, have large updates together. That costs a compilation.
-
-    Raises:
-      ValueError: with what is needed, what is free, and how many clients at once may fit.
-    """
-    n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
-    if hosts.several():  # all of them go on, or none
-        free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
-    if isinstance(client_axis, sharded):
-        inner = client_axis.inner  # the devices that a CPU is divided into share its memory
-        parts = jax.process_count() if jax.default_backend() == "cpu" else client_axis.mesh.size
-
-    def size(tree, skip=0):
-        return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-
-    if copies is None:
-        copies = 0 if jax.default_backend() == "cpu" and inner is client_axis else 1
-    data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
-    models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
-    check(
-        data + 2 * models < free,
-        "memory",
-        f"{(data + 2 * models) / 1e9:.1f} GB of data, models and states",
-        f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, or a smaller model",
-    )
-    at_once = inner.size if isinstance(inner, chunked) else -(-n // parts)
-    model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
-    training = at_once * (model + example) if at_once > 1 else 0
-    if 3 * seeds_at_once * max(training, -(-n // parts) * model) < free / 2:
-        return
-    needed = seeds_at_once * needed_memory(algorithm, clients, client_axis)
-    fits = int(at_once * (free - data) / needed)  # at most, as what is kept of all clients does not shrink
-    chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
-    advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
-    check(
-        data + needed < free,
-        "memory",
-        f"{(data + needed) / 1e9:.1f} GB",
-        f"at most the {free / 1e9:.1f} GB that are free; {advice}",
-    )

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl import noise
-from jfcl import span as spans
+from jfcl.client import noise
+from jfcl.client import span as spans
+from jfcl.client.losses import blank_padding, blank_rows, masked_mean
 from jfcl.core import (
     Batch,
     PyTree,
@@ -23,7 +24,6 @@ from jfcl.core import (
     dense_start,
     is_concrete,
 )
-from jfcl.kernels.base import sum_dtype
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
@@ -86,7 +86,7 @@ def local_training(
         Random keys in the optimiser's state, as `optax.add_noise` has, are not kept in any case: a client has other
         noise in each round, and other noise than the other clients, which follows from the key of the run.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
-        same but for rounding (see `jfcl.span`): `"auto"`, where it can be and that costs less; `"never"`;
+        same but for rounding (see `jfcl.client.span`): `"auto"`, where it can be and that costs less; `"never"`;
         `"always"`, or a `ValueError` that says why it cannot be.
 
     Raises:
@@ -145,42 +145,6 @@ def check_parts(task: Any, training: Any) -> None:
     check(isinstance(task, Task), "task", type(task).__name__, accepted)
     accepted = "what jfcl.local_training(optimizer, num_steps=...) returns"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
-
-
-def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
-
-    Summed and returned in float32 at least: 40,000 losses of 2.3 exceed the largest float16, and a sum of bfloat16
-    numbers has two digits.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> float(masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])))
-      2.0
-    """
-    dtype = sum_dtype(values)
-    kept = jnp.where(mask, values, jnp.zeros_like(values))
-    return kept.sum(dtype=dtype) / jnp.maximum(mask.sum(), 1).astype(dtype)
-
-
-def blank_rows(batch: Batch, real: jax.Array) -> Batch:
-    """`batch` (`[B, ...]`) with zeros where `real` `[B]` is False, so that no NaN there can spread."""
-
-    def blank(x):
-        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
-
-    return jax.tree.map(blank, batch)
-
-
-def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """One client's `examples` (`[M, ...]`) with zeros behind the first `size`."""
-    return blank_rows(examples, jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size)
-
-
-def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
-    """`[]`: the mean loss of one model over one client's real examples (0 for a client without any)."""
-    losses = task.loss(params, blank_padding(examples, size))
-    return masked_mean(losses, jnp.arange(len(losses)) < size)
 
 
 def examples_per_step(training: LocalTraining, max_examples: int) -> int:

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl import hosts, mapping, metrics
-from jfcl.aggregate import is_finite
-from jfcl.algorithms.ifca import lowest_loss
+from jfcl.analysis import metrics
+from jfcl.client.losses import lowest_loss
 from jfcl.core import (
     Algorithm,
     Clients,
@@ -31,10 +30,12 @@ from jfcl.core import (
     check_key,
     check_labels,
     check_state,
+    is_finite,
     num_clients,
 )
-from jfcl.runs import RunFolder
-from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
+from jfcl.execution import hosts, mapping, memory
+from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.progress import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
 
 # Over all rounds so far, in a record; and events of which it has the largest since the record before it. Of all else it
 # has the last round's.
@@ -477,7 +478,7 @@ def simulate(
         others = [] if test_clients is None else [of_all(test_clients)]
         others += [] if newcomers is None else [newcomers]
         seeds_at_once = min(seed_axis.size, len(keys)) if isinstance(seed_axis, mapping.chunked) else len(keys)
-        mapping.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
+        memory.check_memory(made, shapes, client_axis, like, others=others, seeds_at_once=seeds_at_once)
         clients = mapping.place(client_axis, clients, n)
         several = jax.tree.leaves(like.params)[0].shape[1] > 1
         learners = clients if serve == "loss" and made.by_loss and several else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from jfcl import metrics, parameter_tree, population, simulation
+from jfcl.analysis import metrics, parameter_tree
+from jfcl.simulation import loop as simulation
+from jfcl.simulation import population
 
 
 def clear_programs() -> None:

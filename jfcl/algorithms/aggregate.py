@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping
-from jfcl.core import Adversary, Clients, PyTree, attack_key, check, client_ids, num_clients
+from jfcl.core import Adversary, Clients, PyTree, attack_key, check, client_ids, is_finite, num_clients
+from jfcl.execution import mapping
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
     """`scale` `[n]` shaped and typed to multiply `x` `[n, ...]`."""
     return scale.reshape(scale.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
-
-
-def is_finite(tree: PyTree) -> jax.Array:
-    """`[]` bool: no NaN and no infinity anywhere in `tree` (of one client; vmap it for many)."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def where_rows(keep: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -218,8 +213,3 @@ def ravel_clients(tree: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree
         )
 
     return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), unravel
-
-
-def num_bytes(tree: PyTree) -> int:
-    """The bytes of a pytree of arrays (or of their shapes): what sending it once costs."""
-    return sum(int(np.prod(np.shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping
-from jfcl.aggregate import where_rows
+from jfcl.algorithms.aggregate import where_rows
 from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
+from jfcl.execution import mapping
 
 UpdateAttack = Callable[..., PyTree]
 # (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples

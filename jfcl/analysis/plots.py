@@ -12,10 +12,10 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
-from jfcl.files import write_whole
-from jfcl.metrics import contingency
-from jfcl.parameter_tree import Node
-from jfcl.theory import SplitProbability, max_noise
+from jfcl.algorithms.theory import SplitProbability, max_noise
+from jfcl.analysis.metrics import contingency
+from jfcl.analysis.parameter_tree import Node
+from jfcl.core.files import write_whole
 
 Records = Sequence[dict[str, Any]]
 
@@ -223,7 +223,7 @@ def split_probability(probability: SplitProbability, num_clusters: Sequence[int]
 
 
 def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Client-steps a second by the number of clients (`jfcl.bench.sweep`'s rows): a panel per model, all on log scales.
+    """Client-steps a second by the number of clients, a panel per model; rows of `jfcl.experiments.bench.sweep`.
 
     The colour is the method, the dashes are the mapping.
 

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import mapping
 from jfcl.algorithms import fedavg, ifca, local_only
+from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
-from jfcl.local import LocalTraining, local_training
+from jfcl.execution import mapping, memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
 from jfcl.models.networks import Conv
-from jfcl.runs import environment
+from jfcl.simulation.folder import environment
 
 # Called only when a mapping is used: some ask for devices.
 MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
@@ -251,7 +251,7 @@ def sweep(
     for model in models:
         make_task(model)
 
-    peak, limit_mb = sgemm_gflops(), mapping.free_memory() / 2e6
+    peak, limit_mb = sgemm_gflops(), memory.free_memory() / 2e6
     rows: list[dict[str, Any]] = []
     a_client: dict[tuple[str, ...], float] = {}  # seconds, with fewer clients
     sizes = sorted(set(clients))

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping
+from jfcl.core.checks import check
+from jfcl.execution import mapping
 from jfcl.kernels import optimal_bipartition, pairwise_cosine, separation_gap
-from jfcl.kernels.base import check, is_concrete
+from jfcl.kernels.base import is_computable
 
 Number = Any  # a number or an array
 
@@ -24,7 +25,7 @@ Number = Any  # a number or an array
 def _numbers(name: str, value: Number, accepted: str, ok) -> jax.Array:
     """`value` as floats, checked outside `jit`."""
     value = jnp.asarray(value, jnp.float32)
-    if is_concrete(value):
+    if is_computable(value):
         check(ok(value).all(), name, value.tolist(), accepted)
     return value
 

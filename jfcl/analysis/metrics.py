@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from jfcl import mapping
-from jfcl.algorithms.ifca import losses_under_all
+from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
 from jfcl.core import Clients, PyTree, Task
-from jfcl.local import blank_padding, masked_mean
+from jfcl.execution import mapping
 
 
 def evaluate(

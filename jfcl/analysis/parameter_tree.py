@@ -16,13 +16,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import local, mapping, metrics
-from jfcl.aggregate import is_finite, where_rows
+from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import initial_optimizers
 from jfcl.algorithms.heard import Heard
 from jfcl.algorithms.sides import Sides
 from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
-from jfcl.core import Clients, PyTree, Task, check, check_choice, check_clients, client_keys, max_examples, num_clients
+from jfcl.analysis import metrics
+from jfcl.client import local
+from jfcl.core import (
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_clients,
+    client_keys,
+    is_finite,
+    max_examples,
+    num_clients,
+)
+from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
 
 

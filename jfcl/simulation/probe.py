@@ -15,10 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jfcl import hosts, mapping
-from jfcl.aggregate import num_bytes
-from jfcl.core import Algorithm, Clients, num_clients
-from jfcl.runs import environment, write_json
+from jfcl.core import Algorithm, Clients, num_bytes, num_clients
+from jfcl.execution import hosts, mapping, memory
+from jfcl.simulation.folder import environment, write_json
 
 LEAST_CLIENTS = 64  # that are timed, where there are more than twice as many
 
@@ -125,7 +124,7 @@ def fastest(
         console.print(f"mapping: {known}, as an earlier probe found ({file})")
         return candidates[known]
 
-    limit = mapping.free_memory() - num_bytes(clients.examples)
+    limit = memory.free_memory() - num_bytes(clients.examples)
     n = hosts.total(num_clients(clients))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
     table = Table(title="mapping: a short probe", title_justify="left")
@@ -135,7 +134,7 @@ def fastest(
     few = enough_clients(candidates.values())
     for name, axis in candidates.items():
         algorithm = make(axis)
-        needs[name] = mapping.needed_memory(algorithm, shapes, axis)
+        needs[name] = memory.needed_memory(algorithm, shapes, axis)
         fits = hosts.same_everywhere(needs[name] <= limit)
         if fits:
             found[name] = seconds_per_client(algorithm, clients, axis, few)

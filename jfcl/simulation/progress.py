@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jfcl.runs import RunFolder
+from jfcl.simulation.folder import RunFolder
 
 
 class DivergedError(RuntimeError):

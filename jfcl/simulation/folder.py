@@ -8,8 +8,8 @@
 
 What is read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
 SHA-256 of those that preceded the checkpoint, results by the digests in `summary.json`. What is written becomes visible
-whole (`jfcl.files`), by the one process that holds the lock. A command that is refused changes nothing: `reopen` and
-`restore` only read, `begin` makes the first change.
+whole (`jfcl.core.files`), by the one process that holds the lock. A command that is refused changes nothing: `reopen`
+and `restore` only read, `begin` makes the first change.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl import files
 from jfcl._version import __version__
-from jfcl.core import PyTree
-from jfcl.files import read_json, write_json
+from jfcl.core import PyTree, files
+from jfcl.core.files import read_json, write_json
 
 __all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json", "verify_results", "write_json"]
 

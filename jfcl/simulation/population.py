@@ -1,6 +1,6 @@
 """Populations of which the device holds one cohort: each round another one is drawn, trained and put back.
 
-A round of a population is `algorithm.step` on a cohort. What the method keeps of each client (`jfcl.client_rows`) waits
+A round of a population is `algorithm.step` on a cohort. What the method keeps of each client (`client_rows`) waits
 on the host for the client's next turn; a thread gathers the next cohort from the `ClientStore` while one trains.
 """
 
@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping, metrics
-from jfcl.aggregate import is_finite
-from jfcl.client_rows import IN_MEMORY, ClientRows
-from jfcl.cohorts import make_sampler, who_answers
-from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key, check_state
+from jfcl.analysis import metrics
+from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key, check_state, is_finite
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
-from jfcl.runs import RunFolder
-from jfcl.simulation import MOST_CLUSTERS_KEPT, SERVE, SUMMED, History, finite_mean, found_clusters
-from jfcl.watch import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
+from jfcl.execution import mapping, memory
+from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
+from jfcl.simulation.cohorts import make_sampler, who_answers
+from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.loop import MOST_CLUSTERS_KEPT, SERVE, SUMMED, History, finite_mean, found_clusters
+from jfcl.simulation.progress import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined, warn_once
 
 _COHORT, _EVALUATED = range(2)  # streams of random numbers
 REMEMBER = 1000  # clients whose last updates are compared besides the cohort's, where nothing else is asked for
@@ -42,7 +42,7 @@ class PopulationHistory(NamedTuple):
       state: after the last round; rows of clients are those of its cohort.
       clients: of the evaluated clients, `[1, E]` each: `examples` (in training), `cluster`, and `loss`, `accuracy`, ...
         of their test examples; and their `id`, `[E]`.
-      rows: what is kept of every client of the population, a `jfcl.client_rows.ClientRows`.
+      rows: what is kept of every client of the population, a `jfcl.simulation.client_rows.ClientRows`.
     """
 
     records: list[dict[str, Any]]
@@ -436,7 +436,7 @@ def simulate_population(
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
-    mapping.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
+    memory.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
 
     # Divided among devices where the cohort is a multiple of them; otherwise the mapping itself sees to it every time.
     even = mapping.num_rows(client_axis, cohort) == cohort

@@ -1,0 +1,1 @@
+"""What one client does in a round: losses, local training, noise, augmentation."""

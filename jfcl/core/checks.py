@@ -1,0 +1,98 @@
+"""Checks of arguments: each raises `ValueError` before anything is compiled, and lets tracers pass."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INT32_MAX = 2**31 - 1  # what is counted is counted in int32 on the device
+SHOWN = 400  # characters of a refused value in a message; of a longer one the beginning and the end
+
+
+def is_concrete(value: Any) -> bool:
+    """False for a tracer, whose value cannot be looked at: validation skips those."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
+    """Raises `ValueError("<argument> must be <accepted>, got <value>")` unless `ok`; skips tracers.
+
+    Example:
+      >>> check(3 > 0, "num_rounds", 3, "positive")
+      >>> check(-1 > 0, "num_rounds", -1, "positive")
+      Traceback (most recent call last):
+      ValueError: num_rounds must be positive, got -1
+    """
+    if is_concrete(ok) and not bool(ok):
+        raise ValueError(f"{argument} must be {accepted}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """Returns `repr(value)`, of which a long one is cut in the middle: a message stays one that can be read.
+
+    Example:
+      >>> shown("ifca"), len(shown("x" * 10**6)) <= SHOWN
+      ("'ifca'", True)
+    """
+    text = f"an integer of {value.bit_length()} bits" if type(value) is int and abs(value) >= 10**SHOWN else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
+
+
+def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_MAX) -> None:
+    """Checks that a value is an integer from `least` to `most`, by default the largest of int32.
+
+    Raises:
+      ValueError: it is not.
+
+    Example:
+      >>> check_count("num_rounds", 2**31)
+      Traceback (most recent call last):
+      ValueError: num_rounds must be an integer, at least 1 and at most 2147483647, got 2147483648
+    """
+    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    above = f" and at most {most}" if integer and value > most else ""
+    check(integer and least <= value <= most, argument, value, f"an integer, at least {least}{above}")
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
+    """One of `choices`, or a `ValueError` that names the nearest one.
+
+    Example:
+      >>> check_choice("method", "ifac", ["fedavg", "ifca"])
+      Traceback (most recent call last):
+      ValueError: unknown method 'ifac': did you mean 'ifca'? Accepted: fedavg, ifca
+    """
+    choices = list(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value)[:SHOWN], choices, n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown {argument} {shown(value)}{hint} Accepted: {', '.join(choices)}")
+
+
+def check_finite(tree: Any, name: str) -> None:
+    """Checks that the concrete arrays of `tree` hold neither NaN nor infinity; arrays of other processes pass.
+
+    Raises:
+      ValueError: one does; its path is named.
+
+    Example:
+      >>> check_finite({"a": np.ones(2), "b": np.array([1, np.nan])}, "init_params")
+      Traceback (most recent call last):
+      ValueError: init_params['b'] must be finite, got NaN or infinity
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_concrete(leaf) and getattr(leaf, "is_fully_addressable", True):
+            fits = not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or np.isfinite(np.asarray(leaf)).all()
+            if not fits:
+                raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite, got NaN or infinity")
+
+
+def check_key(key: Any) -> None:
+    """`ValueError` for a key that `jax.random.key` did not make."""
+    made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    check(made, "key", key, "a key of jax.random.key(seed)")

@@ -1,0 +1,124 @@
+"""The client axis: sizes, names, random keys and cohorts of stacked clients, and checks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.core.checks import check, is_concrete
+from jfcl.core.types import Clients
+
+
+def num_clients(clients: Clients) -> int:
+    """The length `N` of the client axis, padding clients included."""
+    return clients.size.shape[0]
+
+
+def max_examples(clients: Clients) -> int:
+    """The length `M` of the example axis, padding included."""
+    return jax.tree.leaves(clients.examples)[0].shape[1]
+
+
+def client_ids(clients: Clients) -> jax.Array:
+    """`[N]` int32: the names that clients derive their randomness from."""
+    return jnp.arange(num_clients(clients), dtype=jnp.int32) if clients.id is None else jnp.asarray(clients.id)
+
+
+def mask(clients: Clients) -> jax.Array:
+    """`[N, M]` bool: True at real examples."""
+    return jnp.arange(max_examples(clients))[None, :] < jnp.asarray(clients.size)[:, None]
+
+
+def client_keys(key: jax.Array, clients: Clients) -> jax.Array:
+    """`[N]` keys, one per client, that depend on `key` and the client's id only: not on its row, chunk or device."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, client_ids(clients))
+
+
+def random_order(key: jax.Array, clients: Clients) -> jax.Array:
+    """`[N]` int32: the rows of `clients` in random order, those without examples behind. Each draws by its own id."""
+    draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
+    return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2))).astype(jnp.int32)
+
+
+def attack_key(clients_key: jax.Array) -> jax.Array:
+    """The attackers' common key, of the one that the clients' are made from: of an id that no client has."""
+    return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
+
+
+def server_key(clients_key: jax.Array) -> jax.Array:
+    """The server's own key of a round, of the one that the clients' are made from: of an id that no client has."""
+    return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max - 1)
+
+
+def take_clients(clients: Clients, rows: jax.Array) -> Clients:
+    """The clients at `rows` (`[C]` int), as a cohort that keeps its ids."""
+    return Clients(
+        jax.tree.map(lambda x: jnp.asarray(x)[rows], clients.examples),
+        jnp.asarray(clients.size)[rows],
+        client_ids(clients)[rows],
+    )
+
+
+def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
+    """Looks at concrete `clients` for everything that would make a simulation meaningless.
+
+    Raises:
+      ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
+        `allow_empty`, any client without one); NaN or infinite values in real examples; ids not `[N]`.
+    """
+    made = isinstance(clients, Clients)
+    check(made, name, type(clients).__name__, "Clients; jfcl.stack_clients makes them of a list of clients' arrays")
+    leaves = jax.tree.leaves(clients.examples)
+    check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
+    shapes = [np.shape(leaf) for leaf in leaves]
+    agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
+    check(agree, f"{name}.examples", shapes, "arrays that share their leading axes [N, M]")
+    n, m = shapes[0][:2]
+    check(np.shape(clients.size) == (n,), f"{name}.size", np.shape(clients.size), f"of shape ({n},)")
+    check(n > 0, f"{name}", n, "at least one client")
+    if clients.id is not None:
+        check(np.shape(clients.id) == (n,), f"{name}.id", np.shape(clients.id), f"of shape ({n},)")
+    if not all(is_concrete(leaf) for leaf in [clients.size, *leaves]):
+        return
+    size = np.asarray(clients.size)
+    check(np.issubdtype(size.dtype, np.signedinteger), f"{name}.size", size.dtype, "of a signed integer type")
+    check(size.min() >= 0 and size.max() <= m, f"{name}.size", (size.min(), size.max()), f"between 0 and M={m}")
+    check(size.max() > 0, f"{name}.size", 0, "positive for at least one client")
+    if not allow_empty and size.min() == 0:
+        rows = np.flatnonzero(size == 0)
+        raise ValueError(
+            f"{name}: {len(rows)} client(s) without examples (rows {rows[:5].tolist()}{'...' * (len(rows) > 5)});"
+            " drop them, or give them data"
+        )
+    real = np.arange(m)[None, :] < size[:, None]
+    for path, leaf in jax.tree.leaves_with_path(clients.examples):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            # The sum of a row is finite exactly when no entry is NaN or infinite (overflow of real data aside), and
+            # needs no boolean copy of the data.
+            sums = np.asarray(leaf).reshape(n, m, -1).sum(axis=2, dtype=np.float64)
+            bad = np.flatnonzero((~np.isfinite(sums) & real).any(axis=1))
+            if len(bad):
+                where = jax.tree_util.keystr(path)
+                raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
+
+
+def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
+    """Labels `examples["y"]` of real examples must be integers in `0..num_classes-1`, or `ValueError`."""
+    y = np.asarray(clients.examples["y"])
+    check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, "labels of an integer type")
+    real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
+    bad = ((y < 0) | (y >= num_classes)) & real
+    if bad.any():
+        row = int(np.flatnonzero(bad.reshape(len(y), -1).any(axis=1))[0])
+        raise ValueError(f"{name}: labels must lie in 0..{num_classes - 1}, got {int(y[bad][0])} at client {row}")
+
+
+def check_state(state: Any, clients: Clients) -> None:
+    """The contract every `Algorithm` keeps: `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
+    chex.assert_shape(state.cluster, (num_clients(clients),))
+    chex.assert_type(state.cluster, jnp.int32)
+    chex.assert_equal_shape_prefix(jax.tree.leaves(state.params), 1)

@@ -1,0 +1,51 @@
+"""Parameters as pytrees: their names, their size in bytes, and whether they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.core.checks import check
+from jfcl.core.types import PyTree
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The name of a parameter, such as `"Dense_0/kernel"`, from its path in a pytree."""
+    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+
+
+def get_parameter(params: PyTree, name: str) -> jax.Array:
+    """The parameter called `name`, as `path_name` calls it; `ValueError` if there is none.
+
+    Example:
+      >>> get_parameter({"Dense_0": {"kernel": 3}}, "Dense_0/kernel")
+      3
+    """
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    check(name in named, "parameter", name, f"one of {', '.join(named)}")
+    return named[name]
+
+
+def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
+    """`params` with `value` in the place of the parameter called `name`.
+
+    Example:
+      >>> set_parameter({"Dense_0": {"bias": 1, "kernel": 2}}, "Dense_0/kernel", 5)
+      {'Dense_0': {'bias': 1, 'kernel': 5}}
+    """
+    get_parameter(params, name)
+    return jax.tree_util.tree_map_with_path(lambda path, p: value if path_name(path) == name else p, params)
+
+
+def is_finite(tree: PyTree) -> jax.Array:
+    """`[]` bool: no NaN and no infinity anywhere in `tree` (of one client; vmap it for many)."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def num_bytes(tree: PyTree) -> int:
+    """The bytes of a pytree of arrays (or of their shapes): what sending it once costs."""
+    return sum(int(np.prod(np.shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

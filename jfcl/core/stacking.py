@@ -1,0 +1,103 @@
+"""Ragged clients as stacked arrays, and the host memory that those take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.core.checks import check
+from jfcl.core.types import Clients, PyTree
+
+
+def free_host_memory() -> float:
+    """Bytes that this machine, or the control group that it gives us, has left; infinite where nobody knows."""
+    free = [float("inf")]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(1024.0 * int(lines["MemAvailable"].split()[0]))
+    except (OSError, KeyError):
+        pass
+    group = Path("/sys/fs/cgroup")
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            stat = dict(line.split() for line in (group / limit).with_name("memory.stat").read_text().splitlines())
+            taken = int((group / used).read_text()) - int(stat[cached])
+            free.append(float(int((group / limit).read_text()) - taken))
+        except (OSError, KeyError, ValueError):  # of another version, or no limit ("max")
+            continue
+    return min(free)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """`np.zeros` whose memory starts at a multiple of 64 bytes, so that jax on a CPU takes it over without a copy.
+
+    `ValueError` for more than there is: an operating system may give it, and end the program when it is used.
+    """
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    if count > 2**27:  # of less, nobody runs out
+        free = free_host_memory()
+        check(
+            count < free,
+            "memory",
+            f"{count / 1e9:.1f} GB for clients' examples {shape}",
+            f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples",
+        )
+    memory = np.zeros(count + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + count].view(dtype).reshape(shape)
+
+
+def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Clients:
+    """Stacks ragged clients into `Clients`, padding each with zeros to the largest (or to `pad_to`) examples.
+
+    Args:
+      clients: one pytree of `[m_i, ...]` arrays per client, all of the same structure.
+      pad_to: the length `M` of the example axis; at least the largest client.
+
+    Returns:
+      `Clients` of NumPy arrays (on the host).
+
+    Raises:
+      ValueError: no clients; arrays of one client that differ in length; a client larger than `pad_to`.
+
+    Example:
+      >>> import numpy as np
+      >>> stack_clients([{"x": np.ones((2, 3))}, {"x": np.ones((1, 3))}]).size.tolist()
+      [2, 1]
+    """
+    clients = list(clients)
+    if not clients:
+        raise ValueError("stack_clients needs at least one client, got none")
+    sizes, structure = [], jax.tree.structure(clients[0])
+    for i, client in enumerate(clients):
+        if jax.tree.structure(client) != structure:
+            raise ValueError(f"client {i}: its arrays are {jax.tree.structure(client)}, those of client 0 {structure}")
+        lengths = {len(leaf) for leaf in jax.tree.leaves(client)}
+        if len(lengths) != 1:
+            raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")
+        sizes.append(lengths.pop())
+    longest = max(sizes)
+    if pad_to is not None and pad_to < longest:
+        raise ValueError(f"pad_to must be at least the largest client's {longest} examples, got {pad_to}")
+    length = longest if pad_to is None else pad_to
+
+    def stack(*leaves):
+        leaves = [np.asarray(leaf) for leaf in leaves]
+        shape = leaves[0].shape[1:]
+        for i, leaf in enumerate(leaves):
+            if leaf.shape[1:] != shape:
+                raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
+        out = aligned_zeros((len(leaves), length, *shape), np.result_type(*leaves))  # a type that holds them all
+        for row, leaf in zip(out, leaves, strict=True):
+            row[: len(leaf)] = leaf
+        return out
+
+    return Clients(jax.tree.map(stack, *clients), np.asarray(sizes, np.int32))

@@ -1,0 +1,1 @@
+"""How a function of one client becomes one of all clients: mappings, several hosts, memory."""
