@@ -468,16 +468,21 @@ def _names(tree: PyTree) -> list[tuple[str, Any]]:
 
 def _write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
     """Writes `state.bin`; returns name, type, shape and SHA-256 of every array in it."""
-    leaves = []
-    with files.new_file(path) as descriptor, ThreadPoolExecutor(1) as hashing:
+    leaves, digests = [], []
+    with files.new_file(path) as descriptor, ThreadPoolExecutor(2) as hashing:
         for name, leaf in _names(state):
             array = np.asarray(_plain(leaf))
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            digest = hashing.submit(hashlib.sha256, data)
+            digests.append(hashing.submit(_sha256, data))
             files.write_all(descriptor, data)
-            about = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
-            leaves.append(about | {"sha256": digest.result().hexdigest()})
-    return leaves
+            leaves.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape)})
+            if len(digests) > 2:  # hashing is slower than writing, and the host holds three arrays at most
+                digests[-3].result()
+    return [leaf | {"sha256": digest.result()} for leaf, digest in zip(leaves, digests, strict=True)]
+
+
+def _sha256(data: np.ndarray) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _read_leaves(path: Path, about: dict[str, Any], like: PyTree) -> PyTree:
