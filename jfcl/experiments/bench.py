@@ -245,7 +245,7 @@ def sweep(
     counts = {"examples": examples, "batch_size": batch_size, "local_steps": local_steps, "repeats": repeats}
     for argument, value in (*(("clients", n) for n in clients), *counts.items(), ("clusters", clusters)):
         check_count(argument, value)
-    check(seconds > 0, "seconds", seconds, "positive")
+    check(0 < seconds < math.inf, "seconds", seconds, "positive and finite")
     enough = "ifca" not in methods or clusters <= min(clients)
     check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")
     for model in models:
