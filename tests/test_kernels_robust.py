@@ -413,7 +413,7 @@ Z = jnp.ones((6, 2))
         (lambda: kernels.make_aggregator("nnm+krun"), "unknown aggregator 'krun': did you mean 'krum'"),
         (
             lambda: kernels.make_aggregator("krum+nnm"),
-            r"clip_norms, .* at the end one aggregator \(mean, .*'krum\+nnm'",
+            r"nnm\) and at the end one aggregator \(mean, .*'krum\+nnm'",
         ),
         (lambda: kernels.make_aggregator("krum+mean"), "pre-aggregators .* at the end one aggregator .*, joined by"),
         (lambda: kernels.make_aggregator("nnm"), "at the end one aggregator"),

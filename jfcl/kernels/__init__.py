@@ -6,16 +6,10 @@ clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; 
 """
 
 from jfcl.kernels.aggregators import AGGREGATORS, PRE_AGGREGATORS, aggregator_options, make_aggregator
-from jfcl.kernels.bipartition import (
-    Bipartition,
-    complete_linkage_tree,
-    cut,
-    optimal_bipartition,
-    separation_gap,
-    single_linkage_tree,
-)
+from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.clipping import centered_clip
+from jfcl.kernels.dendrogram import complete_linkage_tree, cut, single_linkage_tree
 from jfcl.kernels.distances import gram, squared_distances
 from jfcl.kernels.geometric_median import geometric_median
 from jfcl.kernels.kmeans import KMeans, kmeans
