@@ -287,7 +287,7 @@ def test_synthetic_populations_in_blocks(tmp_path, name, options):
     [
         ({"num_clients": 0}, "num_clients must be an integer, at least 1, got 0"),
         ({"examples_per_client": 2000}, "examples_per_client must be at most 1438, the training examples of cluster 0"),
-        ({"num_clusters": 200}, "num_clusters must be at most the number of clients, 100"),
+        ({"num_clusters": 200}, "num_clusters must be at most 100, the number of clients"),
         ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
         ({"partition": "writer"}, "unknown partition 'writer'"),
         ({"layout": "index_"}, "did you mean 'index'"),

@@ -13,6 +13,7 @@ from jfcl.core.checks import (
 )
 from jfcl.core.clients import (
     attack_key,
+    check_at_most_clients,
     check_clients,
     check_labels,
     check_state,
@@ -42,6 +43,7 @@ __all__ = [
     "aligned_zeros",
     "attack_key",
     "check",
+    "check_at_most_clients",
     "check_choice",
     "check_clients",
     "check_count",

@@ -106,6 +106,20 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
                 raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
 
 
+def check_at_most_clients(argument: str, value: int, count: int) -> None:
+    """Checks that a value is at most the number of clients.
+
+    Raises:
+      ValueError: it is larger.
+
+    Example:
+      >>> check_at_most_clients("num_clusters", 5, 3)
+      Traceback (most recent call last):
+      ValueError: num_clusters must be at most 3, the number of clients, got 5
+    """
+    check(value <= count, argument, value, f"at most {count}, the number of clients")
+
+
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
     """Labels `examples["y"]` of real examples must be integers in `0..num_classes-1`, or `ValueError`."""
     y = np.asarray(clients.examples["y"])

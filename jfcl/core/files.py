@@ -91,6 +91,27 @@ def new_file(path: Path) -> Iterator[int]:
         raise
 
 
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder that is renamed to `path` at the end, or removed where an error ends it.
+
+    Raises:
+      ValueError: `path` exists.
+    """
+    if path.exists():
+        raise ValueError(f"path must be a folder that is not there yet, got {str(path)!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        os.rename(scratch, path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def replace_together(folder: Path, contents: dict[str, Any]) -> None:
     """Replaces several files of `folder` (name to bytes); the last one, where it exists, describes the others.
 

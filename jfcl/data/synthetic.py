@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice, check_count
-from jfcl.data.build import Federation, check_enough_clients, split_hash
+from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count
+from jfcl.data.build import Federation, split_hash
 
 
 def ifca_regression(
@@ -158,7 +158,7 @@ def xor_toy(
     """
     check_choice("kind", kind, ["xor", "opposite"])
     check_count("num_clients", num_clients)
-    check_enough_clients(num_clients, 2)
+    check_at_most_clients("num_clusters", 2, num_clients)
     _check_scale("spread", spread)
     check_count("first_client", first_client, least=0)
     check(first_client % 2 == 0, "first_client", first_client, "a multiple of 2, the number of clusters")
@@ -220,7 +220,7 @@ def blobs(
     check_count("num_points", num_points)
     check_count("num_clusters", num_clusters)
     check_count("dim", dim)
-    check_enough_clients(num_points, num_clusters)
+    check_at_most_clients("num_clusters", num_clusters, num_points)
     _check_scale("std", std)
     points, cluster, centers = make_blobs(
         num_points, dim, centers=num_clusters, cluster_std=std, random_state=seed, return_centers=True
@@ -247,7 +247,7 @@ def _regression(name, theta, mean, num_clients, examples, test_examples, noise, 
     check_count("num_clients", num_clients)
     check_count("seed", seed, least=0, most=2**63 - 1)
     check_count("first_client", first_client, least=0)
-    check_enough_clients(num_clients, num_clusters)
+    check_at_most_clients("num_clusters", num_clusters, num_clients)
     _check_scale("noise", noise)
     cluster = ((first_client + np.arange(num_clients)) % num_clusters).astype(np.int32)
 
