@@ -23,11 +23,11 @@ from jfcl.kernels.similarity import signed_sums
 
 
 def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | None = None) -> jax.Array:
-    """The inner products of all points, `Z Zᵀ`.
+    """Returns the inner products of all points, `Z Zᵀ`.
 
     Args:
       points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
-      mask: `[N]` bool; rows that do not count have inner product 0, NaN or not.
+      mask: `[N]` bool; rows that do not count have inner product 0, also with NaN.
       block_size: columns that are multiplied at once.
 
     Returns:
@@ -58,21 +58,21 @@ def _gram(rows, mask, block_size=None):
 
 
 def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: jax.Array | None = None) -> jax.Array:
-    """Squared Euclidean distances, `‖x‖² − 2 x·y + ‖y‖²`, with the points first moved to an origin among them.
+    """Returns squared Euclidean distances, `‖x‖² − 2 x·y + ‖y‖²`, relative to an origin among the points.
 
-    Without that move, an offset that all points share eats the digits of their differences; and a move to their mean
-    is no help where a few hostile points lie far away. The origin is therefore the mean of the quarter of the points
-    nearest to a central one.
+    Relative to zero, an offset that all points share would cost the digits of their differences. Their mean is no
+    suitable origin where a few hostile points are far away. The origin is therefore the mean of the quarter of the
+    points nearest to a central one.
 
     Args:
       points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
       centers: `[K, D]` or a pytree of the same structure; default: the points themselves.
-      mask: `[N]` bool; points that do not count are infinitely far from everything, themselves excepted.
+      mask: `[N]` bool; points that do not count are infinitely far from all others.
 
     Returns:
       `[N, N]` (symmetric, zero diagonal), or `[N, K]`; at least 0. The error is of the order of `eps` times the
-      squared distance to the origin, so very close pairs far from it have few right digits; of a point so far from it
-      that squares overflow, all are infinite. Inside `jit`, points with NaN or infinity count as masked.
+      squared distance to the origin, so very close pairs far from it have few correct digits. All distances of a point
+      are infinite if its square overflows. Inside `jit`, points with NaN or infinity count as masked.
 
     Raises:
       ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
@@ -97,7 +97,8 @@ def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: ja
 
 
 @jax.jit
-def squared_row_distances(rows, mask):
+def squared_row_distances(rows: list[jax.Array], mask: jax.Array) -> jax.Array:
+    """Returns `[N, N]` squared distances of all rows; `inf` for pairs with a masked or non-finite row."""
     usable = mask & finite_rows(rows)
     products = centred_gram(rows, central_origin(rows, usable), usable)
     norms = jnp.diagonal(products)
@@ -120,7 +121,7 @@ def _squared_distances_to(rows, others, mask):
 
 
 def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Array) -> jax.Array:
-    """`[N, N]`: `(Z − origin)(Z − origin)ᵀ`, zero for unusable rows, without a moved copy of `Z`."""
+    """Returns `(Z − origin)(Z − origin)ᵀ` `[N, N]`, zero for unusable rows, without a shifted copy of `Z`."""
 
     def moved(part, leaf, start):
         by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
@@ -130,11 +131,10 @@ def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Arr
 
 
 def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
-    """A point in the thick of the usable rows: the mean of the quarter of them nearest to a central one.
+    """Returns a point in the middle of most usable rows: the mean of the quarter of them nearest to a central one.
 
-    Nearness is judged on 16 random signed sums of each row, which keep distances to about a third; the central point
-    is the one of 64 spread over the rows with the smallest median distance to all. So up to nearly half of the rows
-    may be anywhere.
+    Distances are estimated from 16 random signed sums of each row, to within about a third. The central row is, of 64
+    rows, the one with the smallest median distance to all. So nearly half of the rows may be anywhere.
 
     Returns:
       One vector `[d]` for each matrix `[N, d]`. Cost: 16 multiplications a number, two passes over the rows.

@@ -30,19 +30,19 @@ from jfcl.kernels.base import (
 def pairwise_cosine(
     updates: PyTree, *, mask: jax.Array | None = None, dtype: Any = None, block_size: int | None = None
 ) -> jax.Array:
-    """The cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
+    """Returns the cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis (leaves are not concatenated).
-      mask: `[N]` bool; rows that do not count (padding clients) get similarity 0 to everybody, NaN or not.
-      dtype: multiply in this type, `jnp.bfloat16` say, rounding the normalised updates to it (a similarity is then
-        right to about 1e-3); sums are float32 always. Default: the updates' own.
+      mask: `[N]` bool; rows that do not count (padding clients) have similarity 0 to all rows, also with NaN.
+      dtype: the type of the products, such as `jnp.bfloat16`, to which the normalised updates are rounded (a similarity
+        is then correct to about 1e-3); sums are always float32. Default: the type of the updates.
       block_size: columns that are multiplied at once; default 2048, or 1024 for many clients.
 
     Returns:
       `[N, N]` float32 (float64 for float64 updates), exactly symmetric, within [-1, 1]. A zero row has similarity 0
-      to everybody, itself included; so has one whose norm is below the smallest normal number. Inside `jit`, a row
-      with NaN or infinity has similarity -1 to every other one, so that bipartitions split it off first.
+      to all rows, itself included; so does a row with a norm below the smallest normal number. Inside `jit`, a row with
+      NaN or infinity has similarity -1 to every other row, so that bipartitions separate it first.
 
     Raises:
       ValueError: wrong rank or lengths, no clients, a non-positive block size; outside `jit`: rows with NaN or
@@ -85,8 +85,8 @@ def _pairwise_cosine(rows, mask, dtype, block_size):
 def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float:
     """Returns how far rounding alone brings the computed similarity of parallel updates below 1.
 
-    `1 - similarity <= similarity_tolerance(D, dtype)` therefore means: identical updates but for their lengths, as far
-    as the precision tells. Updates whose directions differ by an angle above `sqrt(2 tolerance)` are told apart.
+    `1 - similarity <= similarity_tolerance(D, dtype)` therefore means that the updates are identical except for their
+    lengths, within the precision. Directions that differ by an angle above `sqrt(2 tolerance)` are distinguished.
 
     The bound is the sum of two:
 
@@ -122,9 +122,9 @@ def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float
 
 
 def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two factors `[N]` that bring a row to length 1, one after the other; the second is 0 for zero and unusable rows.
+    """Returns two factors `[N]` that scale a row to length 1; the second is 0 for zero and unusable rows.
 
-    Where a sum of squares over- or underflows, the first is a power of two that prevents it; else it is 1.
+    Where a sum of squares over- or underflows, the first is a power of two that prevents it; otherwise it is 1.
     """
 
     def plain():
@@ -142,7 +142,7 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
 
     norms = squared_norms(rows)
     tiny = jnp.finfo(norms.dtype).tiny
-    # The sum of squares of a row whose numbers all lie above sqrt(tiny/eps) has lost nothing to underflow.
+    # Numbers above sqrt(tiny/eps) lose nothing to underflow in a sum of squares.
     safe = jnp.isfinite(norms) & (norms > 1e10 * tiny)
     power, norms = jax.lax.cond((safe | ~usable).all(), plain, careful)
     norms = jnp.where(usable, norms, jnp.zeros_like(norms))
@@ -150,18 +150,18 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
 
 
 def scaled_rows(x: jax.Array, usable: jax.Array, scale: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Row `i` of `x` times both factors of `scale`; zeros where not `usable`, NaN or not."""
+    """Returns `x` with row `i` times both factors of `scale`; zeros in rows that are not `usable`."""
     power, inverse = (s[:, None] for s in scale)
-    # In the factors' type: in 16 bits they would be wrong by the same share for a whole row, or infinite.
+    # In the factors' type: rounded to 16 bits, they would scale a whole row wrongly, or be infinite.
     return jnp.where(usable[:, None], x.astype(power.dtype) * power * inverse, 0.0).astype(x.dtype)
 
 
 def signed_sums(
     rows: list[jax.Array], usable: jax.Array, key: jax.Array, count: int, block: int | None = None
 ) -> jax.Array:
-    """`[N, count]`: sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows.
+    """Returns `[N, count]`, sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows.
 
-    The signs depend on `key`, on the widths of `rows` and on `block` (columns; default: what suits `N`).
+    The signs depend on `key`, on the widths of `rows` and on `block` (columns; default: chosen by `N`).
     """
     dtype = sum_dtype(*rows)
 
@@ -176,7 +176,7 @@ def signed_sums(
 
 
 class SimilaritySummary(NamedTuple):
-    """The extremes of similarity inside and across given clusters; `[]` each."""
+    """The extremes of similarity inside and across clusters; `[]` each."""
 
     intra_min: jax.Array
     intra_max: jax.Array
@@ -187,12 +187,12 @@ class SimilaritySummary(NamedTuple):
 def similarity_summary(
     similarity: jax.Array, clusters: jax.Array, *, mask: jax.Array | None = None
 ) -> SimilaritySummary:
-    """The smallest and largest similarity of two clients of one cluster, and of two of different clusters.
+    """Returns the smallest and largest similarity of two clients of one cluster, and of two of different clusters.
 
     Args:
       similarity: `[N, N]`, symmetric.
-      clusters: `[N]` integers: who belongs together.
-      mask: `[N]` bool: who counts.
+      clusters: `[N]` integers, the cluster of each client.
+      mask: `[N]` bool, the clients that count.
 
     Returns:
       Four numbers; where there is no such pair, the minimum is `inf` and the maximum `-inf`.
@@ -225,10 +225,10 @@ def _similarity_summary(similarity, clusters, mask):
 
 
 def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
-    """`similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
+    """Returns `similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
 
-    Symmetry is checked on products with two vectors of random signs (two reads of the matrix rather than a compared
-    transpose): rounding passes, a difference of 1e-2 anywhere does not.
+    Symmetry is checked on products with a vector of random signs from both sides (two reads of the matrix instead of a
+    comparison with its transpose). Rounding passes; a difference of 1e-2 anywhere does not.
     """
     similarity = jnp.asarray(similarity)
     check(
@@ -257,7 +257,7 @@ def _asymmetry(similarity):
 
 
 def as_clusters(clusters: Any, count: int) -> jax.Array:
-    """`clusters` as integers `[count]`, or a `ValueError`."""
+    """Returns `clusters` as integers `[count]`, or raises `ValueError`."""
     clusters = jnp.asarray(clusters)
     check(
         clusters.shape == (count,) and jnp.issubdtype(clusters.dtype, jnp.integer),
