@@ -160,7 +160,7 @@ def test_what_is_no_store_is_refused(folder):
         ClientStore.open(folder.parent)
     about = json.loads((folder / "store.json").read_text())
     (folder / "store.json").write_text(json.dumps(about | {"format": 99}))
-    with pytest.raises(ValueError, match=r"format of .* must be 1, what jfcl writes, got 99"):
+    with pytest.raises(ValueError, match=r"format of .* must be 1, as jfcl writes it, got 99"):
         ClientStore.open(folder)
     (folder / "store.json").write_text('{"form')
     with pytest.raises(ValueError, match=r"store.json is damaged"):

@@ -1,4 +1,4 @@
-"""What the rest of the library is made of: types, the client axis, parameters, checks, files."""
+"""Types, the client axis, parameters, checks and files, on which the rest of the library is built."""
 
 from jfcl.core.checks import (
     INT32_MAX,

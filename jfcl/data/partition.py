@@ -279,14 +279,21 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
 
 
 def power_law(
-    num_examples, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
+    num_examples,
+    num_clients: int,
+    *,
+    exponent: float = 1.0,
+    seed: Seed,
+    min_size: int = 1,
+    examples_seed: Seed | None = None,
 ) -> list[np.ndarray]:
     """Divides the examples at random into parts with `power_law_sizes`.
 
     Args:
       num_examples: `n`, or the labels `[n]`.
       exponent, min_size: as in `power_law_sizes`.
-      seed: of the sizes; the examples are drawn with the same integer, or with the sequence `(*seed, 1)`.
+      seed: of the sizes.
+      examples_seed: of the division of the examples; default: `seed`.
 
     Example:
       >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
@@ -294,7 +301,7 @@ def power_law(
     """
     num_examples = _count(num_examples)
     sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
-    return by_sizes(num_examples, sizes, seed=seed if np.ndim(seed) == 0 else (*seed, 1))
+    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
 
 PARTITIONS = {

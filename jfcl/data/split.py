@@ -168,7 +168,7 @@ def divide(split: Split, train: Pool, test: Pool, num_clients: int, group: int) 
             f" {split.dataset.name!r} has {len(rows)} training examples for them; use fewer clients, fewer"
             " examples_per_client, or reuse='cluster'"
         )
-    options = {"examples_per_client": each, **split.options}
+    options = {"examples_per_client": each, "examples_seed": (*stream, 1), **split.options}
     taken = {name: value for name, value in options.items() if name in inspect.signature(partition).parameters}
     if each is not None and "examples_per_client" not in taken:  # as many on average
         rows = rows[np.sort(rng.permutation(len(rows))[: num_clients * each])]
