@@ -102,7 +102,7 @@ class Algorithm(NamedTuple):
     Attributes:
       init: `(key, clients) -> state`.
       step: `(key, state, clients) -> (state, metrics)`, one communication round. `key` is that round's own key.
-      task: the task whose parameters the state holds; the simulation evaluates with it.
+      task: the task of the parameters in the state; the simulation evaluates with it.
       check: `(clients on the host) -> None`, raises `ValueError` for clients that the method does not support, where
         their shapes do not show it. The simulation calls it before anything is compiled.
       refresh: `(state, clients) -> state`, computes again the parts of the state of each client that follow from the

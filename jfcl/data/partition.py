@@ -232,7 +232,7 @@ def power_law_sizes(
       min_size: the examples that every client gets first; the rest is divided by the power law.
 
     Returns:
-      `[N]` int64, in random order, whose sum is `num_examples`.
+      `[N]` int64, in random order, with the sum `num_examples`.
 
     Raises:
       ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.

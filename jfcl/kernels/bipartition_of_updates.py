@@ -52,7 +52,7 @@ def bipartition_of_updates(
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
       active: `[N]` bool, the members of the cluster to split; default all.
-      block_size: clients whose similarities to a block of others are computed at once; default 1024.
+      block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
       sketch_dim: compare random projections of the updates to this many numbers instead. With probability
         `1 - δ`, no similarity and hence not `cross_similarity` is then off by more than
         `sqrt(8 ln(2 N² / δ) / sketch_dim)` (Johnson-Lindenstrauss; for N = 10⁴, δ = 0.01 and 4,000 numbers: 0.22.

@@ -20,7 +20,7 @@ class Products(NamedTuple):
     """Inner products relative to an origin among the points, from which distances are computed."""
 
     points: jax.Array  # [N, N]
-    far: jax.Array  # [N] bool: points whose squares overflow: zero in the products, at an infinite distance
+    far: jax.Array  # [N] bool: points with squares that overflow: zero in the products, at an infinite distance
     starts: jax.Array | None  # [K, N]: of each centre's start with each point; None: the starts are points
     start_norms: jax.Array | None  # [K]
 

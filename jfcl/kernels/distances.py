@@ -146,7 +146,7 @@ def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:
 
     def distances(candidate):
         squares = jnp.square(sketch - sketch[candidate][None, :]).sum(axis=1)
-        counts = usable & usable[candidate] & ~jnp.isnan(squares)  # NaN: of a row whose sums overflow
+        counts = usable & usable[candidate] & ~jnp.isnan(squares)  # NaN: sums of the row overflow
         return jnp.where(counts, squares, far)
 
     to_all = jax.lax.map(distances, candidates)  # [64, N]
