@@ -93,7 +93,7 @@ def test_cnn_cifar24_looks_at_the_middle_standardised():
     want = plain.predict(params, jnp.asarray(standard, jnp.float32))
     np.testing.assert_allclose(task.predict(params, jnp.asarray(x, jnp.float32)), want, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(task.predict(params, jnp.asarray(middle, jnp.float32)), want, rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it looks at 24 x 24"):
+    with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it uses 24 x 24"):
         jfcl.models.classification(make(10), (8, 8, 1), 10)
 
 

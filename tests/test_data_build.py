@@ -244,7 +244,7 @@ def spoiled(**changes):
         (tagged, {"partition": "dirichlett"}, "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
         (tagged, {"reuse": "always"}, "unknown reuse"),
         (lambda: "digist", {}, "unknown dataset 'digist': did you mean 'digits'?"),
-        (tagged, {"num_clusters": 7}, "num_clusters must be at most the number of clients, 6, got 7"),
+        (tagged, {"num_clusters": 7}, "num_clusters must be at most 6, the number of clients, got 7"),
         (tagged, {"num_clusters": 0}, "num_clusters must be an integer, at least 1"),
         (tagged, {"num_clients": None}, "num_clients must be an integer"),
         (tagged, {"num_clients": 241}, "num_clients: 241 clients need 241 examples"),

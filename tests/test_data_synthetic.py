@@ -123,9 +123,9 @@ def test_synthetic_problems_follow_their_seed(make):
         (lambda: fc_regression(clients_per_cluster=0), "clients_per_cluster must be an integer, at least 1"),
         (lambda: fc_regression(examples_per_client=0), "examples_per_client must be an integer, at least 1"),
         (lambda: xor_toy(kind="nor"), "unknown kind 'nor': did you mean 'xor'"),
-        (lambda: xor_toy(num_clients=1), "num_clusters must be at most the number of clients, 1, got 2"),
+        (lambda: xor_toy(num_clients=1), "num_clusters must be at most 1, the number of clients, got 2"),
         (lambda: xor_toy(spread=-0.1), "spread must be at least 0"),
-        (lambda: blobs(num_points=5), "num_clusters must be at most the number of clients, 5, got 10"),
+        (lambda: blobs(num_points=5), "num_clusters must be at most 5, the number of clients, got 10"),
         (lambda: blobs(std=-1.0), "std must be at least 0"),
     ],
 )

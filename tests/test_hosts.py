@@ -140,14 +140,16 @@ def test_a_coordinator_that_does_not_answer(monkeypatch):
 def test_processes_that_do_not_come(monkeypatch):
     monkeypatch.setattr(hosts, "TIMEOUT", 0.5)
     port = free_port()
-    with pytest.raises(ValueError, match=rf"of the 3 processes, 1, 2 did not come to port {port} within 0.5 seconds"):
+    with pytest.raises(
+        ValueError, match=rf"of the 3 processes, 1, 2 did not connect to port {port} within 0.5 seconds"
+    ):
         hosts.connect(f"localhost:{port}", 3, 0)
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"port {port} cannot be used .* is another program at it\?"):
+        with pytest.raises(ValueError, match=rf"port {port} cannot be used .* does another program use it\?"):
             hosts.connect(f"localhost:{port}", 2, 0)
 
 
@@ -163,7 +165,7 @@ def test_something_else_at_the_port():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ValueError, match=r"a process 0 that waits for us: 'HTTP/1.0 400"):
+        with pytest.raises(ValueError, match=r"a process 0 that waits for others: 'HTTP/1.0 400"):
             hosts.connect(f"localhost:{other.getsockname()[1]}", 2, 1)
         thread.join()
 
@@ -253,7 +255,7 @@ def test_a_mesh_in_which_processes_alternate(monkeypatch):
     monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
     monkeypatch.setattr(mapping.jax, "process_index", lambda: 1)
     monkeypatch.setattr(Mesh, "devices", np.array([Device(i % 3) for i in range(6)]))
-    with pytest.raises(ValueError, match="devices of a process lie next to each other"):
+    with pytest.raises(ValueError, match="devices of a process next to each other"):
         mapping.own_rows(mapping.sharded(Mesh()), 12)
 
 
@@ -309,7 +311,9 @@ def slurm(monkeypatch, process, count=2):
     monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
 
 
-@pytest.mark.parametrize(("process", "said"), [(0, "of the 2 processes, 1 did not come"), (1, "did not answer within")])
+@pytest.mark.parametrize(
+    ("process", "said"), [(0, "of the 2 processes, 1 did not connect"), (1, "did not answer within")]
+)
 def test_slurm_where_not_all_come(monkeypatch, process, said):
     slurm(monkeypatch, process)
     with pytest.raises(ValueError, match=said):
@@ -317,7 +321,7 @@ def test_slurm_where_not_all_come(monkeypatch, process, said):
 
 
 def test_auto_where_nobody_knows(monkeypatch):
-    with pytest.raises(ValueError, match="nothing here says where the others are, got 'auto'"):
+    with pytest.raises(ValueError, match="no cluster was detected here, got 'auto'"):
         hosts.connect("auto")
 
 

@@ -160,7 +160,7 @@ def test_what_is_no_store_is_refused(folder):
         ClientStore.open(folder.parent)
     about = json.loads((folder / "store.json").read_text())
     (folder / "store.json").write_text(json.dumps(about | {"format": 99}))
-    with pytest.raises(ValueError, match=r"format of .* must be 1, what jfcl writes, got 99"):
+    with pytest.raises(ValueError, match=r"format of .* must be 1, as jfcl writes it, got 99"):
         ClientStore.open(folder)
     (folder / "store.json").write_text('{"form')
     with pytest.raises(ValueError, match=r"store.json is damaged"):
@@ -287,7 +287,7 @@ def test_synthetic_populations_in_blocks(tmp_path, name, options):
     [
         ({"num_clients": 0}, "num_clients must be an integer, at least 1, got 0"),
         ({"examples_per_client": 2000}, "examples_per_client must be at most 1438, the training examples of cluster 0"),
-        ({"num_clusters": 200}, "num_clusters must be at most the number of clients, 100"),
+        ({"num_clusters": 200}, "num_clusters must be at most 100, the number of clients"),
         ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
         ({"partition": "writer"}, "unknown partition 'writer'"),
         ({"layout": "index_"}, "did you mean 'index'"),

@@ -1,4 +1,4 @@
-"""What the rest of the library is made of: types, the client axis, parameters, checks, files."""
+"""Types, the client axis, parameters, checks and files, on which the rest of the library is built."""
 
 from jfcl.core.checks import (
     INT32_MAX,
@@ -13,6 +13,7 @@ from jfcl.core.checks import (
 )
 from jfcl.core.clients import (
     attack_key,
+    check_at_most_clients,
     check_clients,
     check_labels,
     check_state,
@@ -42,6 +43,7 @@ __all__ = [
     "aligned_zeros",
     "attack_key",
     "check",
+    "check_at_most_clients",
     "check_choice",
     "check_clients",
     "check_count",

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INT32_MAX = 2**31 - 1  # what is counted is counted in int32 on the device
-SHOWN = 400  # characters of a refused value in a message; of a longer one the beginning and the end
+INT32_MAX = 2**31 - 1  # counts are int32 on the device
+SHOWN = 400  # characters of a refused value in a message; a longer one is shortened to its beginning and end
 
 
 def is_concrete(value: Any) -> bool:
-    """False for a tracer, whose value cannot be looked at: validation skips those."""
+    """Returns False for a tracer, which has no value yet: validation skips tracers."""
     return not isinstance(value, jax.core.Tracer)
 
 
@@ -33,7 +33,7 @@ def check(ok: Any, argument: str, value: Any, accepted: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Returns `repr(value)`, of which a long one is cut in the middle: a message stays one that can be read.
+    """Returns `repr(value)`, without the middle part where it is long, so that messages stay readable.
 
     Example:
       >>> shown("ifca"), len(shown("x" * 10**6)) <= SHOWN
@@ -60,7 +60,10 @@ def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
-    """One of `choices`, or a `ValueError` that names the nearest one.
+    """Checks that a value is one of `choices`.
+
+    Raises:
+      ValueError: it is not; the message names the nearest choice.
 
     Example:
       >>> check_choice("method", "ifac", ["fedavg", "ifca"])
@@ -78,7 +81,7 @@ def check_finite(tree: Any, name: str) -> None:
     """Checks that the concrete arrays of `tree` hold neither NaN nor infinity; arrays of other processes pass.
 
     Raises:
-      ValueError: one does; its path is named.
+      ValueError: an array does; the message names its path.
 
     Example:
       >>> check_finite({"a": np.ones(2), "b": np.array([1, np.nan])}, "init_params")
@@ -93,6 +96,6 @@ def check_finite(tree: Any, name: str) -> None:
 
 
 def check_key(key: Any) -> None:
-    """`ValueError` for a key that `jax.random.key` did not make."""
+    """Raises `ValueError` for a key that is not a typed key, as from `jax.random.key`."""
     made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     check(made, "key", key, "a key of jax.random.key(seed)")

@@ -1,4 +1,4 @@
-"""The client axis: sizes, names, random keys and cohorts of stacked clients, and checks of them."""
+"""The client axis: sizes, ids, random keys and cohorts of stacked clients, and checks of them."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from jfcl.core.types import Clients
 
 
 def num_clients(clients: Clients) -> int:
-    """The length `N` of the client axis, padding clients included."""
+    """Returns the length `N` of the client axis, padding clients included."""
     return clients.size.shape[0]
 
 
 def max_examples(clients: Clients) -> int:
-    """The length `M` of the example axis, padding included."""
+    """Returns the length `M` of the example axis, padding included."""
     return jax.tree.leaves(clients.examples)[0].shape[1]
 
 
 def client_ids(clients: Clients) -> jax.Array:
-    """`[N]` int32: the names that clients derive their randomness from."""
+    """Returns `[N]` int32, the ids from which clients derive their randomness."""
     return jnp.arange(num_clients(clients), dtype=jnp.int32) if clients.id is None else jnp.asarray(clients.id)
 
 
 def mask(clients: Clients) -> jax.Array:
-    """`[N, M]` bool: True at real examples."""
+    """Returns `[N, M]` bool, True at real examples."""
     return jnp.arange(max_examples(clients))[None, :] < jnp.asarray(clients.size)[:, None]
 
 
 def client_keys(key: jax.Array, clients: Clients) -> jax.Array:
-    """`[N]` keys, one per client, that depend on `key` and the client's id only: not on its row, chunk or device."""
+    """Returns `[N]` keys, one per client: functions of `key` and the client's id, not of its row, chunk or device."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, client_ids(clients))
 
 
 def random_order(key: jax.Array, clients: Clients) -> jax.Array:
-    """`[N]` int32: the rows of `clients` in random order, those without examples behind. Each draws by its own id."""
+    """Returns `[N]` int32, the rows of `clients` in an order drawn by their ids, those without examples last."""
     draws = jax.vmap(jax.random.uniform)(client_keys(key, clients))
     return jnp.argsort(jnp.where(jnp.asarray(clients.size) > 0, draws, jnp.full_like(draws, 2))).astype(jnp.int32)
 
 
 def attack_key(clients_key: jax.Array) -> jax.Array:
-    """The attackers' common key, of the one that the clients' are made from: of an id that no client has."""
+    """Returns the common key of the attackers in a round, derived from the clients' key by an id that no client has."""
     return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max)
 
 
 def server_key(clients_key: jax.Array) -> jax.Array:
-    """The server's own key of a round, of the one that the clients' are made from: of an id that no client has."""
+    """Returns the server's own key of a round, derived from the clients' key by an id that no client has."""
     return jax.random.fold_in(clients_key, jnp.iinfo(jnp.int32).max - 1)
 
 
 def take_clients(clients: Clients, rows: jax.Array) -> Clients:
-    """The clients at `rows` (`[C]` int), as a cohort that keeps its ids."""
+    """Returns the clients at `rows` (`[C]` int) as a cohort, with their ids."""
     return Clients(
         jax.tree.map(lambda x: jnp.asarray(x)[rows], clients.examples),
         jnp.asarray(clients.size)[rows],
@@ -64,14 +64,14 @@ def take_clients(clients: Clients, rows: jax.Array) -> Clients:
 
 
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
-    """Looks at concrete `clients` for everything that would make a simulation meaningless.
+    """Checks concrete `clients` for errors that would make a simulation meaningless.
 
     Raises:
       ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
         `allow_empty`, any client without one); NaN or infinite values in real examples; ids not `[N]`.
     """
     made = isinstance(clients, Clients)
-    check(made, name, type(clients).__name__, "Clients; jfcl.stack_clients makes them of a list of clients' arrays")
+    check(made, name, type(clients).__name__, "Clients; jfcl.stack_clients makes them from a list of clients' arrays")
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -97,8 +97,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     real = np.arange(m)[None, :] < size[:, None]
     for path, leaf in jax.tree.leaves_with_path(clients.examples):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            # The sum of a row is finite exactly when no entry is NaN or infinite (overflow of real data aside), and
-            # needs no boolean copy of the data.
+            # The sum of a row is finite exactly when all entries are (except for overflow of real data), and needs no
+            # boolean copy of the data.
             sums = np.asarray(leaf).reshape(n, m, -1).sum(axis=2, dtype=np.float64)
             bad = np.flatnonzero((~np.isfinite(sums) & real).any(axis=1))
             if len(bad):
@@ -106,8 +106,22 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
                 raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
 
 
+def check_at_most_clients(argument: str, value: int, count: int) -> None:
+    """Checks that a value is at most the number of clients.
+
+    Raises:
+      ValueError: it is larger.
+
+    Example:
+      >>> check_at_most_clients("num_clusters", 5, 3)
+      Traceback (most recent call last):
+      ValueError: num_clusters must be at most 3, the number of clients, got 5
+    """
+    check(value <= count, argument, value, f"at most {count}, the number of clients")
+
+
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
-    """Labels `examples["y"]` of real examples must be integers in `0..num_classes-1`, or `ValueError`."""
+    """Raises `ValueError` unless the labels `examples["y"]` of real examples are integers in `0..num_classes-1`."""
     y = np.asarray(clients.examples["y"])
     check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, "labels of an integer type")
     real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
@@ -118,7 +132,7 @@ def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -
 
 
 def check_state(state: Any, clients: Clients) -> None:
-    """The contract every `Algorithm` keeps: `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
+    """Checks the state of an `Algorithm`: `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
     chex.assert_shape(state.cluster, (num_clients(clients),))
     chex.assert_type(state.cluster, jnp.int32)
     chex.assert_equal_shape_prefix(jax.tree.leaves(state.params), 1)

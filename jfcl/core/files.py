@@ -30,7 +30,7 @@ except ImportError:  # not on Windows, where folders are therefore not locked
 SUFFIX = ".tmp"
 LEFTOVER = re.compile(r"(.+\.(json|csv|npz|png)|\d+)\.tmp")  # of results, and of checkpoints
 CHUNK = 2**24  # bytes in one call of the operating system
-MOST_JSON = 2**28  # bytes; a larger JSON file is no file of ours
+MOST_JSON = 2**28  # bytes; jfcl writes no larger JSON file
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor to write `path` with; durable at the end, removed where an error ends it."""
+    """Yields a descriptor of a new file, which is durable at the end, or removed where an error ends it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         with _named(path):
@@ -91,11 +91,32 @@ def new_file(path: Path) -> Iterator[int]:
         raise
 
 
-def replace_together(folder: Path, contents: dict[str, Any]) -> None:
-    """Replaces several files of `folder` (name to bytes); the last one, where it exists, describes the others.
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder that is renamed to `path` at the end, or removed where an error ends it.
 
-    All of them are written beside their places first, so that a full disk changes nothing. Then the last one is
-    removed, the others are renamed, and the last one is renamed as well.
+    Raises:
+      ValueError: `path` exists.
+    """
+    if path.exists():
+        raise ValueError(f"path must be a folder that is not there yet, got {str(path)!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        os.rename(scratch, path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def replace_together(folder: Path, contents: dict[str, Any]) -> None:
+    """Replaces several files of `folder` (name to bytes); the last one describes the others.
+
+    All of them are first written as temporary files, so that a full disk changes nothing. Then the last one is removed,
+    the others are renamed, and the last one is renamed as well.
     """
     *others, last = names = [*contents]
     for name in names:
@@ -125,7 +146,7 @@ def replace_together(folder: Path, contents: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: Any) -> None:
-    """Writes a file, whole or not at all, and durable on return."""
+    """Writes a file, whole or not at all; it is durable on return."""
     replace_together(path.parent, {path.name: data})
 
 
@@ -146,7 +167,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files and folders that a process left when it was stopped, and no others."""
+    """Removes the temporary files and folders of a process that was stopped, and no others."""
     for path in folder.glob("*" + SUFFIX):
         if LEFTOVER.fullmatch(path.name):
             _remove(path)
@@ -162,12 +183,12 @@ def _digest_of(value: dict[str, Any]) -> str:
 
 
 def seal(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` with the digest of all of it, under `"sha256"`."""
+    """Returns `value` with its digest, under `"sha256"`."""
     return value | {"sha256": _digest_of(value)}
 
 
 def json_bytes(value: Any, *, allow_nan: bool = False) -> bytes:
-    """`value` as an indented JSON file."""
+    """Returns `value` as an indented JSON file."""
     return (json.dumps(value, indent=2, allow_nan=allow_nan) + "\n").encode()
 
 
@@ -177,7 +198,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
-    """Returns what `write_json` wrote, after a check of its format (`"format"`) and of its digest if it has one.
+    """Reads a file of `write_json`, after a check of its format (`"format"`) and of its digest if it has one.
 
     Raises:
       ValueError: the file is missing, no JSON object, of another format, or differs from its digest.
@@ -198,7 +219,7 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
     if check_format is not None:
         found = value.get("format")
         if found != check_format:
-            raise ValueError(f"format of {path} must be {check_format}, what jfcl writes, got {found!r}")
+            raise ValueError(f"format of {path} must be {check_format}, as jfcl writes it, got {found!r}")
     if value.get("sha256", _digest_of(value)) != _digest_of(value):
         raise ValueError(f"{path} is damaged: its content differs from its digest")
     return value
@@ -207,18 +228,18 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------
 # The lock.
 
-_held: dict[tuple[str, int], int] = {}  # by file and thread: how often
+_held: dict[tuple[str, int], int] = {}  # the number of holds by file and thread
 
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Keeps other processes and threads out while this is open; the same thread may enter again.
+    """Holds a lock against other processes and threads; the same thread may enter again.
 
-    The operating system releases the lock of a process that ends, however it ends. The file stays, and says which
-    process held it last (`sign`).
+    The operating system releases the lock when the process ends in any way. The file remains, with the process that
+    held it last (`sign`).
 
     Raises:
-      ValueError: another process or thread holds it; the message says which.
+      ValueError: another process or thread holds it; the message names it.
     """
     name = (str(path.absolute()), threading.get_ident())
     if fcntl is None or name in _held:
@@ -249,9 +270,9 @@ def _take(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # the holder's, once it has written
-        said = f" ({last}, wrote to it last)" if last else ""
-        raise ValueError(f"{path.parent} is in use by another process{said}; wait for it to end, or stop it") from None
+        last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
+        owner = f" ({last}, wrote to it last)" if last else ""
+        raise ValueError(f"{path.parent} is in use by another process{owner}; wait for it to end, or stop it") from None
     except OSError:  # a file system without locks
         return
     if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(descriptor).st_ino:  # removed by its last owner
@@ -259,7 +280,7 @@ def _take(descriptor: int, path: Path) -> None:
 
 
 def sign(path: Path) -> None:
-    """Writes into a lock that is held which process holds it."""
+    """Writes this process's number, host and time into a lock that it holds."""
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:

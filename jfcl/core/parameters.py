@@ -14,12 +14,12 @@ from jfcl.core.types import PyTree
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """The name of a parameter, such as `"Dense_0/kernel"`, from its path in a pytree."""
+    """Returns the name of a parameter, such as `"Dense_0/kernel"`, from its path in a pytree."""
     return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
 
 
 def get_parameter(params: PyTree, name: str) -> jax.Array:
-    """The parameter called `name`, as `path_name` calls it; `ValueError` if there is none.
+    """Returns the parameter with the `path_name` `name`, or raises `ValueError` if there is none.
 
     Example:
       >>> get_parameter({"Dense_0": {"kernel": 3}}, "Dense_0/kernel")
@@ -31,7 +31,7 @@ def get_parameter(params: PyTree, name: str) -> jax.Array:
 
 
 def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
-    """`params` with `value` in the place of the parameter called `name`.
+    """Returns `params` with `value` in place of the parameter `name`.
 
     Example:
       >>> set_parameter({"Dense_0": {"bias": 1, "kernel": 2}}, "Dense_0/kernel", 5)
@@ -42,10 +42,10 @@ def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
 
 
 def is_finite(tree: PyTree) -> jax.Array:
-    """`[]` bool: no NaN and no infinity anywhere in `tree` (of one client; vmap it for many)."""
+    """Returns `[]` bool: `tree` (of one client; vmap it for many) holds no NaN and no infinity."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def num_bytes(tree: PyTree) -> int:
-    """The bytes of a pytree of arrays (or of their shapes): what sending it once costs."""
+    """Returns the bytes of a pytree of arrays (or of their shapes): the cost of sending it once."""
     return sum(int(np.prod(np.shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Ragged clients as stacked arrays, and the host memory that those take."""
+"""Ragged clients as stacked arrays, and the host memory for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jfcl.core.types import Clients, PyTree
 
 
 def free_host_memory() -> float:
-    """Bytes that this machine, or the control group that it gives us, has left; infinite where nobody knows."""
+    """Returns the free bytes of this machine, or of this process's control group; infinite where neither is known."""
     free = [float("inf")]
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -31,18 +31,19 @@ def free_host_memory() -> float:
             stat = dict(line.split() for line in (group / limit).with_name("memory.stat").read_text().splitlines())
             taken = int((group / used).read_text()) - int(stat[cached])
             free.append(float(int((group / limit).read_text()) - taken))
-        except (OSError, KeyError, ValueError):  # of another version, or no limit ("max")
+        except (OSError, KeyError, ValueError):  # another version of control groups, or no limit ("max")
             continue
     return min(free)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """`np.zeros` whose memory starts at a multiple of 64 bytes, so that jax on a CPU takes it over without a copy.
+    """Returns `np.zeros` in memory aligned to 64 bytes, which JAX on a CPU uses without a copy.
 
-    `ValueError` for more than there is: an operating system may give it, and end the program when it is used.
+    Raises:
+      ValueError: more than the free memory. (An operating system may grant it, and end the program on its use.)
     """
     count = math.prod(shape) * np.dtype(dtype).itemsize
-    if count > 2**27:  # of less, nobody runs out
+    if count > 2**27:  # smaller arrays are not checked
         free = free_host_memory()
         check(
             count < free,
@@ -95,7 +96,7 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
         for i, leaf in enumerate(leaves):
             if leaf.shape[1:] != shape:
                 raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
-        out = aligned_zeros((len(leaves), length, *shape), np.result_type(*leaves))  # a type that holds them all
+        out = aligned_zeros((len(leaves), length, *shape), np.result_type(*leaves))  # a type for all of them
         for row, leaf in zip(out, leaves, strict=True):
             row[: len(leaf)] = leaf
         return out

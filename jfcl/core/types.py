@@ -1,4 +1,4 @@
-"""The types everything is made of: `Clients`, `Task`, `Algorithm`, `Adversary`.
+"""The types of the library: `Clients`, `Task`, `Algorithm`, `Adversary`.
 
 Shape letters used in every docstring of the library: `N` clients, `M` examples per client, `K` clusters (or models),
 `D` flat parameters, `B` batch, `C` cohort, `T` rounds.
@@ -20,9 +20,9 @@ class Clients(NamedTuple):
 
     Attributes:
       examples: pytree of `[N, M, ...]` arrays; by convention `{"x": inputs, "y": targets}`. A client's real
-        examples come first; what stands behind them is padding and is never looked at.
+        examples come first; the rest is padding, which never changes a result.
       size: `[N]` int32, the number of real examples; 0 for a client that only pads the client axis.
-      id: `[N]` int32, the client's name in its population, from which its randomness is derived. `None` (the
+      id: `[N]` int32, the client's number in its population, from which its randomness is derived. `None` (the
         default) means `0 .. N-1`.
 
     Example:
@@ -38,20 +38,20 @@ class Clients(NamedTuple):
 
 
 class DenseStart(NamedTuple):
-    """A model that begins with a dense layer on its raw inputs, told apart from what follows that layer.
+    """A model that begins with a dense layer on its raw inputs, separated from its remaining layers.
 
-    With it `jfcl.client.local` can train the layer in fewer operations (see `jfcl.client.span`), and IFCA compute
-    that of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`; a user's own task may bring one:
+    With it `jfcl.client.local` can train the layer in fewer operations (see `jfcl.client.span`), and IFCA can compute
+    the layers of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`. A user's own task may have one too:
 
-      `task.loss(params, batch)` must be `loss(params, inputs(batch) @ kernel, batch)`, where `inputs` knows nothing of
-      the parameters, and `loss` looks at all of them but the kernel.
+      `task.loss(params, batch)` must be `loss(params, inputs(batch) @ kernel, batch)`, where `inputs` does not depend
+      on the parameters, and `loss` depends on all of them except for the kernel.
 
     Attributes:
       kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
-      inputs: `(batch) -> [B, d]`, what the kernel multiplies.
-      loss: `(params, products, batch) -> [B]`, with `products` `[B, H]` or `[B]` in the place of
-        `inputs(batch) @ kernel`. A bias is no part of the products.
-      whole: the task's `loss`; a task whose `loss` has been replaced by another has no dense start any more.
+      inputs: `(batch) -> [B, d]`, the inputs of the layer.
+      loss: `(params, products, batch) -> [B]`, with `products` `[B, H]` or `[B]` for `inputs(batch) @ kernel`. They do
+        not include a bias.
+      whole: the task's `loss`; a task with another `loss` has no dense start any more.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,18 +72,18 @@ class DenseStart(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a model is and how it is judged, for one client. Build one with `jfcl.models.classification` and the like.
+    """A model and its loss, for one client. `jfcl.models.classification` and others make one from a module.
 
     Attributes:
       init: `(key) -> params`, a pytree of arrays.
       loss: `(params, batch) -> [B]`, one loss per example, so that the library owns the mask and the mean.
       predict: `(params, inputs [B, ...]) -> outputs [B, ...]`.
-      correct: `(params, batch) -> [B]` float, what "accuracy" is the mean of; `None` where there is none (regression).
-      perplexity: the loss is one of a word, so that its exponential is a perplexity, and is reported (language models).
-      represent: `(params, inputs [B, ...]) -> [B, H]`, what the model makes of inputs before its last layer; `None`
-        where that is not known (kNN-Per then takes the outputs).
-      dense_start: how the model begins, where that is a dense layer on the raw inputs; else `None`.
-      num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` makes sure of; `None`: not known.
+      correct: `(params, batch) -> [B]` float, the mean of which is the accuracy; `None` for regression.
+      perplexity: whether the exponential of the loss is a perplexity, which is then reported (language models).
+      represent: `(params, inputs [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None` where they are not
+        known (kNN-Per then takes the outputs).
+      dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
+      num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -102,18 +102,18 @@ class Algorithm(NamedTuple):
     Attributes:
       init: `(key, clients) -> state`.
       step: `(key, state, clients) -> (state, metrics)`, one communication round. `key` is that round's own key.
-      task: the task whose parameters the state holds; the simulation evaluates with it.
-      check: `(clients on the host) -> None`: a `ValueError` for clients that the method cannot do with, where shapes do
-        not tell; the simulation asks before anything is compiled.
-      refresh: `(state, clients) -> state`: what is kept of each client but follows from what all have in common, made
-        anew; asked of a population's clients, most of whom took no part in the last round.
-      by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then serve it the model of
-        lowest loss now, in the place of the state's.
+      task: the task of the parameters in the state; the simulation evaluates with it.
+      check: `(clients on the host) -> None`, raises `ValueError` for clients that the method does not support, where
+        their shapes do not show it. The simulation calls it before anything is compiled.
+      refresh: `(state, clients) -> state`, computes again the parts of the state of each client that follow from the
+        shared ones. It is called for clients of a population, most of which were not in the last round's cohort.
+      by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then evaluate it with the
+        model of lowest loss at that time, instead of the state's.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
-    client `i` is served the model `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`,
-    the mean training loss of every client's model over its local training (NaN for clients that sat the round out),
-    and `bytes_up`, `bytes_down` `[]`, the communication of the whole round, float32.
+    the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`, the
+    mean training loss of every client's model over its local training (NaN for clients outside the round's cohort), and
+    `bytes_up`, `bytes_down` `[]`, the communication of the whole round, float32.
     """
 
     init: Callable[[jax.Array, Clients], Any]
@@ -125,12 +125,12 @@ class Algorithm(NamedTuple):
 
 
 class Adversary(NamedTuple):
-    """Hostile clients who act together when updates are sent; attacks are in `jfcl.attacks`.
+    """Hostile clients that collude when updates are sent; attacks are in `jfcl.attacks`.
 
     Attributes:
-      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. With a fifth parameter called
-        `cluster` it is also told, `[N]` int32, whose updates are averaged with whose.
-      malicious: `[N]` bool, by client id: who they are.
+      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. A fifth parameter named
+        `cluster`, `[N]` int32, receives the clusters within which updates are averaged.
+      malicious: `[N]` bool, by client id: the hostile clients.
     """
 
     attack: Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
@@ -138,6 +138,6 @@ class Adversary(NamedTuple):
 
 
 def dense_start(task: Task) -> DenseStart | None:
-    """The task's `DenseStart`, unless its loss is not the one that it was made for."""
+    """Returns the task's `DenseStart`, or `None` if it was made for another loss."""
     start = task.dense_start
     return start if start is not None and start.whole is task.loss else None

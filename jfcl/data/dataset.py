@@ -1,4 +1,4 @@
-"""A data set: the examples that clients are given."""
+"""A data set: the examples that are divided among clients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Dataset(NamedTuple):
     """A data set on the host.
 
     Attributes:
-      name: what `load` calls it.
+      name: its name in `load`.
       train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array
         of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32.
       test: the official test split, or `None` where there is none.
       num_classes: `None` for regression.
-      writer: `{"train": [n], "test": [n']}` int32, who wrote each example, or `None` where that is not known.
+      writer: `{"train": [n], "test": [n']}` int32, the writer of each example, or `None` where it is not known.
       description: one line.
     """
 
@@ -26,3 +26,41 @@ class Dataset(NamedTuple):
     num_classes: int | None
     writer: dict[str, np.ndarray] | None
     description: str
+
+
+def check_dataset(dataset: Dataset) -> None:
+    """Checks a data set for errors that would affect every run on it.
+
+    Raises:
+      ValueError: raw text; `x` and `y` of different lengths or empty; NaN or infinite inputs; labels outside
+        `0..num_classes-1`; writer ids of another length.
+    """
+    for name, split in [("train", dataset.train), ("test", dataset.test)]:
+        if split is None:
+            continue
+        where = f"data set {dataset.name!r} ({name})"
+        x, y = split["x"], split["y"]
+        if x.dtype.kind not in "fiu":
+            raise ValueError(
+                f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize"
+            )
+        if len(x) != len(y) or not len(x):
+            raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
+        # A sum of a row is finite exactly when its entries are (overflow of real data aside).
+        if x.dtype.kind == "f" and not np.isfinite(x.reshape(len(x), -1).sum(axis=1)).all():
+            bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1).sum(axis=1)))
+            raise ValueError(f"{where}: NaN or infinite inputs in {len(bad)} example(s), first at {bad[0]}")
+        if dataset.num_classes is not None and y.dtype.kind not in "iu":
+            raise ValueError(f"{where}: labels must be integers, got {y.dtype}")
+        if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
+            raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
+        if dataset.num_classes is None and not np.isfinite(y).all():
+            raise ValueError(f"{where}: NaN or infinite targets")
+        if dataset.writer is not None and len(dataset.writer[name]) != len(y):
+            raise ValueError(f"{where}: {len(dataset.writer[name])} writer ids for {len(y)} examples")
+
+
+def labels_of(dataset: Dataset, split: str) -> np.ndarray:
+    """Returns `[n]` the labels of a split, by which it is stratified; zeros for regression."""
+    y = getattr(dataset, split)["y"]
+    return y if dataset.num_classes is not None else np.zeros(len(y), np.int32)

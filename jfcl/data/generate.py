@@ -1,36 +1,35 @@
-"""Populations of any size: a data set dealt to clients again and again, or a synthetic problem drawn in blocks.
+"""Populations of any size: a data set divided among clients repeatedly, or a synthetic problem drawn in blocks.
 
-Nothing is ever held whole but the data set itself; see `jfcl.data.store` for the files.
+Only the data set is held in memory as a whole; `jfcl.data.store_files` describes the files.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jfcl.core import check, check_choice, check_count
-from jfcl.core.files import sync_folder
-from jfcl.data.build import (
-    _ALLOT,
-    _HOLD_OUT,
-    _TRANSFORM,
-    _divide,
-    _labels,
-    allot,
-    check_dataset,
-    check_enough_clients,
-    hold_out,
-)
+from jfcl.core import check_at_most_clients, check_choice, check_count
+from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
-from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
-from jfcl.data.partition import OF_LABELS, PARTITIONS
-from jfcl.data.sources import load
+from jfcl.data.heterogeneity import SELECTIVE
+from jfcl.data.partition import PARTITIONS
+from jfcl.data.split import (
+    Examples,
+    Pool,
+    Split,
+    SplitPlan,
+    divide,
+    divide_test,
+    of_cluster,
+    split_dataset,
+    take,
+    transform_of,
+)
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
 
@@ -61,29 +60,29 @@ def generate_store(
 ) -> tuple[ClientStore, ClientStore]:
     """Divides a data set among any number of clients with known clusters. Client `i` is in cluster `i mod K`.
 
-    Every cluster deals the data set, changed its way, to its clients; when it is used up, it is shuffled and dealt
-    anew. A client's own examples are all different, and no example that anybody trains on is in anybody's test set.
-    As long as one deal is enough, clients are those of `jfcl.data.build(..., reuse="cluster")`.
+    Every cluster divides the data set, transformed in its way, among its clients, as often as needed, each time in
+    another random order. A client's examples are all different, and no example in a client's training data is in any
+    client's test data. Where one division is enough, the clients are those of `jfcl.data.build(..., reuse="cluster")`.
 
     Args:
-      path: a folder that is not there yet; gets two stores, `train` and `test`.
+      path: a folder that is not there yet, for two stores, `train` and `test`.
       dataset: a `Dataset`, or a name for `load(name, data_dir)`.
-      num_clients: `N`, however large.
+      num_clients: `N`, of any size.
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.
       num_clusters, heterogeneity, partition, test_fraction, seed, labels_per_client, alpha, exponent, min_size: as in
         `jfcl.data.build`; `partition` may not be "writer".
-      about: what else `store.about["made"]` is to say, JSON-like.
+      about: further JSON values for `store.about["made"]`.
       layout: "index": each cluster's data set is kept once, clients as rows of it. "rows": every client's examples are
-        written out.
+        written in full.
 
     Returns:
-      `(train, test)`, of the same clients; test examples of a deal are divided among its clients by what they train on.
-      Inputs are kept as bytes where that loses nothing. Cost for each million clients of 20 digits: half a minute and
-      72 MB; with layout "rows" five times that and 1.6 GB.
+      `(train, test)`, of the same clients; the test examples of a division are divided in proportion to the labels of
+      training data. Inputs are kept as bytes where that is exact. Cost for each million clients of 20 digits: half a
+      minute and 72 MB; with layout "rows" five times as long and 1.6 GB.
 
     Raises:
       ValueError: an unknown name, more clusters than clients, more `examples_per_client` than a cluster has examples,
-        what `jfcl.data.build` refuses. Nothing is left in `path` then.
+        and the errors of `jfcl.data.build`. Nothing is left in `path` then.
 
     Example:
       >>> import tempfile
@@ -94,120 +93,101 @@ def generate_store(
       >>> len(train), train.gather([5, 999]).examples["x"].shape, train.arrays["x"].shape
       (1000, (2, 20, 8, 8, 1), (5752, 8, 8, 1))
     """
-    check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
-    check_choice("partition", partition, [name for name in PARTITIONS if name != "writer"])
     check_choice("layout", layout, LAYOUTS)
-    for name, count in (
-        ("num_clients", num_clients),
-        ("num_clusters", num_clusters),
-        ("examples_per_client", examples_per_client),
-    ):
-        check_count(name, count)
-    check_count("seed", seed, least=0, most=2**63 - 1)
-    check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
-    check_enough_clients(num_clients, num_clusters)
-    if isinstance(dataset, str):
-        dataset = load(dataset, data_dir)
-    check_dataset(dataset)
+    check_count("num_clients", num_clients)
+    check_count("examples_per_client", examples_per_client)
+    options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
+    split = split_dataset(
+        dataset,
+        num_clients=num_clients,
+        num_clusters=num_clusters,
+        heterogeneity=heterogeneity,
+        partition=partition,
+        partitions=[name for name in PARTITIONS if name != "writer"],
+        examples_per_client=examples_per_client,
+        test_fraction=test_fraction,
+        seed=seed,
+        data_dir=data_dir,
+        options=options,
+    )
+    dataset = split.dataset
     values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
     _check_room(Path(path), values, num_clients, examples_per_client)
-    uses_labels = partition in OF_LABELS or heterogeneity in SELECTIVE
-    check(dataset.num_classes is not None or not uses_labels, "dataset", dataset.name, "a classification data set")
-
-    kind, test_kind, test_source = _labels(dataset, "train"), None, dataset.test
-    if dataset.test is None:
-        pool, test_pool = hold_out(kind, test_fraction, seed=(seed, _HOLD_OUT))
-        test_source, test_kind = dataset.train, kind
-    else:
-        pool, test_pool = np.arange(len(dataset.train["y"])), np.arange(len(dataset.test["y"]))
-        test_kind = _labels(dataset, "test")
-
-    def own(pool: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-        """The part of `pool` that each cluster's clients may have."""
-        if heterogeneity not in SELECTIVE:
-            return [pool] * num_clusters
-        choose = HETEROGENEITY[heterogeneity][0]
-        return [choose(pool, y[pool], k, num_clusters, dataset.num_classes)[0] for k in range(num_clusters)]
-
-    pools, test_pools = own(pool, dataset.train["y"]), own(test_pool, test_source["y"])
-    options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
-
-    def dealt(k: int, test: bool) -> Iterator[np.ndarray]:
-        """The clients of cluster `k` one by one: their indices in the data set, or in its test split."""
-        wanted = len(range(k, num_clients, num_clusters))
-        at_once = len(pools[k]) // examples_per_client
-        if at_once == 0:
-            raise ValueError(
-                f"examples_per_client must be at most {len(pools[k])}, the training examples of cluster {k}, got"
-                f" {examples_per_client}"
-            )
-        for deal in itertools.count():
-            count = min(at_once, wanted) if deal == 0 else at_once
-            group = k + num_clusters * deal
-            parts = _divide(partition, pools[k], kind, count, examples_per_client, seed, group, options, dataset.name)
-            if test:
-                train_kinds = [kind[part] for part in parts]
-                parts = allot(test_pools[k], test_kind, train_kinds, seed=(seed, _ALLOT, group))
-            yield from parts[:wanted]
-            wanted -= count
-            if wanted <= 0:
-                return
-
-    function = HETEROGENEITY[heterogeneity][0] if heterogeneity not in SELECTIVE else HETEROGENEITY["none"][0]
-
-    def changed(source: dict[str, np.ndarray], rows: np.ndarray, k: int) -> dict[str, np.ndarray]:
-        seeds = (seed, _TRANSFORM)
-        x, y = function(source["x"][rows], source["y"][rows], k, num_clusters, dataset.num_classes, seeds)
-        return {"x": x, "y": y}
-
-    def base(source, pools) -> Iterator[dict[str, np.ndarray]]:
-        for k, pool in enumerate(pools):
-            for first in range(0, len(pool), BLOCK):
-                yield changed(source, pool[first : first + BLOCK], k)
-
-    def write(folder: Path, source, pools, test: bool) -> None:
-        streams = [dealt(k, test) for k in range(num_clusters)]
-        turns = (next(streams[i % num_clusters]) for i in range(num_clients))
-        common = {
-            "stored": _compact(base(source, pools)),
-            "cluster": (np.arange(num_clients) % num_clusters).astype(np.int32),
-            "num_classes": dataset.num_classes,
-            "num_clusters": num_clusters,
-            "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
-            f" {num_clusters} cluster(s) ({heterogeneity})",
-            "made": {
-                "dataset": dataset.name,
-                "num_clients": num_clients,
-                "examples_per_client": examples_per_client,
-                "num_clusters": num_clusters,
-                "heterogeneity": heterogeneity,
-                "partition": partition,
-                "test_fraction": test_fraction,
-                "seed": seed,
-            }
-            | options
-            | (about or {}),
-        }
-        if layout == "index":
-            starts = np.concatenate([[0], np.cumsum([len(pool) for pool in pools])])
-            rows = (
-                starts[i % num_clusters] + np.searchsorted(pools[i % num_clusters], part)
-                for i, part in enumerate(turns)
-            )
-            ClientStore.create_indexed(folder, base(source, pools), rows, **common)
-        else:
-            clients = (changed(source, part, i % num_clusters) for i, part in enumerate(turns))
-            ClientStore.create(folder, clients, **common)
+    made = {
+        "dataset": dataset.name,
+        "num_clients": num_clients,
+        "examples_per_client": examples_per_client,
+        "num_clusters": num_clusters,
+        "heterogeneity": heterogeneity,
+        "partition": partition,
+        "test_fraction": test_fraction,
+        "seed": seed,
+    }
+    known = {
+        "num_classes": dataset.num_classes,
+        "num_clusters": num_clusters,
+        "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
+        f" {num_clusters} cluster(s) ({heterogeneity})",
+        "made": made | options | (about or {}),
+    }
+    pools = [(of_cluster(split, split.train, k), of_cluster(split, split.test, k)) for k in range(num_clusters)]
 
     def fill(folder: Path) -> None:
-        write(folder / "train", dataset.train, pools, False)
-        write(folder / "test", test_source, test_pools, True)
+        for part in ("train", "test"):
+            plan = _plan(split, pools, num_clients, of_test=part == "test")
+            _write(folder / part, plan, [pair[part == "test"] for pair in pools], layout, known)
 
     return _both(path, fill)
 
 
+def _plan(split: Split, pools: list[tuple[Pool, Pool]], num_clients: int, *, of_test: bool) -> SplitPlan:
+    """Returns the plan of the training or test data of a population; its rows are computed client by client."""
+    count = split.num_clusters
+    streams = [_deals(split, *pools[k], k, len(range(k, num_clients, count)), of_test) for k in range(count)]
+    rows = (next(streams[i % count]) for i in range(num_clients))
+    return SplitPlan(rows, (np.arange(num_clients) % count).astype(np.int32), transform_of(split))
+
+
+def _deals(
+    split: Split, train: Pool, test: Pool, cluster: int, num_clients: int, of_test: bool
+) -> Iterator[np.ndarray]:
+    """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
+    at_once = len(train.rows) // split.examples_per_client
+    if at_once == 0:
+        raise ValueError(
+            f"examples_per_client must be at most {len(train.rows)}, the training examples of cluster {cluster}, got"
+            f" {split.examples_per_client}"
+        )
+    for deal in itertools.count():
+        count = min(at_once, num_clients) if deal == 0 else at_once
+        group = cluster + split.num_clusters * deal
+        parts = divide(split, train, test, count, group)
+        yield from (divide_test(split, train, test, parts, group) if of_test else parts)[:num_clients]
+        num_clients -= count
+        if num_clients <= 0:
+            return
+
+
+def _write(folder: Path, plan: SplitPlan, pools: list[Pool], layout: str, about: dict[str, Any]) -> None:
+    """Writes a plan as a store: each cluster's pool once and clients as rows of it, or every client's examples."""
+
+    def base() -> Iterator[Examples]:
+        for k, pool in enumerate(pools):
+            for first in range(0, len(pool.rows), BLOCK):
+                yield plan.transform(take(pool.examples, pool.rows[first : first + BLOCK]), k)
+
+    about = {"stored": _compact(base()), "cluster": plan.cluster, **about}
+    clients = zip(plan.cluster.tolist(), plan.rows, strict=True)
+    if layout == "index":
+        starts = np.concatenate([[0], np.cumsum([len(pool.rows) for pool in pools])])
+        rows = (starts[k] + np.searchsorted(pools[k].rows, part) for k, part in clients)
+        ClientStore.create_indexed(folder, base(), rows, **about)
+    else:
+        ClientStore.create(folder, (plan.transform(take(pools[k].examples, part), k) for k, part in clients), **about)
+
+
 def _check_room(path: Path, values: int, num_clients: int, examples_per_client: int) -> None:
-    """`ValueError` for a store larger than the disk, at a byte for each of its base's `values` and each row."""
+    """Raises `ValueError` for a store larger than the disk, at a byte for each of its base's `values` and each row."""
     there = next(folder for folder in path.absolute().parents if folder.exists())
     needed, free = values + num_clients * (8 + examples_per_client), shutil.disk_usage(there).free
     if needed > free:
@@ -220,21 +200,21 @@ def _check_room(path: Path, values: int, num_clients: int, examples_per_client: 
 def synthetic_store(
     path: str | Path, name: str, *, num_clients: int, seed: int = 0, block: int = 1024, **options: Any
 ) -> tuple[ClientStore, ClientStore]:
-    """A population of one of the papers' synthetic problems, drawn block by block.
+    """Draws a population of one of the papers' synthetic problems, block by block.
 
     Args:
-      path: a folder that is not there yet; gets two stores, `train` and `test`.
+      path: a folder that is not there yet, for two stores, `train` and `test`.
       name: "ifca_regression", "fc_regression" or "xor_toy", of `jfcl.data`.
-      num_clients: `N`, however large. The clients of the regressions are those that the function makes; those of
-        "xor_toy" depend on `block`.
-      block: clients drawn at once.
-      options: of that function; not the number of clients.
+      num_clients: `N`, of any size. The clients of the regressions are those of the function; those of "xor_toy" depend
+        on `block`.
+      block: the number of clients drawn at once.
+      options: of that function, except for the number of clients.
 
     Returns:
       `(train, test)`, of the same clients.
 
     Raises:
-      ValueError: an unknown name, and what the function refuses.
+      ValueError: an unknown name, and the errors of the function.
 
     Example:
       >>> import tempfile
@@ -246,7 +226,7 @@ def synthetic_store(
     check_count("num_clients", num_clients)
     check_count("block", block)
     num_clusters = 2 if name == "xor_toy" else options.get("num_clusters", 4 if name == "fc_regression" else 2)
-    check_enough_clients(num_clients, num_clusters)
+    check_at_most_clients("num_clusters", num_clusters, num_clients)
     block = -(-max(block, num_clusters) // num_clusters) * num_clusters  # whole clusters: client i is in i mod K
     count = {"clients_per_cluster": block // num_clusters} if name == "fc_regression" else {"num_clients": block}
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
@@ -274,29 +254,19 @@ def synthetic_store(
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
-    """The `(train, test)` that `generate_store` or `synthetic_store` left in `path`."""
+    """Opens the `(train, test)` of `generate_store` or `synthetic_store` in `path`."""
     return ClientStore.open(Path(path) / "train"), ClientStore.open(Path(path) / "test")
 
 
-def _both(path: str | Path, fill) -> tuple[ClientStore, ClientStore]:
-    """Has `fill(folder)` write both stores, into a folder that gets its name when they are whole."""
-    path = Path(path)
-    if path.exists():
-        raise ValueError(f"path must be a folder that is not there yet, got {str(path)!r}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        fill(scratch)
-        os.rename(scratch, path)
-        sync_folder(path.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _both(path: str | Path, fill: Callable[[Path], None]) -> tuple[ClientStore, ClientStore]:
+    """Writes both stores by `fill(folder)`, into a folder that gets its name when they are complete."""
+    with new_folder(Path(path)) as folder:
+        fill(folder)
     return open_stores(path)
 
 
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
-    """The smallest types that keep every value of the examples as it is, for `ClientStore.create`."""
+    """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create`."""
     levels, largest = set(LEVELS), {"x": 0, "y": 0}
     whole = {"x": True, "y": True}  # integers from 0 on
     for part in parts:

@@ -1,10 +1,9 @@
-"""Known clusters: how the data of cluster `k` differs from that of the others.
+"""Known heterogeneity: how the data of cluster `k` differ from those of the others.
 
-Each function has the signature `(x, y, cluster, num_clusters, num_classes, seed) -> (x, y)` for the examples
-of one
-client: `x` `[n, ...]`, `y` `[n]` integer labels, `cluster` its true cluster `k` in `0..K-1`. Most change
-every example; `by_class` and `by_topic` keep only the examples the cluster owns. `seed` decides what is
-random for all clusters together (which labels are swapped), never anything about a client.
+Each function has the signature `(x, y, cluster, num_clusters, num_classes, seed) -> (x, y)` for the examples of one
+client: `x` `[n, ...]`, `y` `[n]` integer labels, `cluster` its true cluster `k` in `0..K-1`. Most transform every
+example; `by_class` and `by_topic` select the examples of the cluster. `seed` determines the random choices for all
+clusters together (which labels are swapped), never a choice for one client.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _check_cluster(cluster, num_clusters) -> None:
 
 
 def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> None:
-    """`num_clusters`: of a heterogeneity that needs a label for every cluster."""
+    """Checks that labels are known, and that there is one for each of `num_clusters` (0: no such requirement)."""
     check(num_classes is not None, "num_classes", num_classes, f"known: {heterogeneity!r} needs labels")
     check_count("num_classes", num_classes)
     what = "topics" if heterogeneity == "topic" else "labels"
@@ -38,7 +37,7 @@ def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> No
 
 
 def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
-    """All clusters see the same distribution.
+    """Leaves the examples as they are: all clusters have the same distribution.
 
     Example:
       >>> none(np.ones(3), np.arange(3), 1, 2)[1].tolist()
@@ -49,9 +48,9 @@ def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
 
 
 def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
-    """Cluster `k` sees its images turned counter-clockwise by `360 k / K` degrees.
+    """Turns the images of cluster `k` counter-clockwise by `360 k / K` degrees.
 
-    Quarter turns are exact (`np.rot90`); other angles are bilinear, corners outside the image become 0.
+    Quarter turns are exact (`np.rot90`). Other angles are bilinear, and corners outside the image become 0.
 
     Args:
       x: `[n, H, W, C]` images; square, unless the turn is by 0 or 180 degrees.
@@ -81,7 +80,7 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
 
 
 def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
-    """`[K, 2]`: the two labels each cluster exchanges.
+    """Returns `[K, 2]`, the two labels that each cluster exchanges.
 
     With 10 classes the first two clusters have the CFL paper's examples, 1 and 7, 3 and 5. The others are
     drawn from `seed`: no label is in two pairs as long as `K <= num_classes // 2`, and no pair occurs twice
@@ -109,7 +108,7 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
 
 
 def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
-    """Cluster `k` exchanges the two labels `swapped_labels(K, num_classes, seed)[k]`.
+    """Exchanges the two labels `swapped_labels(K, num_classes, seed)[k]` in cluster `k`.
 
     Source: CFL, section VI (figures 5 to 7).
 
@@ -125,7 +124,7 @@ def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
-    """`[K, num_classes]`: a random permutation of the labels for every cluster (0 too), all different.
+    """Returns `[K, num_classes]`, a random permutation of the labels for every cluster (0 too), all different.
 
     Raises:
       ValueError: more clusters than there are permutations.
@@ -142,7 +141,7 @@ def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarra
             f"num_clusters must be at most {most} (permutations of {num_classes} labels), got {num_clusters}"
         )
     rng = np.random.default_rng(seed)
-    if num_classes <= 6:  # few permutations: drawing until they differ could take long
+    if num_classes <= 6:  # few permutations: repeated draws until all differ could take long
         every = np.array(list(itertools.permutations(range(num_classes))), np.int32)
         return every[rng.permutation(len(every))[:num_clusters]]
     found: dict[tuple, None] = {}
@@ -152,7 +151,7 @@ def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarra
 
 
 def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
-    """Cluster `k` renames label `c` to `label_permutations(K, num_classes, seed)[k, c]`.
+    """Renames label `c` to `label_permutations(K, num_classes, seed)[k, c]` in cluster `k`.
 
     Source: CFL, section VI-C (figure 8).
 
@@ -166,7 +165,7 @@ def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
-    """Cluster `k` renames label `c` to `(c + k) mod num_classes`; all differ, as `K <= num_classes`.
+    """Renames label `c` to `(c + k) mod num_classes` in cluster `k`; all clusters differ, as `K <= num_classes`.
 
     Source: FC, section 4.2 (table 1, figures 4 and 6).
 
@@ -180,7 +179,7 @@ def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarray:
-    """The labels that cluster `k` owns under `by_class`: the `k`-th of `K` runs of consecutive labels.
+    """Returns the labels of cluster `k` for `by_class`: the `k`-th of `K` runs of consecutive labels.
 
     Example:
       >>> class_labels(1, 2, 10).tolist()
@@ -192,7 +191,7 @@ def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarra
 
 
 def by_class(x, y, cluster, num_clusters, num_classes, seed=0):
-    """Cluster `k` holds only examples with labels in `class_labels(k, K, num_classes)`.
+    """Selects the examples with labels in `class_labels(k, K, num_classes)` for cluster `k`.
 
     Source: CFL, figure 7 (digits 0-4 and 5-9); FC, figure 5 (10 clusters of 10 labels).
 
@@ -205,7 +204,7 @@ def by_class(x, y, cluster, num_clusters, num_classes, seed=0):
 
 
 def by_topic(x, y, cluster, num_clusters, num_classes, seed=0):
-    """Cluster `k` holds only examples of topic (label) `k`; topics `K` and above stay unused.
+    """Selects the examples of topic (label) `k` for cluster `k`; topics `K` and above stay unused.
 
     Source: CFL, figure 9 (AG News, clients of one topic each).
 
@@ -232,9 +231,9 @@ HETEROGENEITY = {
     "rotation": (rotation, "images turned by 360 k / K degrees"),
     "label_swap": (label_swap, "two labels exchanged, another pair in every cluster"),
     "label_permutation": (label_permutation, "all labels renamed by a random permutation"),
-    "private_label": (private_label, "label c is called (c + k) mod C"),
+    "private_label": (private_label, "label c renamed to (c + k) mod C"),
     "class": (by_class, "every cluster has its own labels"),
     "topic": (by_topic, "every cluster has one label (topic)"),
 }
-# These choose among the examples instead of changing them.
+# These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")

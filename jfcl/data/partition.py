@@ -1,7 +1,9 @@
-"""Who holds which examples: each partitioner returns one array of example indices per client.
+"""Partitions of the examples of a data set among clients.
 
-All of them return a list of `N` disjoint `np.int64` index arrays, none empty, and are functions of their
-arguments and `seed` alone: an integer, or a sequence of integers, given to `np.random.default_rng`.
+A partition has the signature `f(labels, num_clients, *, seed, **options)`. `labels` is `[n]` integers, one for each
+example (for `by_writer`, its writer); partitions that do not depend on labels also take the number `n`. It returns a
+list of `N` disjoint `np.int64` arrays of indices in `0 .. n-1`, none empty. The result is a function of the arguments
+alone; `seed` is an integer or a sequence of integers, for `np.random.default_rng`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ def _check_enough(num_examples: int, num_clients: int, examples_per_client: int 
         )
 
 
+def _count(examples) -> int:
+    """Returns the number of examples, given that number or their labels."""
+    return examples if np.ndim(examples) == 0 else len(examples)
+
+
 def _as_labels(labels) -> np.ndarray:
     labels = np.asarray(labels)
     check(
@@ -39,17 +46,18 @@ def _as_labels(labels) -> np.ndarray:
 
 
 def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """All indices in the order of their labels; among equal ones, the order is left to chance."""
+    """Returns all indices in the order of their labels, those of equal labels in random order."""
     shuffled = rng.permutation(len(labels))
     return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
-def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
-    """A random permutation dealt out in equal parts.
+def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
+    """Divides a random permutation into equal parts.
 
     Args:
-      examples_per_client: every client gets exactly that many and the rest stays unused; `None`: all examples
-        are dealt, and sizes differ by at most one.
+      num_examples: `n`, or the labels `[n]`.
+      examples_per_client: every client gets exactly that many and the rest stays unused; `None`: all examples are
+        divided, and sizes differ by at most one.
 
     Returns:
       List of `N` sorted index arrays. Cost: O(examples).
@@ -61,6 +69,7 @@ def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client:
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
+    num_examples = _count(num_examples)
     _check_enough(num_examples, num_clients, examples_per_client)
     order = np.random.default_rng(seed).permutation(num_examples)
     if examples_per_client is not None:
@@ -69,15 +78,15 @@ def iid(num_examples: int, num_clients: int, *, seed: Seed, examples_per_client:
 
 
 def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
-    """Equal parts in which every label has its share: the examples, sorted by label, dealt out in turn.
+    """Divides the examples, sorted by label, in turn, into equal parts with every label's share.
 
-    With few examples on a client, `iid` leaves many without any of some label; here the counts of a label differ by at
-    most one between clients, and none lacks a label whose share is at least one example.
+    With few examples on a client, `iid` leaves many clients without some of the labels. Here the counts of a label
+    differ by at most one between clients, and each client has every label with a share of at least one example.
 
     Args:
       labels: `[n]` integers.
       examples_per_client: every client gets exactly that many, evenly spaced in that order; `None`: all examples are
-        dealt, and sizes differ by at most one.
+        divided, and sizes differ by at most one.
 
     Returns:
       List of `N` sorted index arrays. Cost: O(examples log examples).
@@ -100,12 +109,12 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
     return [np.sort(order[i::num_clients]) for i in rng.permutation(num_clients)]
 
 
-def by_writer(writer, *, num_clients: int | None = None, seed: Seed) -> list[np.ndarray]:
-    """One client per writer (or user, speaker, ...): real, unequal clients.
+def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.ndarray]:
+    """Makes one client of each writer (or user, speaker, ...): real, unequal clients.
 
     Args:
-      writer: `[n]` integers; negative ones belong to nobody.
-      num_clients: so many writers are drawn at random; `None`: all of them, in the order of their ids.
+      writer: `[n]` integers; examples with a negative one belong to no client.
+      num_clients: how many writers are drawn at random; `None`: all of them, in the order of their ids.
 
     Returns:
       List of `N` sorted index arrays; the writer of client `i` is `writer[parts[i][0]]`.
@@ -133,10 +142,10 @@ def by_writer(writer, *, num_clients: int | None = None, seed: Seed) -> list[np.
 
 
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
-    """Shards: the examples sorted by label, cut into `N * labels_per_client` equal pieces, dealt out.
+    """Cuts the examples, sorted by label, into `N * labels_per_client` equal shards, and deals those to clients.
 
-    A shard that straddles the border between two labels holds both, so a client may see a few labels more
-    than `labels_per_client`; with classes of equal size, and as many shards as divide them, it sees no more.
+    A shard at the border between two labels holds both, so a client may have a few labels more than
+    `labels_per_client`. With classes of equal size, and a number of shards that divides them, it has no more.
 
     Args:
       labels: `[n]` integers.
@@ -165,16 +174,15 @@ def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed
 
 
 def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
-    """Every label's examples are divided among clients in proportions drawn from Dirichlet(alpha, ...,
-    alpha).
+    """Divides every label's examples among clients in proportions drawn from Dirichlet(alpha, ..., alpha).
 
-    The usual recipe draws again until no client is too small, which for small `alpha` never ends. Here there
-    is one draw; then, while a client has fewer than `min_size` examples, the client that has most gives it
-    one of its own, chosen at random. Proportions are as drawn but for these few, and it always terminates.
+    The usual recipe draws again until no client is too small, which for small `alpha` never ends. Here there is one
+    draw. Then, while a client has fewer than `min_size` examples, it gets a random one of the largest client.
+    Proportions are as drawn except for these few examples, and the division always terminates.
 
     Args:
       labels: `[n]` integers.
-      alpha: positive; small is skewed (one client holds nearly all of a label), large is iid.
+      alpha: positive; a small one is skewed (one client holds nearly all of a label), a large one is iid.
       min_size: the least number of examples of a client.
 
     Returns:
@@ -207,24 +215,24 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
     size = np.array([len(part) for part in parts])
     for i in np.flatnonzero(size < min_size):
         while size[i] < min_size:
-            giver = int(size.argmax())  # has more than min_size, since there are N * min_size examples in all
-            parts[i].append(parts[giver].pop())
+            largest = int(size.argmax())  # above min_size, because there are N * min_size examples in all
+            parts[i].append(parts[largest].pop())
             size[i] += 1
-            size[giver] -= 1
+            size[largest] -= 1
     return [np.sort(np.array(part, np.int64)) for part in parts]
 
 
 def power_law_sizes(
     num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
 ) -> np.ndarray:
-    """Client sizes that fall off as `rank ** -exponent`: a few large clients, many small ones.
+    """Returns client sizes that decrease as `rank ** -exponent`: a few large clients, many small ones.
 
     Args:
       exponent: at least 0; 0 gives equal sizes.
-      min_size: what every client gets beforehand; the rest is divided by the power law.
+      min_size: the examples that every client gets first; the rest is divided by the power law.
 
     Returns:
-      `[N]` int64, in random order, whose sum is `num_examples`.
+      `[N]` int64, in random order, with the sum `num_examples`.
 
     Raises:
       ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
@@ -245,13 +253,13 @@ def power_law_sizes(
 
 
 def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
-    """A random permutation dealt out in parts of the given sizes.
+    """Divides a random permutation into parts of the given sizes.
 
     Args:
-      sizes: `[N]` positive integers with a sum of at most `num_examples`; what is over stays unused.
+      sizes: `[N]` positive integers with a sum of at most `num_examples`; the rest stays unused.
 
     Raises:
-      ValueError: a client without examples; more examples wanted than there are.
+      ValueError: a client without examples; a sum of sizes above `num_examples`.
 
     Example:
       >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
@@ -271,16 +279,29 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
 
 
 def power_law(
-    num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
+    num_examples,
+    num_clients: int,
+    *,
+    exponent: float = 1.0,
+    seed: Seed,
+    min_size: int = 1,
+    examples_seed: Seed | None = None,
 ) -> list[np.ndarray]:
-    """`by_sizes` with `power_law_sizes`: iid content, sizes by a power law.
+    """Divides the examples at random into parts with `power_law_sizes`.
+
+    Args:
+      num_examples: `n`, or the labels `[n]`.
+      exponent, min_size: as in `power_law_sizes`.
+      seed: of the sizes.
+      examples_seed: of the division of the examples; default: `seed`.
 
     Example:
       >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
       100
     """
+    num_examples = _count(num_examples)
     sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
-    return by_sizes(num_examples, sizes, seed=seed)
+    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
 
 PARTITIONS = {
@@ -291,4 +312,4 @@ PARTITIONS = {
     "dirichlet": (dirichlet, "label proportions drawn from a Dirichlet distribution"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
 }
-OF_LABELS = ("stratified", "label", "dirichlet")  # these need a classification data set
+OF_LABELS = ("stratified", "label", "dirichlet")  # need a classification data set

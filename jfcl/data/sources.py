@@ -21,22 +21,21 @@ from jfcl.data.dataset import Dataset
 
 
 def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
-    """Loads a data set, whole, onto the host.
+    """Loads a whole data set into host memory.
 
     Args:
-      name: a name in `DATASETS`, or any image data set of tensorflow-datasets ("kmnist", "emnist/balanced",
-      ...).
+      name: a name in `DATASETS`, or any image data set of tensorflow-datasets ("kmnist", "emnist/balanced", ...).
       data_dir: the folder of official files (a sub-folder per data set); default: the environment variable
-        `JFCL_DATA_DIR`. Without either, tensorflow-datasets (TFDS) provides what it has. For a name that is
-        not in `DATASETS`, `data_dir` may also be a TFDS directory with prepared array_record data sets.
+        `JFCL_DATA_DIR`. Without either, tensorflow-datasets (TFDS) is the source. For a name that is not in
+        `DATASETS`, `data_dir` may also be a TFDS directory with prepared array_record data sets.
 
     Returns:
       A `Dataset`. Official files may be gzipped, xz-compressed or plain; their content's SHA-256 is verified.
 
     Raises:
-      ValueError: an unknown name; files that are missing (which, where it looked, how to get them) or
-        corrupted (expected and found digest); a TFDS data set that is not prepared and cannot be prepared
-        here.
+      ValueError: an unknown name; files that are missing (with their names, the places searched, and how to get them)
+        or corrupted (with the expected and the found digest); a TFDS data set that is neither prepared nor can be
+        prepared here.
 
     Example:
       >>> digits = load("digits")
@@ -60,7 +59,7 @@ def _digits(data_dir) -> Dataset:
 
 
 def _idx_images(name: str, prefixes: tuple[str, str], num_classes: int):
-    """A loader for the four idx files of an MNIST-like data set."""
+    """Returns a loader for the four idx files of an MNIST-like data set."""
 
     def loader(data_dir) -> Dataset:
         if data_dir is None:
@@ -85,7 +84,7 @@ def _mnist_writers(data_dir) -> Dataset:
     writer = {}
     for split, images in [("train", mnist.train), ("test", mnist.test)]:
         rows = _idx(_read(data_dir, ["qmnist_writers"], f"qmnist-{split}-labels-idx2-int"))
-        # Rows 0 .. n-1 describe MNIST's images in order; QMNIST's test file goes on with images MNIST lost.
+        # Rows 0 .. n-1 describe MNIST's images in order; QMNIST's test file continues with images not in MNIST.
         writer[split] = rows[: len(images["y"]), 2].astype(np.int32)
     return mnist._replace(writer=writer, description=DATASETS["mnist_writers"][1])
 
@@ -138,7 +137,7 @@ def _ag_news(data_dir) -> Dataset:
 
 
 def _femnist(data_dir) -> Dataset:
-    """What LEAF's `preprocess.sh` leaves in `femnist/data`: `train/*.json` and `test/*.json`, examples by writer."""
+    """Loads the output of LEAF's `preprocess.sh`: `femnist/train/*.json` and `femnist/test/*.json`, by writer."""
     folder = None if data_dir is None else data_dir / "femnist"
     files = {split: sorted(folder.glob(f"{split}/*.json")) if folder else [] for split in ("train", "test")}
     if not all(files.values()):
@@ -148,18 +147,18 @@ def _femnist(data_dir) -> Dataset:
         )
     splits, writers, numbers = {}, {}, {}
     for split, paths in files.items():
-        x, y, who = [], [], []
+        x, y, writer = [], [], []
         for path in paths:
             try:
-                people = json.loads(path.read_text())["user_data"]
-                for name, examples in people.items():
+                by_writer = json.loads(path.read_text())["user_data"]
+                for name, examples in by_writer.items():
                     x.append(np.asarray(examples["x"], np.float32).reshape(-1, 28, 28, 1))
                     y.append(np.asarray(examples["y"], np.int32))
-                    who.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
+                    writer.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
                     check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
-        splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(who)
+        splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(writer)
     return Dataset("femnist", splits["train"], splits["test"], 62, writers, DATASETS["femnist"][1])
 
 
@@ -189,7 +188,7 @@ DATASETS = {
 
 _AG_SUBSET = "samples10000valMed.csv"
 _PACKED = {".gz": gzip.open, ".xz": lzma.open, "": open}
-_LARGEST = 2**28  # bytes of a file's content; of the official ones none has 2**27
+_LARGEST = 2**28  # bytes of a file's content; the official ones have fewer than 2**27
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 _HOW = {
@@ -245,18 +244,18 @@ _GIT_BLOB = {"train.csv": "694aa19971315410e000404523796b76349d3c1d"}
 
 
 def _find(data_dir: Path, folders: list[str], name: str) -> tuple[Path | None, list[Path]]:
-    """The first existing spelling of a file, and all places looked at."""
+    """Returns the first existing file of that name, packed or not, and all places searched."""
     places = [data_dir / folder / (name + ending) for folder in folders for ending in _PACKED]
     return next((place for place in places if place.is_file()), None), places
 
 
 def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
-    """The verified content of an official file."""
+    """Returns the verified content of an official file."""
     path, places = _find(data_dir, folders, name)
     if path is None:
-        looked = ", ".join(str(place) for place in places)
+        searched = ", ".join(str(place) for place in places)
         raise ValueError(
-            f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {looked}. To get "
+            f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {searched}. To get "
             f"it: {_HOW[folders[0]]}; or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
         )
     expected = _SHA256[folders[0]].get(name) or _GIT_BLOB[name]
@@ -284,11 +283,11 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
 
 
 def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
-    """The whole content of an open file: of an idx file as many bytes as its header announces, at most `_LARGEST`.
+    """Returns the whole content of an open file: at most `_LARGEST` bytes, or the number in the header of an idx file.
 
     Raises:
-      ValueError: there are more, or of an idx file fewer; never are many more read, though a few bytes may unpack to
-        any number.
+      ValueError: there are more bytes, or fewer in an idx file. At most one more is read, because a few packed bytes
+        may unpack to any number.
     """
     head, wanted = b"", _LARGEST
     if is_idx:
@@ -307,12 +306,12 @@ def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
 
 
 def _idx(content: bytes) -> np.ndarray:
-    """The array in an idx file: 2 zero bytes, type, rank, big-endian sizes, then the numbers."""
+    """Returns the array of an idx file: 2 zero bytes, type, rank, big-endian sizes, then the numbers."""
     kind, rank = content[2], content[3]
     shape = np.frombuffer(content, ">i4", rank, 4)
     return np.frombuffer(content, _IDX_TYPES[kind], offset=4 + 4 * rank).reshape(shape)
 
 
 def _unit(images: np.ndarray) -> np.ndarray:
-    """uint8 pixels as float32 in [0, 1]."""
+    """Returns uint8 pixels as float32 in [0, 1]."""
     return np.divide(images, np.float32(255), dtype=np.float32)

@@ -1,15 +1,14 @@
-"""The papers' synthetic problems: federations whose truth is known, as functions of their arguments and
-`seed`.
+"""The papers' synthetic problems: federations with known true models, as functions of their arguments and `seed`.
 
-In all but `blobs` client `i` is in cluster `i mod K`.
+Client `i` is in cluster `i mod K`, except in `blobs`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from jfcl.core import Clients, check, check_choice, check_count
-from jfcl.data.build import Federation, check_enough_clients, split_hash
+from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count
+from jfcl.data.build import Federation, split_hash
 
 
 def ifca_regression(
@@ -25,20 +24,18 @@ def ifca_regression(
     seed: int = 0,
     first_client: int = 0,
 ) -> Federation:
-    """Linear regression with one true parameter vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0,
-    I)`.
+    """Draws linear regressions with one true vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0, I)`.
 
     Args:
       radius: the paper's R. `reading="norm"` (the paper): `theta*` is a Bernoulli(0.5) vector scaled to norm
         R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
       noise: standard deviation sigma of the noise.
       test_examples: held-out examples per client, drawn the same way.
-      first_client: clients `first_client, first_client + 1, ...` of a larger population: it can be drawn in blocks.
+      first_client: draws clients `first_client, first_client + 1, ...` of a larger population, one block of it.
 
     Returns:
-      A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The
-      vectors are drawn until none is zero and all differ, which for `d` above 20 or so never needs a second
-      draw.
+      A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The vectors
+      are drawn until none is zero and all differ; for `d` above 20 or so, the first draw is enough.
 
     Raises:
       ValueError: a count below 1; more clusters than clients, or than non-zero vectors in `{0, 1}^d`; a
@@ -81,9 +78,9 @@ def fc_regression(
     seed: int = 0,
     first_client: int = 0,
 ) -> Federation:
-    """Linear regression whose inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
+    """Draws linear regressions in which the inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
 
-    `k` counts from 1 here; the paper does not say where it starts.
+    `k` counts from 1 here; the paper does not specify its first value.
 
     Args:
       radius: `theta*_k` has coordinates 0 or `radius` (R = 100 in the paper), each with probability 0.5.
@@ -91,8 +88,8 @@ def fc_regression(
       first_client: as in `ifca_regression`.
 
     Returns:
-      A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than
-      dimensions (the paper's 9 and 10) no client can find its `theta*` alone.
+      A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than dimensions
+      (the paper's 9 and 10) a client's data do not determine its `theta*`.
 
     Raises:
       ValueError: as `ifca_regression`.
@@ -131,16 +128,15 @@ def xor_toy(
     seed: int = 0,
     first_client: int = 0,
 ) -> Federation:
-    """Two clusters in the plane that no single linear model can serve, though each alone is easily separated.
+    """Draws two clusters in the plane that no single linear model fits, though one linear model fits each.
 
     Args:
       kind: "xor": the four corners of a square, each a Gaussian of standard deviation `spread`; cluster 0 has
         the upper two, cluster 1 the lower two, and the labels are those of XOR, so that the vertical line
-        separates each cluster, with opposite signs, and nothing linear separates both. "opposite": both
-        clusters have the left and the right point cloud, with opposite labels, so that no model at all fits
-        both.
+        separates each cluster, with opposite signs, and no linear model separates both. "opposite": both
+        clusters have the left and the right point cloud, with opposite labels, so that no model fits both.
       spread: at least 0.
-      first_client: other clients of the same kind for every number; a multiple of 2.
+      first_client: selects other clients of the same kind; a multiple of 2.
 
     Returns:
       A `Federation` of two clusters, `x` `[N, M, 2]` float32, `y` `[N, M]` int32 in {0, 1}.
@@ -148,7 +144,7 @@ def xor_toy(
     Raises:
       ValueError: an unknown `kind`; fewer than 2 clients; a count below 1; a negative `spread`.
 
-    Source: CFL, figure 1 (left: "xor", right: "opposite"); its numbers are not given, these are ours.
+    Source: CFL, figure 1 (left: "xor", right: "opposite"); the numbers are chosen here, because the paper has none.
 
     Example:
       >>> fed = xor_toy(num_clients=2, spread=0.0)
@@ -158,7 +154,7 @@ def xor_toy(
     """
     check_choice("kind", kind, ["xor", "opposite"])
     check_count("num_clients", num_clients)
-    check_enough_clients(num_clients, 2)
+    check_at_most_clients("num_clusters", 2, num_clients)
     _check_scale("spread", spread)
     check_count("first_client", first_client, least=0)
     check(first_client % 2 == 0, "first_client", first_client, "a multiple of 2, the number of clusters")
@@ -195,7 +191,7 @@ def blobs(
     std: float = 1.0,
     seed: int = 0,
 ) -> Federation:
-    """Gaussian blobs, one point per client: scikit-learn's `make_blobs`.
+    """Draws Gaussian blobs, one point per client, by scikit-learn's `make_blobs`.
 
     Args:
       std: standard deviation of every blob; centres are uniform in `[-10, 10]^dim`.
@@ -220,7 +216,7 @@ def blobs(
     check_count("num_points", num_points)
     check_count("num_clusters", num_clusters)
     check_count("dim", dim)
-    check_enough_clients(num_points, num_clusters)
+    check_at_most_clients("num_clusters", num_clusters, num_points)
     _check_scale("std", std)
     points, cluster, centers = make_blobs(
         num_points, dim, centers=num_clusters, cluster_std=std, random_state=seed, return_centers=True
@@ -242,12 +238,12 @@ def blobs(
 
 
 def _regression(name, theta, mean, num_clients, examples, test_examples, noise, seed, first_client) -> Federation:
-    """`x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise`, drawn in float64 client by client."""
+    """Draws `x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise` in float64, client by client."""
     num_clusters, dim = theta.shape
     check_count("num_clients", num_clients)
     check_count("seed", seed, least=0, most=2**63 - 1)
     check_count("first_client", first_client, least=0)
-    check_enough_clients(num_clients, num_clusters)
+    check_at_most_clients("num_clusters", num_clusters, num_clients)
     _check_scale("noise", noise)
     cluster = ((first_client + np.arange(num_clients)) % num_clusters).astype(np.int32)
 
@@ -258,7 +254,7 @@ def _regression(name, theta, mean, num_clients, examples, test_examples, noise, 
         for i, k in enumerate(cluster):
             rng = np.random.default_rng([seed, stream, first_client + i])
             x[i] = mean[k] + rng.standard_normal((count, dim))
-            # The target belongs to the rounded inputs, so that without noise the fit is exact to float32.
+            # The target is that of the rounded inputs, so that without noise the fit is exact in float32.
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
         return Clients({"x": x, "y": y}, np.full(num_clients, count, np.int32))
 
@@ -277,12 +273,12 @@ def _regression(name, theta, mean, num_clients, examples, test_examples, noise, 
 
 
 def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
-    """`[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
+    """Returns `[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
     check_count("num_clusters", count)
     check_count("dim", dim)
     if dim < 63 and count > 2**dim - 1:
         raise ValueError(f"num_clusters must be at most {2**dim - 1} (non-zero vectors in {{0, 1}}^{dim}), got {count}")
-    if dim <= 12:  # few vectors: drawing until they differ could take long
+    if dim <= 12:  # few vectors: repeated draws until all differ could take long
         numbers = 1 + rng.permutation(2**dim - 1)[:count]
         return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)
     while True:
@@ -296,6 +292,6 @@ def _check_scale(argument: str, value: float) -> None:
 
 
 def _hash(settings: list, cluster, train: Clients) -> str:
-    """Synthetic data have no indices to hash: their first inputs stand for them."""
+    """Returns the `split_hash` of synthetic data, with clients' first inputs in place of indices."""
     first = np.ascontiguousarray(train.examples["x"][:, 0]).view(np.int32)
     return split_hash(settings, cluster, [train.size, *first])

@@ -17,10 +17,10 @@ _WORD = re.compile(r"[^\W_]+|[^\w\s]")
 def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) -> tuple[Dataset, list[str]]:
     """Replaces texts by rows of token ids.
 
-    Tokens are runs of letters and digits, and single punctuation marks, in lower case. Id 0 is padding, 1 any
-    word that is not in the vocabulary; 2 and above are the most frequent words of the *training* split, most
-    frequent first, ties in alphabetical order. Texts are cut to `length` tokens. Labels are kept: a language
-    model takes its targets from `x` shifted by one, and the labels still tell topics apart.
+    Tokens are runs of letters and digits, and single punctuation marks, in lower case. Id 0 is padding, 1 any word that
+    is not in the vocabulary; 2 and above are the most frequent words of the *training* split, most frequent first, ties
+    in alphabetical order. Texts are cut to `length` tokens. Labels are kept: the targets of a language model are `x`
+    shifted by one, and the labels distinguish topics.
 
     Args:
       dataset: a data set of strings (`load("ag_news")`).

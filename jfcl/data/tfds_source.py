@@ -1,8 +1,8 @@
-"""tensorflow-datasets (TFDS) as a source: reads prepared sets without TensorFlow, prepares with it.
+"""tensorflow-datasets (TFDS) as a source: reads prepared sets without TensorFlow, prepares others with it.
 
-Two habits of TFDS are guarded against. Its extraction cache names unpacked files by their file name alone, so
-that MNIST and Fashion-MNIST, whose files have the same names, are silently mixed; hence one download
-directory per data set. And it tries an unreachable address for minutes; hence a short look first.
+Two properties of TFDS need care. Its extraction cache names unpacked files by their file name alone, and would silently
+mix MNIST and Fashion-MNIST, which have the same file names; so each data set has its own download directory. And TFDS
+tries an unreachable address for minutes; so a short request is made first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official fi
 
 
 def tfds_dir() -> Path:
-    """Where TFDS keeps prepared data sets: `TFDS_DATA_DIR`, else `~/tensorflow_datasets`."""
+    """Returns the directory of prepared data sets of TFDS: `TFDS_DATA_DIR`, or `~/tensorflow_datasets`."""
     return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
 
 
 def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
-    """Reads a TFDS data set with "image" (or text) and "label" features, preparing it if need be.
+    """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
     Args:
-      name: TFDS's name, with its config if it has any ("emnist/balanced").
-      data_dir: a TFDS directory to look in first, or `None`.
-      known: further names to suggest when there is none like `name`.
+      name: its name in TFDS, with its config if it has one ("emnist/balanced").
+      data_dir: a TFDS directory to search first, or `None`.
+      known: further names to suggest for an unknown `name`.
 
     Returns:
       A `Dataset`; its test set is the split "test" if there is one.
@@ -54,16 +54,16 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
     needed = ["tensorflow", "importlib_resources"]
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
-        looked = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
+        searched = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
         raise ValueError(
-            f"data set {name!r} is not prepared (looked for array_record files under {looked}), and "
+            f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
             f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'. {_OFFICIAL}"
         )
     return _read_folder(name, _prepare(name))
 
 
 def prepared_folder(root: Path, name: str) -> Path | None:
-    """`root/name[/config]/version` of the newest version that holds array_record files, or `None`."""
+    """Returns `root/name[/config]/version` of the newest version with array_record files, or `None`."""
     top = root / name
     infos = list(top.glob("*/dataset_info.json")) or list(top.glob("*/*/dataset_info.json"))
     found = []
@@ -104,7 +104,7 @@ def _prepare(name: str) -> Path:
 
 
 def check_reachable(name: str, urls: Iterable[str], downloads: Path) -> None:
-    """Asks for the head of every file (16 at most) that is not in the download directory yet.
+    """Requests the head of every file (16 at most) that is not in the download directory yet.
 
     Raises:
       ValueError: a file that is gone, or a host that does not answer within seconds.
@@ -118,7 +118,7 @@ def check_reachable(name: str, urls: Iterable[str], downloads: Path) -> None:
             urllib.request.urlopen(request, timeout=_TIMEOUT).close()
             continue
         except urllib.error.HTTPError as error:
-            if error.code not in (404, 410):  # some hosts refuse HEAD; that host is there
+            if error.code not in (404, 410):  # some hosts refuse HEAD, but are reachable
                 continue
             problem = f"is gone (HTTP {error.code})"
         except (OSError, ValueError) as error:

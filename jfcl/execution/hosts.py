@@ -1,7 +1,7 @@
 """Several processes that run one simulation together, each with its own devices and its own clients.
 
-Everything that a process writes (records, checkpoints, progress) the first one writes for all. `jax.distributed` does
-the rest; a program that runs in one process goes through here unchanged.
+The first process writes records, checkpoints and progress for all. `jax.distributed` connects the devices. In a program
+of one process these functions return their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from jfcl.core import PyTree, check
 
 HELLO = "jfcl-hello"
 MOST = 2**16  # processes of one run
-TIMEOUT = 60  # seconds that a process waits for the others to come, and for one that was lost to answer
+TIMEOUT = 60  # seconds that a process waits for the others to connect, and for a lost one to answer
 
 
 def connect(coordinator: str, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the processes of one run; to be called before anything else of jax.
+    """Connects the processes of one run; call it before any other function of JAX.
 
     Args:
-      coordinator: `"host:port"` of the first process; or `"auto"` on Cloud TPU, Slurm and what else
-        `jax.distributed.initialize` knows, where nothing more is needed.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
+      coordinator: `"host:port"` of the first process; or `"auto"` on Cloud TPU, Slurm and the other clusters that
+        `jax.distributed.initialize` detects, without further arguments.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
 
     Raises:
-      ValueError: numbers that do not fit; a port that is taken; processes that do not come, or no coordinator that
-        answers, within `TIMEOUT` seconds.
+      ValueError: numbers that do not fit; a port in use; processes that do not connect, or a coordinator that does not
+        answer, within `TIMEOUT` seconds.
     """
     if coordinator == "auto":
         coordinator, num_processes, process_id = _surroundings()
@@ -45,7 +45,7 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
             None not in (coordinator, num_processes, process_id),
             "coordinator",
             "auto",
-            "given as host:port, with the number of processes and this one's: nothing here says where the others are",
+            "given as host:port, with the number of processes and this one's: no cluster was detected here",
         )
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
@@ -54,7 +54,7 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
     fits = process_id is not None and 0 <= process_id < num_processes
     check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
     check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")
-    # First among ourselves: jax's own service and client end a process without a word that could be caught.
+    # First without JAX: its own service and client end a process without an exception.
     if process_id == 0:
         _gather(int(port), num_processes)
     else:
@@ -66,15 +66,15 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
         )
     except RuntimeError as error:
         raise ValueError(
-            f"coordinator: not all of the {num_processes} processes came to {coordinator} within {TIMEOUT} seconds"
+            f"coordinator: not all of the {num_processes} processes connected to {coordinator} within {TIMEOUT} seconds"
             f" ({str(error).splitlines()[0]})"
         ) from None
 
 
 def _surroundings() -> tuple[str | None, int | None, int | None]:
-    """`(coordinator, num_processes, process_id)` as Slurm, Cloud TPU, ... say; Nones where nobody does.
+    """Returns `(coordinator, num_processes, process_id)` from Slurm, Cloud TPU, ..., or None for unknown ones.
 
-    By what `jax.distributed.initialize` asks itself, which jax does not offer by a public name.
+    This is the detection of `jax.distributed.initialize`, which has no public name.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -82,13 +82,13 @@ def _surroundings() -> tuple[str | None, int | None, int | None]:
 
 
 def _gather(port: int, count: int) -> None:
-    """Process 0: waits at `port` until all others have said hello, and lets them go on; `ValueError` if some do not."""
+    """Waits, as process 0, for a message of all others at `port`, and answers; `ValueError` if some are missing."""
     two = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two else socket.AF_INET
     try:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=two)
     except OSError as error:
-        raise ValueError(f"coordinator: port {port} cannot be used ({error}); is another program at it?") from None
+        raise ValueError(f"coordinator: port {port} cannot be used ({error}); does another program use it?") from None
     there: dict[int, socket.socket] = {}
     until = time.monotonic() + TIMEOUT
     with contextlib.ExitStack() as stack, server:
@@ -97,22 +97,22 @@ def _gather(port: int, count: int) -> None:
             try:
                 guest = stack.enter_context(server.accept()[0])
                 guest.settimeout(5)
-                word, who, of = guest.makefile().readline().split()
-                known = word == HELLO and int(of) == count and 0 < int(who) < count and int(who) not in there
+                word, rank, of = guest.makefile().readline().split()
+                known = word == HELLO and int(of) == count and 0 < int(rank) < count and int(rank) not in there
             except TimeoutError:
                 if time.monotonic() < until:
                     continue
                 missing = ", ".join(str(i) for i in range(1, count) if i not in there)
                 raise ValueError(
-                    f"coordinator: of the {count} processes, {missing} did not come to port {port} within {TIMEOUT}"
+                    f"coordinator: of the {count} processes, {missing} did not connect to port {port} within {TIMEOUT}"
                     " seconds"
                 ) from None
-            except (OSError, ValueError):  # somebody else
+            except (OSError, ValueError):  # another program
                 continue
             if known:
-                there[int(who)] = guest
+                there[int(rank)] = guest
             elif word == HELLO:
-                guest.sendall(f"process {who} of {of} does not fit: there are {count}, each once\n".encode())
+                guest.sendall(f"process {rank} of {of} does not fit: there are {count}, each once\n".encode())
         for guest in there.values():
             guest.sendall(b"go\n")
         for guest in there.values():  # they close first, so that the port is free for jax's service at once
@@ -121,20 +121,20 @@ def _gather(port: int, count: int) -> None:
 
 
 def _announce(host: str, port: int, count: int, process_id: int) -> None:
-    """The others: says hello to process 0, and waits until all have; `ValueError` if that does not answer."""
+    """Sends a message to process 0, and waits for its answer; `ValueError` if there is none."""
     with _await(host, port) as guest:
         guest.settimeout(TIMEOUT + 10)
         try:
             guest.sendall(f"{HELLO} {process_id} {count}\n".encode())
-            said = guest.makefile().readline().strip()
+            answer = guest.makefile().readline().strip()
         except OSError as error:
-            said = str(error)
-    if said != "go":
-        raise ValueError(f"coordinator: {host}:{port} is not (any more) a process 0 that waits for us: {said!r}")
+            answer = str(error)
+    if answer != "go":
+        raise ValueError(f"coordinator: {host}:{port} is not (any more) a process 0 that waits for others: {answer!r}")
 
 
 def _await(host: str, port: int) -> socket.socket:
-    """Connects as soon as something listens at `host:port`."""
+    """Connects as soon as a program listens at `host:port`."""
     until = time.monotonic() + TIMEOUT
     while True:
         try:
@@ -149,29 +149,29 @@ def _await(host: str, port: int) -> socket.socket:
 
 
 def connected() -> bool:
-    """Whether `connect` has joined this process to others; never starts a backend."""
+    """Returns whether `connect` has connected this process to others; never starts a backend."""
     return jax.distributed.is_initialized()
 
 
 def is_of_a_lost_process(error: Exception) -> bool:
-    """Whether `error` is XLA's, of a collective that not all processes came to."""
-    told = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
+    """Returns whether `error` is XLA's, of a collective without some of the processes."""
+    of_collective = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
     own = "RESOURCE_EXHAUSTED" in str(error)  # this process's memory
-    return connected() and (told or (isinstance(error, jax.errors.JaxRuntimeError) and not own))
+    return connected() and (of_collective or (isinstance(error, jax.errors.JaxRuntimeError) and not own))
 
 
 def several() -> bool:
-    """Whether this is one of several processes."""
+    """Returns whether this is one of several processes."""
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process writes what all of them found."""
+    """Returns whether this is the first process, which writes the results of all."""
     return jax.process_index() == 0
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """The arrays of `tree` on the host, whole, as NumPy. With several processes all of them must ask for it.
+    """Returns the arrays of `tree` as whole NumPy arrays on the host. With several processes, all of them must call it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,7 +190,7 @@ def fetch(tree: PyTree) -> PyTree:
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Arrays that every process has alike as arrays on all devices of `mesh`; `tree` itself with one process."""
+    """Puts arrays that are equal in every process on all devices of `mesh`; returns `tree` itself with one process."""
     if not several():
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -205,7 +205,7 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def same_everywhere(value: Any) -> Any:
-    """The first process's `value`, JSON-like, in all of them."""
+    """Returns the first process's `value`, JSON-like, in all processes."""
     if not several():
         return value
     from jax.experimental import multihost_utils
@@ -218,10 +218,10 @@ def same_everywhere(value: Any) -> Any:
 
 
 def by_first(fn: Callable[[], Any]) -> Any:
-    """What `fn()` returns in the first process, None in the others; if it fails there, all of them say so.
+    """Calls `fn` in the first process and returns its result there, None in the others.
 
     Raises:
-      ValueError: what the first process's `fn` raised as `ValueError` or `OSError`.
+      ValueError: in all processes, with the message of a `ValueError` or `OSError` of `fn`.
     """
     found, error = None, None
     try:
@@ -237,7 +237,7 @@ def by_first(fn: Callable[[], Any]) -> Any:
 
 
 def same_arrays(tree: PyTree) -> PyTree:
-    """The first process's NumPy arrays in all of them; the others give arrays of the same shapes."""
+    """Returns the first process's NumPy arrays in all processes; the others pass arrays of the same shapes."""
     if not several():
         return tree
     from jax.experimental import multihost_utils
@@ -246,7 +246,7 @@ def same_arrays(tree: PyTree) -> PyTree:
 
 
 def everybodys(values: Sequence[int]) -> np.ndarray:
-    """`[P, n]`: the `n` integers of every process, the first one's in front."""
+    """Returns `[P, n]`, the `n` integers of every process, in the order of processes."""
     if not several():
         return np.array([values], np.int32)
     from jax.experimental import multihost_utils
@@ -255,12 +255,12 @@ def everybodys(values: Sequence[int]) -> np.ndarray:
 
 
 def total(count: int) -> int:
-    """The sum of every process's `count`."""
+    """Returns the sum of every process's `count`."""
     return int(everybodys([count]).sum())
 
 
 def leave(status: int) -> None:
-    """Ends this process at once after an error: an orderly end would wait for the others, who wait for this one."""
+    """Ends this process at once after an error; an orderly end would wait for processes that wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

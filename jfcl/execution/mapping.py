@@ -1,13 +1,13 @@
-"""The client axis: how a function written for one client becomes a function of all of them.
+"""The client axis: mappings from a function of one client to a function of all clients.
 
-A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` takes `fn` of one client to a function of stacked
-clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh, inner)`
-divides the clients among devices, of one process or of several, and `pmapped` the same with `jax.pmap`. All give the
-same results, so choosing among them is about speed and memory alone: on a CPU one client at a time is the fastest for
-models of any size, the more so with a forced host device per core; on an accelerator `jax.vmap` is.
+A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` turns `fn` of one client into a function of
+stacked clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh,
+inner)` divides the clients among devices, of one process or of several, and `pmapped` does the same with `jax.pmap`.
+All give the same results and differ in speed and memory alone. On a CPU one client at a time is the fastest for models
+of any size, even more with a forced host device per core; on an accelerator `jax.vmap` is.
 
-Servers that need only sums over clients use `map_reduce`, which never holds what the clients send all at once:
-`O(chunk * D + K * D)` memory instead of `O(N * D)`, and between devices only the sums travel.
+Servers that need only sums over clients use `map_reduce`, which never holds the updates of all clients at once:
+`O(chunk * D + K * D)` memory instead of `O(N * D)`, and only the sums are communicated between devices.
 
 This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.pmap` over clients.
 """
@@ -27,13 +27,13 @@ from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clien
 Mapping = Callable[..., Callable[..., Any]]
 
 
-# Chunks whose sums are added up by themselves. In float32, a sum that grows by one client at a time is off by 3e-5
-# after 10,000 of them, and by a hundredth after a million.
+# Chunks that are summed separately before their sums are added. In float32, the error of a sum that grows by one client
+# at a time is 3e-5 after 10,000 clients, and 1e-2 after a million.
 BLOCK = 1024
 
 
 class chunked(NamedTuple):
-    """A mapping that takes `size` clients at a time: `vmap` inside, a sequential loop outside.
+    """A mapping of `size` clients at a time: `vmap` inside, a sequential loop outside.
 
     Memory falls from `O(N)` to `O(size)` copies of a client's temporaries; results equal `jax.vmap`'s.
 
@@ -54,11 +54,10 @@ class chunked(NamedTuple):
 
 
 class sharded(NamedTuple):
-    """A mapping that divides the clients among the devices of `mesh`; each maps its own with `inner`.
+    """A mapping that divides the clients among the devices of `mesh`; each device maps its own with `inner`.
 
-    Where the number of clients is no multiple of the devices, rows of zeros are put behind them, in every call: `place`
-    does it once for a whole simulation. `map_reduce` counts on what such rows send adding up to nothing, which is so
-    for clients of size 0.
+    Where the number of clients is no multiple of the devices, every call appends rows of zeros; `place` does it once
+    for a whole simulation. `map_reduce` requires that such rows add nothing to the total, as do clients of size 0.
 
     Attributes:
       mesh: from `client_mesh`, or any mesh of `AxisType.Auto` axes in which the devices of a process lie next to each
@@ -79,7 +78,7 @@ class sharded(NamedTuple):
 
 
 class pmapped(NamedTuple):
-    """As `sharded` over the first `num_devices` devices of this process, but by `jax.pmap`: for comparison.
+    """As `sharded` over the first `num_devices` devices of this process, but with `jax.pmap`, for comparison.
 
     Attributes:
       num_devices: at most the devices of this process; default: all of them.
@@ -104,13 +103,13 @@ def _kept_only(mapping: Mapping, fn: Callable[..., Any], in_axes: Any) -> Callab
 
 
 def client_mesh(num_devices: int | None = None) -> Mesh:
-    """A mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
+    """Returns a mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
 
-    The devices of a process lie next to each other, so that its clients do too. (`jax.make_mesh` orders the devices of
-    a TPU slice by their wiring, across processes; that is of use to messages between neighbours, which are not sent.)
+    The devices of a process are adjacent, so that its clients are too. (`jax.make_mesh` orders the devices of a TPU
+    slice by their wiring, across processes, for communication between neighbours, which does not occur here.)
 
-    On a CPU there is one device, unless more are forced: `jax.config.update("jax_num_cpu_devices", 2)` as the first
-    thing a program does, or `jfcl run --devices 2`.
+    On a CPU there is one device, unless more are forced: by `jax.config.update("jax_num_cpu_devices", 2)` at the
+    beginning of a program, or by `jfcl run --devices 2`.
 
     Raises:
       ValueError: more devices than there are.
@@ -130,7 +129,7 @@ def client_mesh(num_devices: int | None = None) -> Mesh:
 
 
 def auto() -> Mapping:
-    """The mapping that suits the default backend: one client at a time on a CPU, all at once on an accelerator.
+    """Returns the mapping for the default backend: one client at a time on a CPU, all at once on an accelerator.
 
     Example:
       >>> auto()(lambda x: x + 1)(jnp.zeros(3)).tolist()
@@ -146,13 +145,13 @@ def map_reduce(
     zero: PyTree,
     in_axes: Any = 0,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Maps `fn` over clients, folds what they send into a running total and stacks what they keep.
+    """Maps `fn` over clients, folds one of its two results into a running total and stacks the other.
 
     Args:
       mapping: `jax.vmap`, one of this file, or any function with their interface.
       fn: function of ONE client that returns `(sent, kept)`.
-      fold: `(total, sent stacked over some clients [c, ...]) -> total`. It must add: folding in two parts after each
-        other, or apart and adding the totals, gives what folding all of them at once does.
+      fold: `(total, sent stacked over some clients [c, ...]) -> total`. It must be a sum: folding two parts in
+        sequence, or separately with an addition of the totals, equals folding all at once.
       zero: the total of no clients.
       in_axes: as in `jax.vmap`: 0 or None for every argument, or a tuple of them.
 
@@ -180,7 +179,7 @@ def map_reduce(
 
 
 def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
-    """`in_axes` as one entry, 0 or None, for each argument, and the number of clients."""
+    """Returns `in_axes` as one entry, 0 or None, for each argument, and the number of clients."""
     axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
     leaves = jax.tree.leaves([arg for arg, axis in zip(args, axes, strict=True) if axis is not None])
     if any(axis not in (None, 0) for axis in axes) or not leaves:
@@ -191,16 +190,16 @@ def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
 
 
 def _in_chunks(most: int, fn, fold, zero, in_axes):
-    """`map_reduce` of `chunked(most)`."""
+    """Returns the `map_reduce` of `chunked(most)`."""
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
         size = min(most, n)
 
         def some(first, count):
-            """What `count` clients from row `first` on send (stacked) and keep."""
+            """Returns the results of `count` clients from row `first` on, stacked."""
 
-            def row(x):  # without a client axis for one client: XLA then sees plain matrix products and convolutions
+            def row(x):  # one client has no client axis, so that XLA compiles plain matrix products and convolutions
                 rows = jax.lax.dynamic_slice_in_dim(x, first, count)
                 return rows[0] if count == 1 else rows
 
@@ -214,7 +213,7 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
             return fold(total, sent), kept
 
         def in_turn(step, total, first, count, stride):
-            # Scanning over row numbers, not over rows: the data, never reshaped, are then not copied into the loop.
+            # A scan over row numbers, not over rows: the data are not reshaped, and so not copied into the loop.
             total, kept = jax.lax.scan(step, total, first + jnp.arange(count) * stride)
             return total, jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), kept)
 
@@ -242,7 +241,7 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
 
 def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
-    """`map_reduce` of `sharded` and `pmapped`: each device folds its own clients, and the totals are summed."""
+    """Returns the `map_reduce` of `sharded` and `pmapped`: each device folds its clients, and totals are summed."""
     if isinstance(mapping, sharded):
         check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
     nested = isinstance(mapping.inner, (sharded, pmapped))
@@ -263,8 +262,8 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
                 total, kept = own(*args)
                 return jax.lax.psum(total, names), kept
 
-            # With check_vma=True a gradient with respect to parameters that all devices share, taken inside, would
-            # silently be summed over devices: clients would train on each other's data.
+            # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
+            # summed over devices: clients would train on each other's data.
             mapped = jax.shard_map(
                 on_device,
                 mesh=mesh,
@@ -278,7 +277,7 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
             check(count <= len(here), "pmapped: num_devices", count, f"at most the {len(here)} devices of this process")
 
             def mapped(zero, *args):
-                def on_device(zero, *divided):  # not by None in in_axes of pmap, which goes wrong with empty trees
+                def on_device(zero, *divided):  # None in in_axes of pmap fails with empty trees
                     divided = iter(divided)
                     total, kept = own(
                         zero, *[a if x is None else next(divided) for a, x in zip(args, axes, strict=True)]
@@ -290,8 +289,8 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
 
                 each = jax.pmap(on_device, "clients", out_axes=(None, 0), devices=here[:count])
                 zeros = jax.tree.map(lambda z: jnp.broadcast_to(z, (count, *z.shape)), zero)
-                given = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
-                total, kept = each(zeros, *given)
+                divided = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
+                total, kept = each(zeros, *divided)
                 return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
 
         nothing = jax.tree.map(jnp.asarray, zero)
@@ -307,18 +306,18 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
 
 
 def _pad(x: jax.Array, count: int) -> jax.Array:
-    """`x` `[N, ...]` with `count` rows of zeros (of keys: of the first key) behind it."""
+    """Appends `count` rows of zeros (for keys: of the first key) to `x` `[N, ...]`."""
     x = jnp.asarray(x)
     first = jnp.broadcast_to(x[:1], (count, *x.shape[1:]))
     return jnp.concatenate([x, first if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros_like(first)])
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Where the clients' data lie.
+# The placement of the clients' data.
 
 
 def num_rows(client_axis: Mapping, count: int) -> int:
-    """`count` clients and the padding clients behind them: a multiple of the devices that `client_axis` divides by.
+    """Returns `count` plus the number of padding clients: a multiple of the devices of `client_axis`.
 
     Example:
       >>> num_rows(jax.vmap, 7), num_rows(sharded(client_mesh(1)), 7)
@@ -328,12 +327,12 @@ def num_rows(client_axis: Mapping, count: int) -> int:
 
 
 def own_rows(client_axis: Mapping, count: int) -> slice:
-    """Which of `count` clients this process holds: with several processes, the data that its devices train on.
+    """Returns the rows of `count` clients that this process holds: with several processes, those of its devices.
 
-    Every device has as many, but for the last ones: 5 clients on 4 processes of one device lie there as 2, 2, 1 and 0.
+    All devices have equally many, except for the last ones: 5 clients on 4 processes of one device are 2, 2, 1 and 0.
 
     Raises:
-      ValueError: none of this process's devices is in the mesh, or others are between them.
+      ValueError: none of this process's devices is in the mesh, or they are not adjacent.
 
     Example:
       >>> own_rows(jax.vmap, 7)
@@ -346,21 +345,21 @@ def own_rows(client_axis: Mapping, count: int) -> slice:
     ranks = [i for i, d in enumerate(client_axis.mesh.devices.flat) if d.process_index == jax.process_index()]
     check(len(ranks) > 0, "mesh", client_axis.mesh, f"of devices of every process, also of {jax.process_index()}")
     together = ranks[-1] - ranks[0] == len(ranks) - 1
-    check(together, "mesh", client_axis.mesh, "one where the devices of a process lie next to each other")
+    check(together, "mesh", client_axis.mesh, "one with the devices of a process next to each other")
     return slice(min(ranks[0] * per_device, count), min((ranks[-1] + 1) * per_device, count))
 
 
 def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:
-    """`clients` on the device, or divided among the devices of a `sharded` mapping, each row on one of them.
+    """Puts `clients` on the device, or divides them among the devices of a `sharded` mapping.
 
     Args:
-      client_axis: the mapping that will be used.
-      clients: on the host; with several processes, this one's (`own_rows`), with their ids.
-      count: how many clients there are in all processes; default: as many as in `clients`.
+      client_axis: the mapping of the simulation.
+      clients: on the host; with several processes, those of this process (`own_rows`), with their ids.
+      count: the number of clients of all processes; default: the number of `clients`.
 
     Returns:
-      `Clients` of jax arrays of `num_rows` rows; the last ones, if any, are padding clients without examples, whose
-      ids are those behind the largest.
+      `Clients` of JAX arrays of `num_rows` rows. The last rows may be padding clients without examples, with the ids
+      after the largest one.
     """
     if not isinstance(client_axis, sharded):
         return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))

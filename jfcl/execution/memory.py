@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, before anything is computed."""
+"""Checks of memory, before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jfcl.execution import hosts, mapping
 
 
 def free_memory() -> float:
-    """Bytes that the default device has left (of a CPU: that the machine has); infinite where nobody knows."""
+    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known."""
     device = jax.local_devices()[0]
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats:
@@ -21,9 +21,9 @@ def free_memory() -> float:
 
 
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
-    """Bytes of temporaries and results of one round with all `clients` (or their shapes), on each device.
+    """Returns the bytes of temporaries and results of one round with all `clients` (or their shapes), on each device.
 
-    The compiled program's own analysis says so; nothing is run, and no data are placed. Cost: a compilation.
+    They are from the analysis of the compiled program. Nothing is run, and no data are placed. Cost: a compilation.
     """
     rows = mapping.num_rows(client_axis, num_clients(clients))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
@@ -43,18 +43,18 @@ def check_memory(
     others: Sequence[Clients] = (),
     seeds_at_once: int = 1,
 ) -> None:
-    """Says so if a run does not fit into memory, before anything is computed.
+    """Checks that a run fits into memory, before anything is computed.
 
-    The data, `others` (those of tests) and twice the state, old and new, are added up; shapes will do. `copies` of the
-    data will be made: by default one, or none where the one device is the CPU, which takes them over where they are.
-    What a round needs besides is asked of the compiled program, but only where it might not fit: where many clients
-    train at once, or would, if the method keeps them, have large updates together. That costs a compilation.
+    The sum is of the data, `others` (those of tests) and twice the state, old and new; shapes are enough. `copies` of
+    the data will be made: by default one, or none where the only device is the CPU, which uses the host's arrays. The
+    temporaries of a round are those of the compiled program, which is compiled only where it might not fit: where many
+    clients train at once, or where the updates of all clients together are large.
 
     Raises:
-      ValueError: with what is needed, what is free, and how many clients at once may fit.
+      ValueError: with the bytes needed, the free bytes, and the number of clients at once that may fit.
     """
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
-    if hosts.several():  # all of them go on, or none
+    if hosts.several():  # all processes decide alike
         free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
     if isinstance(client_axis, mapping.sharded):
         inner = client_axis.inner  # the devices that a CPU is divided into share its memory
@@ -79,7 +79,7 @@ def check_memory(
     if 3 * seeds_at_once * max(training, -(-n // parts) * model) < free / 2:
         return
     needed = seeds_at_once * needed_memory(algorithm, clients, client_axis)
-    fits = int(at_once * (free - data) / needed)  # at most, as what is kept of all clients does not shrink
+    fits = int(at_once * (free - data) / needed)  # at most: the results of all clients do not shrink
     chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
     advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
     check(

@@ -1,4 +1,4 @@
-"""What the kernels share: bad input, stacked pytrees as matrices, rows that are not finite."""
+"""Parts that the kernels share: checks of input, stacked pytrees as matrices, loops over blocks, products of rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import numpy as np
 from jfcl.core.checks import check
 
 PyTree = Any
-FORMS = ("auto", "direct", "gram")  # of the kernels that can work on inner products of the rows instead
+FORMS = ("auto", "direct", "gram")  # of kernels that can use inner products of the rows
 _ONE = np.float32(1)
-# Plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16.
+# Full float32 on accelerators too, which by default round operands to TF32 or bfloat16.
 HIGHEST = jax.lax.Precision.HIGHEST
+
+# Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
+NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
+STRIP_ROWS = 250  # at least
+BLOCK_COLUMNS = 2048  # multiplied at once; half of that for more than 8192 clients
 
 
 def is_computable(*values: Any) -> bool:
-    """Whether results computed from `values` have values: not if one is a tracer, and not while a program is traced.
+    """Returns whether results computed from `values` are concrete: no tracers, and no program is being traced.
 
-    Inside `jit` a constant is no tracer, but all that is computed from it is.
+    Inside `jit` a constant is no tracer, but every result computed from it is.
     """
     leaves = jax.tree.leaves(values)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -31,7 +36,7 @@ def is_computable(*values: Any) -> bool:
 
 
 def num_rows(updates: PyTree, *, name: str = "updates") -> int:
-    """`N` of stacked `updates` (`[N, ...]` each), after a look at their shapes and types; nothing is copied.
+    """Returns `N` of stacked `updates` (`[N, ...]` each), after a check of their shapes and types; nothing is copied.
 
     Raises:
       ValueError: no leaves, a leaf without a client axis, different or zero lengths, values that are not real numbers.
@@ -51,10 +56,10 @@ def num_rows(updates: PyTree, *, name: str = "updates") -> int:
 
 
 def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
-    """The leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats; nothing is concatenated.
+    """Returns the leaves of stacked `updates` (`[N, ...]` each) as matrices `[N, d]` of floats, not concatenated.
 
     Raises:
-      ValueError: what `num_rows` refuses.
+      ValueError: as `num_rows`.
     """
     count = num_rows(updates, name=name)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
@@ -63,25 +68,25 @@ def rows_of(updates: PyTree, *, name: str = "updates") -> list[jax.Array]:
 
 
 def sum_dtype(*arrays: jax.Array) -> Any:
-    """What sums over `arrays` are kept in: float64 if one of them is, else float32."""
+    """Returns the type of sums over `arrays`: float64 if one of them is, else float32."""
     return jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
 
 
 @jax.jit
 def finite_rows(rows: list[jax.Array]) -> jax.Array:
-    """`[N]` bool: rows without NaN and infinity in any of the matrices."""
-    # A finite sum of squares proves it in one fast pass; the slow look at every number is for the rest.
+    """Returns `[N]` bool: rows without NaN and infinity in all of the matrices."""
+    # A finite sum of squares proves it in one fast pass. Only otherwise is every number checked, which is slow.
     norms = squared_norms(rows)
 
-    def look():
+    def check_all():
         every = jnp.ones(norms.shape, bool)
         return fold_columns(lambda part, leaf, start, ok: ok & jnp.isfinite(part).all(axis=1), every, rows, 4096)
 
-    return jax.lax.cond(jnp.isfinite(norms).all(), lambda: jnp.ones(norms.shape, bool), look)
+    return jax.lax.cond(jnp.isfinite(norms).all(), lambda: jnp.ones(norms.shape, bool), check_all)
 
 
 def refuse_nonfinite(rows: list[jax.Array], *, name: str = "updates", rows_that_count: jax.Array | None = None) -> None:
-    """Outside `jit`: a `ValueError` that counts the rows with NaN or infinity; inside, nothing."""
+    """Raises `ValueError` with the number of rows with NaN or infinity; does nothing inside `jit`."""
     if not is_computable(rows, rows_that_count):
         return
     num_bad = int(_num_nonfinite(rows, rows_that_count))
@@ -95,7 +100,7 @@ def _num_nonfinite(rows, rows_that_count):
 
 
 def row_mask(mask: jax.Array | None, count: int, *, name: str = "mask") -> jax.Array:
-    """`mask` as `[N]` bool, all True for `None`."""
+    """Returns `mask` as `[N]` bool, all True for `None`."""
     if mask is None:
         return jnp.ones(count, bool)
     mask = jnp.asarray(mask)
@@ -104,9 +109,9 @@ def row_mask(mask: jax.Array | None, count: int, *, name: str = "mask") -> jax.A
 
 
 def fold_blocks(body: Callable[[Any, int, Any], Any], carry: Any, size: int, block: int) -> Any:
-    """`carry = body(start, length, carry)` for blocks of `0 .. size`: a loop over the whole ones, then the rest.
+    """Repeats `carry = body(start, length, carry)` for blocks of `0 .. size`: a loop over full blocks, then the rest.
 
-    `length` is a Python integer (`block`, at last `size % block`), so that blocks have static shapes.
+    `length` is a Python integer (`block`, in the end `size % block`), so that blocks have static shapes.
     """
     whole = size // block
     if whole == 1:
@@ -118,8 +123,10 @@ def fold_blocks(body: Callable[[Any, int, Any], Any], carry: Any, size: int, blo
 
 
 def fold_columns(body: Callable[[jax.Array, int, Any, Any], Any], carry: Any, rows: list[jax.Array], block: int) -> Any:
-    """`carry = body(part, leaf, start, carry)` for blocks of columns of all matrices; `part` is `rows[leaf][:, start:]`
-    up to `block` columns."""
+    """Repeats `carry = body(part, leaf, start, carry)` for blocks of columns of all matrices.
+
+    `part` is `rows[leaf][:, start : start + block]`.
+    """
     for leaf, x in enumerate(rows):
 
         def on_block(start, length, carry, x=x, leaf=leaf):
@@ -130,16 +137,16 @@ def fold_columns(body: Callable[[jax.Array, int, Any, Any], Any], carry: Any, ro
 
 
 def product_of_rows(x: jax.Array, y: jax.Array, dtype: Any = None) -> jax.Array:
-    """`[n, m]`: `x yᵀ` for `[n, d]` and `[m, d]`, added up in `dtype`."""
+    """Returns `x yᵀ` `[n, m]` for `[n, d]` and `[m, d]`, summed in `dtype`."""
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=dtype)
 
 
 @jax.jit
 def squared_norms(rows: list[jax.Array]) -> jax.Array:
-    """`[N]`: the sum of squares of every row over all matrices; one pass at memory speed.
+    """Returns `[N]`, the sum of squares of every row over all matrices, in one pass at memory speed.
 
-    A batched product, because XLA's CPU backend adds the terms of a row reduction one by one, 15 times slower.
+    It is a batched product, because XLA's CPU backend adds the terms of a row reduction one by one, 15 times slower.
     """
     return sum(_dot(x, x) for x in rows)
 
@@ -149,11 +156,11 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, y, dims, precision=HIGHEST, preferred_element_type=sum_dtype(x))
 
 
-BLOCK_NUMBERS = 2**20  # numbers in a block of rows: 4 MB, near enough to the processor to be read twice
+BLOCK_NUMBERS = 2**20  # numbers in a block of rows: 4 MB, which stays in the cache for a second read
 
 
 def fold_rows(body: Callable[[list[jax.Array], Any, int, Any], Any], carry: Any, rows: list[jax.Array]) -> Any:
-    """`carry = body(parts, start, length, carry)` for blocks of rows, `parts` the same rows of all matrices."""
+    """Repeats `carry = body(parts, start, length, carry)` for blocks of rows; `parts` are those of all matrices."""
     count, width = len(rows[0]), sum(x.shape[1] for x in rows)
 
     def on_block(start, length, carry):
@@ -163,9 +170,10 @@ def fold_rows(body: Callable[[list[jax.Array], Any, int, Any], Any], carry: Any,
 
 
 def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Array) -> jax.Array:
-    """`[N]` distances of the rows from one point (a vector `[d]` for each matrix); `inf` for unusable rows.
+    """Returns `[N]` distances of the rows from one point (a vector `[d]` for each matrix); `inf` for unusable rows.
 
-    From the differences themselves, block by block: exact for a point near the rows and far from zero.
+    They are computed from the differences, block by block, so that they are exact for a point near the rows and far
+    from zero.
     """
 
     def measure(parts, start, length, found):
@@ -173,3 +181,68 @@ def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Ar
         return jax.lax.dynamic_update_slice_in_dim(found, jnp.sqrt(squares), start, axis=0)
 
     return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows), jnp.inf)
+
+
+def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
+    """Returns `x` with zeros in the rows that are not usable, also where those hold NaN."""
+    return jnp.where(usable[:, None], x, jnp.zeros((), x.dtype))
+
+
+@jax.jit
+def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
+    """Returns `weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`; the others may hold NaN.
+
+    The result has the type of `x`. Products and sums of 16-bit numbers are float32, because float16 cannot represent
+    `1/N` for large N.
+    """
+    dtype = sum_dtype(x)
+    weights = weights.astype(dtype)
+
+    def cleaned():
+        def put(part, leaf, start, out):
+            sums = jnp.matmul(weights, usable_rows(part, usable).astype(dtype), precision=HIGHEST)
+            return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), start, axis=-1)
+
+        return fold_columns(put, jnp.zeros((*weights.shape[:-1], x.shape[1]), x.dtype), [x], BLOCK_COLUMNS)
+
+    if x.dtype != dtype:  # block by block, without a copy of all of `x` in float32
+        return cleaned()
+    total = jnp.matmul(weights, x, precision=HIGHEST)
+    # 0 · NaN is NaN. In that case, the sum is computed again without the unusable rows.
+    return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
+
+
+def column_block(count: int) -> int:
+    """Returns the number of columns of `count` rows that are multiplied at once."""
+    return BLOCK_COLUMNS if count <= 8192 else BLOCK_COLUMNS // 2
+
+
+def symmetric_product(
+    rows: list[jax.Array], prepare: Callable[[jax.Array, int, Any], jax.Array], block_size: int | None
+) -> jax.Array:
+    """Returns `[N, N]`, the sum of `P Pᵀ` over blocks of columns, with `P = prepare(part, leaf, start)`.
+
+    The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. Leaves are not
+    concatenated, and no copy of all rows is held.
+    """
+    count = len(rows[0])
+    height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
+    starts = list(range(0, count, height))
+    dtype = sum_dtype(*rows)
+
+    def add(part, leaf, start, strips):
+        p = prepare(part, leaf, start)
+        return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
+
+    strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
+    strips = fold_columns(add, strips, rows, block_size or column_block(count))
+
+    product = jnp.zeros((count, count), dtype)
+    for i, strip in zip(starts, strips, strict=True):
+        size = len(strip)
+        square = strip[:, :size]
+        upper = jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]
+        strip = strip.at[:, :size].set(jnp.where(upper, square, square.T))
+        product = jax.lax.dynamic_update_slice(product, strip, (i, i))
+        product = jax.lax.dynamic_update_slice(product, strip[:, size:].T, (i + size, i))
+    return product

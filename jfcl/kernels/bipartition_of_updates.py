@@ -1,11 +1,11 @@
-"""The optimal bipartition straight from the updates, without the matrix of similarities.
+"""The optimal bipartition from the updates, without the matrix of similarities.
 
-Borůvka's algorithm (1926): every group of clients joins the group of its most similar outsider, until one is left;
-those joins are a maximum spanning tree. Similarities are computed in tiles and reduced at once to *candidates*: for
-every client, its best outsider in each block of others. A candidate that has since joined the client's own group is
-spent, yet its similarity still bounds from above what the block has to offer. So a row of similarities is computed
-again only where such a bound exceeds the best outsider that the client's group is sure of; and never for the largest
-group, since the others will join it.
+Borůvka's algorithm (1926): every group of clients joins the group of its most similar outsider, until one group is
+left. The joins are a maximum spanning tree. Similarities are computed in tiles and reduced at once to *candidates*: for
+every client, its best outsider in each block of others. A candidate that has since joined the client's own group is no
+outsider any more, but its similarity still bounds the block's similarities from above. So a row of similarities is
+computed again only where such a bound exceeds the best known outsider of the client's group, and never for the largest
+group, because the others join it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jfcl.kernels.base import (
     rows_of,
     sum_dtype,
 )
-from jfcl.kernels.bipartition import Bipartition, as_min_size, bipartition_of_tree, float_of_key, order_key
+from jfcl.kernels.bipartition import Bipartition, as_min_size, bipartition_of_tree
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
-from jfcl.kernels.spanning_tree import TreeEdges
+from jfcl.kernels.spanning_tree import TreeEdges, float_of_key, order_key
 
 BLOCK_SIZE = 1024  # clients a side of a tile: 4 MB, large enough for the matrix product's full speed
 MAX_BLOCKS = 64  # candidates kept for a client
 NOTHING = -(2**31)  # below every similarity's key
-UNKNOWN = 2**31 - 1  # above: the bound of a block that nobody has looked at
+UNKNOWN = 2**31 - 1  # above: the bound of a block that has not been computed
 
 
 def bipartition_of_updates(
@@ -47,31 +47,31 @@ def bipartition_of_updates(
     key: jax.Array | None = None,
     min_size: int = 1,
 ) -> Bipartition:
-    """`optimal_bipartition(pairwise_cosine(updates), active, min_size=min_size)` in memory that grows with N, not N².
+    """Returns `optimal_bipartition(pairwise_cosine(updates), active, min_size=min_size)` in memory that grows as N.
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
       active: `[N]` bool, the members of the cluster to split; default all.
-      block_size: clients whose similarities to a block of others are computed at once; default 1024.
+      block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
       sketch_dim: compare random projections of the updates to this many numbers instead. With probability
         `1 - δ`, no similarity and hence not `cross_similarity` is then off by more than
         `sqrt(8 ln(2 N² / δ) / sketch_dim)` (Johnson-Lindenstrauss; for N = 10⁴, δ = 0.01 and 4,000 numbers: 0.22.
         Typically it is off by `1 / sqrt(sketch_dim)`).
       key: of the random projection; default `jax.random.key(0)`.
-      min_size: clients that either side must have, see `optimal_bipartition`.
+      min_size: the least number of clients on each side, see `optimal_bipartition`.
 
     Returns:
       `Bipartition(side [N] bool, cross_similarity [])`; the same rule for equal similarities as `optimal_bipartition`
-      (equal to within the rounding of the products, that is). Inside `jit`, rows with NaN or infinity have similarity
-      -1 to everybody.
+      (equal to within the rounding of the products). Inside `jit`, rows with NaN or infinity have similarity -1 to all
+      others.
 
     Raises:
       ValueError: wrong rank or lengths, a block size or sketch size below 1; `min_size` below 1, not an integer, or
         more than half of `N`; outside `jit`: active rows with NaN or infinity.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
-    more where clusters stand apart (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of 8
-    bytes for a client at most, and a few tiles. Under `vmap` every step of one is paid by all: use `jax.lax.map`.
+    more where clusters are well separated (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of
+    8 bytes for a client at most, and a few tiles. Under `vmap` every step of one runs for all: use `jax.lax.map`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -90,7 +90,7 @@ def bipartition_of_updates(
 
 
 def tiles_computed(updates: PyTree, active: jax.Array | None = None, *, block_size: int | None = None) -> jax.Array:
-    """`[]` int32: how many strips of `block_size x N` similarities `bipartition_of_updates` computes (benchmarks)."""
+    """Returns `[]` int32: how many strips of `block_size x N` similarities `bipartition_of_updates` computes."""
     rows = rows_of(updates)
     active = row_mask(active, len(rows[0]), name="active")
     return _bipartition_of_updates(rows, active, jax.random.key(0), block_size or BLOCK_SIZE, None)[1]
@@ -99,10 +99,49 @@ def tiles_computed(updates: PyTree, active: jax.Array | None = None, *, block_si
 class _State(NamedTuple):
     group: jax.Array  # [N] the first member of each client's group
     best: jax.Array  # [N, G] key of each client's best outsider in each block of clients, or a bound
-    outsider: jax.Array  # [N, G] who that is; a member of the client's own group where it is a bound only
+    outsider: jax.Array  # [N, G] that outsider; a member of the client's own group where `best` is a bound only
     joins: tuple[jax.Array, jax.Array, jax.Array]  # [R, N] each: from, to, key (NOTHING where there was no join)
     round: jax.Array
     strips: jax.Array
+
+
+class _Rows(NamedTuple):
+    rows: list[jax.Array]
+    scale: tuple[jax.Array, jax.Array]  # [N] each, the factors of `unit_scale`
+    active: jax.Array
+    finite: jax.Array
+
+
+def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Returns, for the clients `chosen` `[C]`, the keys and indices `[C, G]` of their best outsiders in every block."""
+    count = len(group)
+    places = jnp.arange(count, dtype=jnp.int32)
+    left = [
+        scaled_rows(x[chosen], (problem.active & problem.finite)[chosen], tuple(s[chosen] for s in problem.scale))
+        for x in problem.rows
+    ]
+
+    def tile(start, length, found):
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
+        product = sum(
+            product_of_rows(a, cut(x), sum_dtype(*problem.rows)) for a, x in zip(left, problem.rows, strict=True)
+        )
+        for factor in problem.scale:
+            product = product * cut(factor).astype(product.dtype)[None, :]
+        known = problem.finite[chosen][:, None] & cut(problem.finite)[None, :]
+        similarity = jnp.where(known, jnp.clip(product, -1.0, 1.0), -1.0).astype(jnp.float32)
+        outside = cut(problem.active)[None, :] & (group[chosen][:, None] != cut(group)[None, :])
+        keys = jnp.where(outside, order_key(similarity), NOTHING)
+        highest = keys.max(axis=1)
+        names = jnp.where(keys == highest[:, None], cut(places)[None, :], count).min(axis=1)
+        place = (0, start // width)
+        return tuple(
+            jax.lax.dynamic_update_slice(array, column[:, None], place)
+            for array, column in zip(found, (highest, names), strict=True)
+        )
+
+    empty = jnp.zeros((len(chosen), -(-count // width)), jnp.int32)
+    return fold_blocks(tile, (empty, empty), count, width)
 
 
 @partial(jax.jit, static_argnames=("block_size", "sketch_dim", "min_size"))
@@ -114,36 +153,12 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
     height = min(block_size, count)
     width = min(max(block_size, -(-count // MAX_BLOCKS)), count)
     num_blocks = -(-count // width)
-    scale = unit_scale(rows, active & finite)
+    problem = _Rows(rows, unit_scale(rows, active & finite), active, finite)
     places = jnp.arange(count, dtype=jnp.int32)
     num_rounds = math.ceil(math.log2(max(count, 2))) + 1
 
-    def strip(who, group):
-        """For the clients `who` `[height]`: the keys and names of their best outsiders in every block."""
-        mine = [scaled_rows(x[who], (active & finite)[who], tuple(s[who] for s in scale)) for x in rows]
-
-        def tile(start, length, found):
-            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
-            product = sum(product_of_rows(a, cut(x), sum_dtype(*rows)) for a, x in zip(mine, rows, strict=True))
-            for factor in scale:
-                product = product * cut(factor).astype(product.dtype)[None, :]
-            known = finite[who][:, None] & cut(finite)[None, :]
-            similarity = jnp.where(known, jnp.clip(product, -1.0, 1.0), -1.0).astype(jnp.float32)
-            outside = cut(active)[None, :] & (group[who][:, None] != cut(group)[None, :])
-            keys = jnp.where(outside, order_key(similarity), NOTHING)
-            highest = keys.max(axis=1)
-            names = jnp.where(keys == highest[:, None], cut(places)[None, :], count).min(axis=1)
-            place = (0, start // width)
-            return tuple(
-                jax.lax.dynamic_update_slice(array, column[:, None], place)
-                for array, column in zip(found, (highest, names), strict=True)
-            )
-
-        empty = jnp.zeros((len(who), num_blocks), jnp.int32)
-        return fold_blocks(tile, (empty, empty), count, width)
-
     def prospects(state):
-        """Each client's sure best outsider, and whether a block could hold a better one for its group."""
+        """Finds each client's best known outsider, and whether a block could hold a better one for its group."""
         sure = state.group[state.outsider] != state.group[:, None]
         sure_keys = jnp.where(sure, state.best, NOTHING)
         bound = jnp.where(sure, NOTHING, state.best).max(axis=1)
@@ -151,22 +166,22 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
         of_group = jax.ops.segment_max(best, state.group, count)
         sizes = jax.ops.segment_sum(active.astype(jnp.int32), state.group, count)
         joins = active & (state.group != jnp.argmax(sizes))
-        # Which of two equal similarities is taken matters to the tree's shape, not to its weakest join.
+        # The choice between two equal similarities changes the tree's shape, not its weakest join.
         better = bound > of_group[state.group] if min_size == 1 else bound >= of_group[state.group]
         return sure_keys, best, of_group, joins, joins & better
 
-    def look(state, unsure):
-        """Computes the rows of `height` clients that are unsure."""
-        (who,) = jnp.nonzero(unsure, size=height, fill_value=count)
-        best, outsider = strip(jnp.minimum(who, count - 1), state.group)
+    def compute(state, unsure):
+        """Computes the similarities of `height` clients with unknown best outsiders."""
+        (chosen,) = jnp.nonzero(unsure, size=height, fill_value=count)
+        best, outsider = _best_outsiders(problem, jnp.minimum(chosen, count - 1), state.group, width)
         return state._replace(
-            best=state.best.at[who].set(best, mode="drop"),
-            outsider=state.outsider.at[who].set(jnp.where(best == NOTHING, who[:, None], outsider), mode="drop"),
+            best=state.best.at[chosen].set(best, mode="drop"),
+            outsider=state.outsider.at[chosen].set(jnp.where(best == NOTHING, chosen[:, None], outsider), mode="drop"),
             strips=state.strips + 1,
         )
 
     def join(state, sure_keys, best, of_group, joins):
-        """Every group but the largest joins that of its best outsider."""
+        """Joins every group but the largest to that of its best outsider."""
         wins = joins & (best == of_group[state.group]) & (best != NOTHING)
         if min_size > 1:
             wins = first_pairs(wins, state.outsider[places, jnp.argmax(sure_keys, axis=1)], state.group)
@@ -188,18 +203,18 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
     def step(state):
         sure_keys, best, of_group, joins, unsure = prospects(state)
         return jax.lax.cond(
-            unsure.any(), lambda: look(state, unsure), lambda: join(state, sure_keys, best, of_group, joins)
+            unsure.any(), lambda: compute(state, unsure), lambda: join(state, sure_keys, best, of_group, joins)
         )
 
     def several_groups(state):
         return (active & (state.group != state.group[jnp.argmax(active)])).any() & (state.round < num_rounds)
 
-    nobody = jnp.zeros((num_rounds, count), jnp.int32)
+    none = jnp.zeros((num_rounds, count), jnp.int32)
     state = _State(
         group=places,
         best=jnp.full((count, num_blocks), UNKNOWN, jnp.int32),
         outsider=jnp.broadcast_to(places[:, None], (count, num_blocks)),
-        joins=(nobody, nobody, jnp.full_like(nobody, NOTHING)),
+        joins=(none, none, jnp.full_like(none, NOTHING)),
         round=jnp.zeros((), jnp.int32),
         strips=jnp.zeros((), jnp.int32),
     )
@@ -211,12 +226,12 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
 
 
 def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.Array) -> Bipartition:
-    """The weakest join is the cross similarity; clients that stronger joins connect to the first are on its side."""
+    """Returns the bipartition by the weakest join: clients connected to the first by stronger joins are on its side."""
     left, right, joined_at = (x.reshape(-1) for x in joins)
     happened = joined_at != NOTHING
     last = jnp.argmin(jnp.where(happened, joined_at, UNKNOWN))
     weakest = joined_at[last]
-    # Two groups can choose the same pair, seen from either side, where its similarity is rounded differently.
+    # Two groups can choose the same pair from either side, where its similarity is rounded differently.
     same_pair = (jnp.minimum(left, right) == jnp.minimum(left, right)[last]) & (
         jnp.maximum(left, right) == jnp.maximum(left, right)[last]
     )
@@ -228,7 +243,7 @@ def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.
 
 
 def tree_of(joins: tuple[jax.Array, jax.Array, jax.Array]) -> TreeEdges:
-    """The joins that happened, fewer than `N` without circles, as `N` edges."""
+    """Returns the joins, fewer than `N` and without circles, as `N` edges."""
     count = joins[0].shape[1]
     left, right, joined_at = (x.reshape(-1) for x in joins)
     happened = joined_at != NOTHING
@@ -237,8 +252,10 @@ def tree_of(joins: tuple[jax.Array, jax.Array, jax.Array]) -> TreeEdges:
 
 
 def first_pairs(wins: jax.Array, partner: jax.Array, group: jax.Array) -> jax.Array:
-    """`[N]` bool: of each group's clients with `wins`, the one whose pair with its `partner` comes first, in the order
-    of `optimal_bipartition`'s rule for equal similarities."""
+    """Returns `[N]` bool: of each group's clients with `wins`, the one with the first pair of client and `partner`.
+
+    The order of pairs is that of `optimal_bipartition` for equal similarities.
+    """
     count = len(group)
     places = jnp.arange(count, dtype=jnp.int32)
     for end in (jnp.minimum(places, partner), jnp.maximum(places, partner)):
@@ -247,28 +264,28 @@ def first_pairs(wins: jax.Array, partner: jax.Array, group: jax.Array) -> jax.Ar
 
 
 def without_circles(joined: jax.Array, target: jax.Array, group: jax.Array, merged: jax.Array) -> jax.Array:
-    """`[N]` bool: `joined` less one join of every circle of groups that join each other.
+    """Returns `[N]` bool: `joined` without one join of every circle of groups that join each other.
 
-    With exact similarities a circle is two groups that choose the same pair. Where a similarity is rounded differently
+    With exact similarities, a circle is two groups that choose the same pair. Where a similarity is rounded differently
     from either side, it can be two pairs, or longer.
 
     Args:
       joined: `[N]` bool, groups (by their first members) that join another.
-      target: `[N]`, the group joined.
-      group: `[N]`, each client's group before.
-      merged: `[N]`, and after.
+      target: `[N]`, the group that each joins.
+      group: `[N]`, each client's group before the joins.
+      merged: `[N]`, each client's group after them.
     """
     count = len(group)
     places = jnp.arange(count, dtype=jnp.int32)
     ahead = jnp.where(joined, target, places)
-    for _ in range(math.ceil(math.log2(count))):  # as many joins ahead as there are clients: on the circle, if any
+    for _ in range(math.ceil(math.log2(count))):  # N joins ahead: on the circle, where there is one
         ahead = ahead[ahead]
     of_circle = jax.ops.segment_min(jnp.where(group == places, ahead, count), merged, count)
     return joined & (places != of_circle[merged])
 
 
 def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:
-    """`group` `[N]` (each client's group's first member) after joining `left[e]` with `right[e]` where `keep[e]`."""
+    """Returns `group` `[N]` (first members of groups) after joining `left[e]` and `right[e]` where `keep[e]`."""
 
     def hook(carry):
         old, _ = carry

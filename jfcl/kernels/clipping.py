@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import combinations
-from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype
+from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype, usable_rows
 from jfcl.kernels.robust import aggregate, check_weights, shares
-from jfcl.kernels.similarity import usable_rows
 
 
 def centered_clip(
@@ -26,24 +25,24 @@ def centered_clip(
     form: str = "auto",
     return_excluded: bool = False,
 ) -> Any:
-    """The mean of the updates, each pulled to within `radius` of the centre; then again from there.
+    """Returns the mean of the updates, each clipped to within `radius` of the centre, after `num_iters` iterations.
 
         v ← v + Σ_i w_i (z_i − v) min(1, τ / ‖z_i − v‖)
 
-    One client moves the result by at most `num_iters · radius · w_i`, whatever it sends. An infinite radius gives the
+    One client moves the result by at most `num_iters · radius · w_i` with any update. An infinite radius gives the
     weighted mean.
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis.
       radius: `τ`, a number above 0.
-      center: `[D]`, or the pytree without the client axis: where to start, the last round's result in the paper;
+      center: `[D]`, or the pytree without the client axis: the first centre `v`, the last round's result in the paper;
         default zeros.
       num_iters: iterations, at least 1.
       weights: `[N]`, at least 0, scaled to sum to 1; default: all equal.
-      mask: `[N]` bool: who counts.
+      mask: `[N]` bool, the clients that count.
       form: `"direct"`: one pass over the updates an iteration. `"gram"`: inner products once, then `N²` operations an
-        iteration (worth it for many iterations of few clients). `"auto"`: whichever needs less work.
-      return_excluded: return `(result, excluded)`: how many clients that count were left out for NaN or infinity.
+        iteration (faster for many iterations of few clients). `"auto"`: the form with less work.
+      return_excluded: return `(result, excluded)`, with the number of clients left out for NaN or infinity.
 
     Returns:
       `[D]`, or the pytree without the client axis.
@@ -52,8 +51,7 @@ def centered_clip(
       ValueError: wrong rank or lengths; a radius not above 0; no iterations; negative weights; a centre of another
         shape or (outside `jit`) not finite; an unknown form.
 
-    Cost: direct: every update is read once an iteration, in blocks that are measured and added while they are at
-    hand. Gram: `N² D` multiplications.
+    Cost: direct: one read of every update an iteration, in blocks that stay in the cache. Gram: `N² D` multiplications.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,8 +68,8 @@ def centered_clip(
         start = [jnp.zeros(x.shape[1], x.dtype) for x in rows]
     else:
         shapes = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(updates)]
-        given = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
-        check(given == shapes, "center", given, f"of shapes {shapes}")
+        found = [jnp.shape(leaf) for leaf in jax.tree.leaves(center)]
+        check(found == shapes, "center", found, f"of shapes {shapes}")
         start = [jnp.asarray(c).reshape(-1).astype(x.dtype) for c, x in zip(jax.tree.leaves(center), rows, strict=True)]
         if is_computable(start):
             check(all(jnp.isfinite(c).all() for c in start), "center", "NaN or infinity", "finite")
@@ -88,12 +86,12 @@ def centered_clip(
 
 
 def gram_is_cheaper(count: int, num_iters: int) -> bool:
-    """Whether one `N² D` product and three passes beat `num_iters` passes over `N D` numbers (see `threshold.py`)."""
+    """Returns whether `N² D` products and three passes are faster than `num_iters` passes (see `threshold.py`)."""
     return 3 + count / 40 < num_iters
 
 
 def _pull(distances: jax.Array, radius: jax.Array) -> jax.Array:
-    """`min(1, τ/d)`, 1 at distance 0."""
+    """Returns `min(1, τ/d)`, 1 at distance 0."""
     return jnp.where(distances > radius, radius / jnp.maximum(distances, jnp.finfo(distances.dtype).tiny), 1.0)
 
 
@@ -117,7 +115,7 @@ def _direct(rows, usable, start, radius, weights, *, num_iters):
 
         return jax.lax.fori_loop(0, num_iters, iterate, start)
 
-    # Looking at the mask in every block costs a third of the time, and mostly everybody counts.
+    # Applying the mask in every block costs a third of the time, and mostly all clients count.
     return jax.lax.cond(usable.all(), lambda: iterations(None), lambda: iterations(usable))
 
 

@@ -1,8 +1,8 @@
-"""Centres that move among points, kept as coefficients instead of vectors of D numbers.
+"""Centres among points, represented by coefficients instead of vectors of D numbers.
 
 A centre that starts at `c` and moves by averaging points is always `v = Σ_i a_i z_i + b c` with `Σ_i a_i + b = 1`. Its
-distances to the points follow from inner products alone, so that after one `Z Zᵀ` (the Gram matrix) a step costs `N²`
-operations for a centre instead of `N D`.
+distances to the points follow from inner products. So after one `Z Zᵀ` (the Gram matrix) a step costs `N²` operations
+for a centre instead of `N D`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms
-from jfcl.kernels.similarity import central_origin, centred_gram, usable_rows, weighted_sum
+from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms, usable_rows, weighted_sum
+from jfcl.kernels.distances import central_origin, centred_gram
 
 
 class Products(NamedTuple):
-    """Inner products seen from an origin among the points: all that distances need."""
+    """Inner products relative to an origin among the points, from which distances are computed."""
 
     points: jax.Array  # [N, N]
-    far: jax.Array  # [N] bool: points so far away that squares overflow; zero in the others, at an infinite distance
+    far: jax.Array  # [N] bool: points with squares that overflow: zero in the products, at an infinite distance
     starts: jax.Array | None  # [K, N]: of each centre's start with each point; None: the starts are points
     start_norms: jax.Array | None  # [K]
 
 
 class Coefficients(NamedTuple):
-    """`K` centres: `a` `[K, N]` over the points, `b` `[K]` over each centre's own start."""
+    """`K` centres: `a` `[K, N]` for the points, `b` `[K]` for each centre's own start."""
 
     a: jax.Array
     b: jax.Array
 
 
 def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable: jax.Array) -> Products:
-    """Of `rows` (`[N, d]` each) among themselves and with `starts` (`[K, d]` each); unusable rows count as zero."""
+    """Returns the products of `rows` (`[N, d]` each) and `starts` (`[K, d]` each); unusable rows count as zero."""
     origin = central_origin(rows, usable)
     points = centred_gram(rows, origin, usable)
     far = ~(jnp.diagonal(points) < jnp.finfo(points.dtype).max / 16)  # sums of a few products must not overflow either
@@ -53,7 +53,7 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
 
 
 def at_start(products: Products, num_centers: int) -> Coefficients:
-    """Every centre at its start."""
+    """Returns the coefficients of every centre at its start."""
     count, dtype = len(products.points), products.points.dtype
     if products.starts is None:
         return Coefficients(jnp.eye(count, dtype=dtype), jnp.zeros(count, dtype))
@@ -61,7 +61,7 @@ def at_start(products: Products, num_centers: int) -> Coefficients:
 
 
 def distances(products: Products, centers: Coefficients) -> jax.Array:
-    """`[K, N]`: from every centre to every point; a centre that is partly a point far away is far from all."""
+    """Returns `[K, N]` distances of centres and points; a centre with a share of a `far` point is far from all."""
     a, b = centers
     to_points = jnp.matmul(a, products.points, precision=HIGHEST)
     norms = (a * to_points).sum(axis=1)
@@ -75,7 +75,7 @@ def distances(products: Products, centers: Coefficients) -> jax.Array:
 
 
 def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:
-    """The centres themselves: `[K, d]` for each matrix of `rows`."""
+    """Returns the centres as vectors: `[K, d]` for each matrix of `rows`."""
     a, b = centers
     moved = [weighted_sum(x, a, usable) for x in rows]
     if starts is None:

@@ -1,4 +1,4 @@
-"""k-means for many points on the device: k-means++ starts, Lloyd's steps, the best of several runs."""
+"""k-means on the device: k-means++ starts, Lloyd's steps, the best of several runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from jfcl.kernels.base import (
     rows_of,
     squared_norms,
     sum_dtype,
+    usable_rows,
 )
-from jfcl.kernels.similarity import central_origin, usable_rows
+from jfcl.kernels.distances import central_origin
 
 IMPLEMENTATIONS = ("auto", "device", "sklearn")
-SKLEARN_BELOW = 2**20  # numbers: below, scikit-learn ends before the compilation would (2-core CPU)
+SKLEARN_BELOW = 2**20  # numbers: below, scikit-learn is faster than the compilation (2-core CPU)
 
 
 class KMeans(NamedTuple):
@@ -57,13 +58,13 @@ def kmeans(
     Args:
       points: `[N, D]`.
       num_clusters: `K`, from 1 to the number of points that count.
-      key: for the starts.
+      key: of the starts.
       num_iters: Lloyd steps at most, for each run.
       num_restarts: runs; the one with the lowest inertia is returned.
       tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
       mask: `[N]` bool: points that count.
-      implementation: `"device"`: this one. `"sklearn"`: scikit-learn's, on the host and outside `jit` only. `"auto"`:
-        scikit-learn for small problems on a CPU, where it ends before ours is compiled.
+      implementation: `"device"`: compiled. `"sklearn"`: scikit-learn's, on the host and outside `jit` only. `"auto"`:
+        scikit-learn for small problems on a CPU, where it is faster than the compilation.
 
     Returns:
       `KMeans(centers [K, D], cluster [N] int32, inertia [])`. Inside `jit`, points with NaN or infinity count as
@@ -98,13 +99,13 @@ def kmeans(
 
 
 def _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask):
-    from sklearn.cluster import KMeans as SklearnKMeans  # slow to import, and not always needed
+    from sklearn.cluster import KMeans as SklearnKMeans  # slow to import
     from sklearn.exceptions import ConvergenceWarning
 
     seed = int(jax.random.bits(key, dtype=jnp.uint32))
     model = SklearnKMeans(num_clusters, n_init=num_restarts, max_iter=num_iters, tol=tol, random_state=seed)
     kept = np.asarray(mask)
-    with warnings.catch_warnings():  # fewer different points than clusters is an answer here, not news
+    with warnings.catch_warnings():  # fewer different points than clusters are valid here
         warnings.filterwarnings("ignore", category=ConvergenceWarning)
         fitted = model.fit(np.asarray(points, sum_dtype(points))[kept])
     cluster = np.full(len(kept), -1, np.int32)
@@ -131,7 +132,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         return jnp.maximum(squares, 0.0) * weights[:, None]
 
     def inertia(centers, cluster):
-        """From the differences: expanded squares leave nothing of clusters that are narrow and far apart."""
+        """Sums squared differences; expanded squares have no correct digits for narrow clusters far apart."""
 
         def add(parts, start, length, total):
             block = jax.lax.dynamic_slice_in_dim(cluster, start, length)

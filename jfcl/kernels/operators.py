@@ -1,9 +1,9 @@
-"""Secret orthonormal operators, with which clients hide their updates (Clustered Federated Learning, section V-B).
+"""Secret orthonormal operators that hide updates from the server (Clustered Federated Learning, section V-B).
 
-All clients apply the same operator `P`, drawn from a seed that the server does not know, to their flattened updates.
-Inner products, norms, similarities and hence splits are unchanged, and means commute with `P`, so the server can do
-all of its work on `P Δθ`; clients invert what comes back. It sees how long updates are and how similar, and nothing of
-what they contain. That hides coordinates, no more: who knows some pairs of `Δθ` and `P Δθ` can find the operator.
+All clients apply the same operator `P`, drawn from a seed that the server does not have, to their flattened updates.
+Inner products, norms, similarities and hence splits are unchanged, and means commute with `P`. So the server computes
+with `P Δθ`, and clients invert the result. The server has the lengths and similarities of updates, but not their
+coordinates. The protection ends there: from some pairs of `Δθ` and `P Δθ` the operator can be computed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jfcl.kernels.base import HIGHEST
 
 
 class Operator(NamedTuple):
-    """`apply`: `[..., D]` to `[..., P]`, with `P = D` except for rotations; `invert`: the way back."""
+    """A pair of functions: `apply`, `[..., D]` to `[..., P]` with `P = D` except for rotations, and `invert`."""
 
     apply: Callable[[jax.Array], jax.Array]
     invert: Callable[[jax.Array], jax.Array]
 
 
 def permutation(key: jax.Array, dim: int) -> Operator:
-    """A random order of the coordinates; exact. Values, though not their places, stay visible."""
+    """Returns a random permutation of the coordinates. It is exact. Values stay visible, their places do not."""
     order = jax.random.permutation(key, dim)
     back = jnp.argsort(order)
     return Operator(lambda x: jnp.take(x, order, axis=-1), lambda y: jnp.take(y, back, axis=-1))
 
 
 def sign_flip(key: jax.Array, dim: int) -> Operator:
-    """A random sign for every coordinate; exact. Magnitudes stay visible."""
+    """Returns a random sign for every coordinate. It is exact. Magnitudes stay visible."""
     signs = jax.random.rademacher(key, (dim,), jnp.int8)
 
     def flip(x):
@@ -45,9 +45,9 @@ def sign_flip(key: jax.Array, dim: int) -> Operator:
 
 
 def rotation(key: jax.Array, dim: int) -> Operator:
-    """A randomised Hadamard rotation: random signs, then every coordinate spread over all (Ailon, Chazelle 2009).
+    """Returns a randomised Hadamard rotation: random signs, then a Walsh-Hadamard transform (Ailon, Chazelle 2009).
 
-    Vectors are padded with zeros to the next power of two, `P`, and so are longer than before. `O(P log P)`.
+    Vectors are padded with zeros to the next power of two, `P`. Cost: `O(P log P)`.
     """
     flip = sign_flip(key, dim).apply
     padded = 2 ** math.ceil(math.log2(dim)) if dim > 1 else 1
@@ -59,7 +59,7 @@ def rotation(key: jax.Array, dim: int) -> Operator:
 
 
 def _hadamard(x: jax.Array) -> jax.Array:
-    """The Walsh-Hadamard transform over the last axis, orthonormal and so its own inverse.
+    """Returns the Walsh-Hadamard transform over the last axis, orthonormal and so its own inverse.
 
     The matrix for `2^(6 a + b)` is a Kronecker product of `a` matrices of size 64 and one of `2^b`: a small matrix
     product along each of as many axes.
@@ -86,7 +86,7 @@ OPERATORS = {"permutation": permutation, "sign": sign_flip, "rotation": rotation
 
 
 def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
-    """A random orthonormal operator on vectors of `dim` numbers, and its inverse.
+    """Returns a random orthonormal operator on vectors of `dim` numbers, and its inverse.
 
     Args:
       name: `"permutation"`, `"sign"` or `"rotation"` (randomised Hadamard).
@@ -117,7 +117,7 @@ def orthonormal(name: str, key: jax.Array, dim: int) -> Operator:
 
 
 def _checked(function, dim):
-    """`function` on real vectors of `dim` numbers; integers become floats."""
+    """Returns `function` with a check for real vectors of `dim` numbers; integers become floats."""
 
     def call(x):
         x = jnp.asarray(x)

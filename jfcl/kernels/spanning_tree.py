@@ -1,8 +1,8 @@
-"""The weakest edge of a spanning tree that leaves enough clients on both sides.
+"""Maximum spanning trees of similarities, and their weakest edge that leaves enough clients on both sides.
 
-The Euler tour of a tree walks along every edge twice. Between the two lies the subtree below the edge, so positions on
-the tour give the sizes of all subtrees at once. Pointer doubling (Tarjan and Vishkin 1985) finds the positions in
-`log2 N` steps on whole arrays, however deep the tree is.
+Prim's algorithm takes N steps over one row of similarities each. The Euler tour of a tree passes every edge twice.
+Between the two lies the subtree below the edge, so the positions on the tour give the sizes of all subtrees at once.
+Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole arrays, at any depth.
 """
 
 from __future__ import annotations
@@ -13,9 +13,42 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfcl.kernels.base import sum_dtype
+
+# Similarities are compared as integers in the same order: integer maxima vectorise, float ones (NaN!) do not, and two
+# reductions, the maximum and then the first place where it stands, beat one `argmax` five times over.
+
+
+def order_key(x: jax.Array) -> jax.Array:
+    """Returns integers in the order of the floats `x`; NaN and infinities count as -1, and -0.0 as 0.0."""
+    x = x.astype(sum_dtype(x))
+    x = jnp.where(jnp.isfinite(x), jnp.where(x == 0, jnp.zeros_like(x), x), -jnp.ones_like(x))
+    bits, most = _bits(x.dtype)
+    i = jax.lax.bitcast_convert_type(x, bits)
+    return i ^ ((i >> (8 * x.dtype.itemsize - 1)) & most)
+
+
+def float_of_key(key: jax.Array) -> jax.Array:
+    """Returns the float of an `order_key`."""
+    dtype = jnp.dtype(jnp.float32 if key.dtype == jnp.int32 else jnp.float64)
+    _, most = _bits(dtype)
+    return jax.lax.bitcast_convert_type(key ^ ((key >> (8 * dtype.itemsize - 1)) & most), dtype)
+
+
+def _bits(dtype):
+    bits = jnp.int32 if dtype.itemsize == 4 else jnp.int64
+    return bits, jnp.array(jnp.iinfo(bits).max, bits)
+
+
+def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest key and the first place at which it stands."""
+    largest = key.max()
+    places = jnp.arange(len(key), dtype=jnp.int32)
+    return largest, jnp.where(key == largest, places, len(key)).min()
+
 
 class TreeEdges(NamedTuple):
-    """`[E]` each: the two ends int32, the similarity's integer key, and which edges exist (the others are ignored)."""
+    """Edges, `[E]` each: the two ends int32, the similarity's integer key, and which edges exist."""
 
     left: jax.Array
     right: jax.Array
@@ -23,8 +56,80 @@ class TreeEdges(NamedTuple):
     real: jax.Array
 
 
+def join_order(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Runs Prim's algorithm from the first active client, ties to the lowest index.
+
+    Returns:
+      `step` `[N]` int32: when each client joins the tree, the first active one at 0 (undefined for inactive ones);
+      `joined_at` `[N]` integer keys: the similarity at which the client of step `t` joins, the largest key at step 0
+      and after the last active client.
+    """
+    count = len(similarity)
+    lowest, largest = (getattr(jnp.iinfo(_bits(order_key(similarity[:1]).dtype)[0]), name) for name in ("min", "max"))
+    first = jnp.argmax(active).astype(jnp.int32)
+    num_active = active.sum()
+    kind = order_key(similarity[0]).dtype
+    out = jnp.array(lowest, kind)
+    # `best` is each client's largest similarity to the tree, and at most `limit`, which is the lowest key for clients
+    # that are in the tree already, or inactive.
+    limit = jnp.where(active, jnp.array(largest, kind), out).at[first].set(out)
+
+    def put(array, value, place):
+        return jax.lax.dynamic_update_index_in_dim(array, value, place, 0)
+
+    def join(t, carry):
+        best, limit, newest, step, joined_at = carry
+        row = order_key(jax.lax.dynamic_index_in_dim(similarity, newest, keepdims=False))
+        best = jnp.minimum(jnp.maximum(best, row), limit)
+        highest, newest = first_max(best)
+        highest = jnp.where(t < num_active, highest, jnp.array(largest, kind))
+        step = put(step, jnp.where(t < num_active, t, step[newest]), newest)
+        return best, put(limit, out, newest), newest, step, put(joined_at, highest, t)
+
+    carry = (
+        jnp.full(count, out),
+        limit,
+        first,
+        jnp.zeros(count, jnp.int32),
+        jnp.full(count, jnp.array(largest, kind)),
+    )
+    return jax.lax.fori_loop(1, count, join, carry)[3:]
+
+
+def spanning_tree(similarity: jax.Array, active: jax.Array) -> TreeEdges:
+    """Returns the maximum spanning tree of the active clients; edge `i` joins client `i` to its parent.
+
+    Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
+    that is the lowest other one.
+    """
+    count = len(similarity)
+    kind = order_key(similarity[:1]).dtype
+    out = jnp.array(jnp.iinfo(kind).min, kind)
+    places = jnp.arange(count, dtype=jnp.int32)
+    root = jnp.argmax(active).astype(jnp.int32)
+
+    def lowest(values, among):
+        return jnp.where(among, values, count).min()
+
+    def join(_, carry):
+        best, parent, outside, newest = carry
+        row = order_key(jax.lax.dynamic_index_in_dim(similarity, newest, keepdims=False))
+        closer = outside & ((row > best) | ((row == best) & (newest < parent)))
+        best, parent = jnp.where(closer, row, best), jnp.where(closer, newest, parent)
+        low, high = jnp.minimum(places, parent), jnp.maximum(places, parent)
+        first = outside & (best == jnp.where(outside, best, out).max())
+        first = first & (low == lowest(low, first))
+        newest = jnp.minimum(lowest(places, first & (high == lowest(high, first))), count - 1)
+        return best, parent, outside & (places != newest), newest
+
+    carry = (jnp.full(count, out), jnp.full(count, count, jnp.int32), active & (places != root), root)
+    best, parent, _, _ = jax.lax.fori_loop(1, count, join, carry)
+    real = active & (places != root)
+    return TreeEdges(places, jnp.where(real, parent, places), best, real)
+
+
 class TreeCut(NamedTuple):
-    """`side` `[N]` bool: the part of the tree without the root; `key` `[]` of the edge cut; `found` `[]` bool."""
+    """A cut: `side` `[N]` bool, the part without the root; `key` `[]` of the removed edge; `found` `[]` bool."""
 
     side: jax.Array
     key: jax.Array
@@ -32,17 +137,17 @@ class TreeCut(NamedTuple):
 
 
 def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) -> TreeCut:
-    """Cuts the weakest edge that leaves at least `min_size` nodes on both sides.
+    """Removes the weakest edge that leaves at least `min_size` nodes on both sides.
 
     Args:
-      edges: the real ones are a tree that contains `root`.
+      edges: a tree that contains `root`.
       root: `[]` int32, a node.
       count: `N`; nodes are `0 .. N-1`, those outside the tree are on neither side.
       min_size: at least 1.
 
     Returns:
-      `TreeCut`; where no edge leaves enough on both sides, `side` is all False and `key` means nothing. Of equal keys
-      the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
+      `TreeCut`; where no edge leaves enough nodes on both sides, `side` is all False and `key` is undefined. Of equal
+      keys the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
 
     Cost: one sort of `2 E` integers and `O(E log E)` operations in `log2 E` steps.
     """
@@ -54,7 +159,7 @@ def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) 
     usable = edges.real & (below >= min_size) & (nodes - below >= min_size)
 
     def among(usable, key, lowest):
-        """Those of the `usable` with the lowest or highest `key`."""
+        """Returns the `usable` edges with the lowest or highest `key`."""
         end = jnp.iinfo(key.dtype).max if lowest else jnp.iinfo(key.dtype).min
         masked = jnp.where(usable, key, jnp.array(end, key.dtype))
         return usable & (masked == (masked.min() if lowest else masked.max()))
@@ -71,9 +176,9 @@ def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) 
 
 
 def tour_positions(edges: TreeEdges, root: jax.Array, count: int) -> jax.Array:
-    """`[2 E]` int32: when the Euler tour from `root` walks along each edge, left to right (`:E`) and back (`E:`).
+    """Returns `[2 E]` int32: the step of the Euler tour from `root` at each edge, to the right (`:E`) and back (`E:`).
 
-    After `u -> v` the tour takes the edge that follows `v -> u` in the circle of all edges out of `v`.
+    After `u -> v` the tour takes the edge after `v -> u` in the cyclic order of all edges out of `v`.
     """
     num_walks = 2 * len(edges.left)
     source = jnp.where(jnp.tile(edges.real, 2), jnp.concatenate([edges.left, edges.right]), count)

@@ -22,9 +22,10 @@ from jfcl.kernels.base import (
     rows_of,
     squared_norms,
     sum_dtype,
+    usable_rows,
+    weighted_sum,
 )
 from jfcl.kernels.robust import check_weights, shares
-from jfcl.kernels.similarity import usable_rows, weighted_sum
 
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
 THREE_MEANS = "three_means"
@@ -43,7 +44,7 @@ def threshold_clustering(
     form: str = "auto",
     trajectory: bool = False,
 ) -> PyTree:
-    """Moves every centre to the mean of the points, those beyond its radius replaced by the centre itself.
+    """Moves every centre to the mean of the points, where points beyond its radius count as the centre itself.
 
     For round `l` and centre `k` (equation 24 of the paper):
 
@@ -51,20 +52,20 @@ def threshold_clustering(
 
     Args:
       points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
-      centers: `[K, D]`, or such a pytree: where the centres start; default: at every point (`K = N`).
+      centers: `[K, D]`, or such a pytree: the first centres; default: every point (`K = N`).
       radius: `τ`: a number, `[K]`, or `[num_rounds, K]`; or `"three_means"`: 3-means on each centre's distances, and
         the mean of the two larger means (a rule of the authors' code).
       quantile: instead of `radius`: `τ` is this quantile of the distances to that centre in that round; shapes as
         there. Exactly one of the two.
       num_rounds: `L`, at least 1.
-      weights: `[N]`, at least 0: what a point counts in the mean instead of `1/N`; scaled to sum to 1.
-      mask: `[N]` bool: points that count; the others are neither inside nor part of `N`, and have no centre (zeros)
-        where centres start at the points.
+      weights: `[N]`, at least 0: the points' weights in the mean instead of `1/N`; scaled to sum to 1.
+      mask: `[N]` bool, points that count; the others are neither inside a radius nor part of `N`, and their centres are
+        zeros where centres start at the points.
       quantile_rule: `"linear"`: NumPy's, with points at the radius inside. The authors' code sorts the distances and
-        takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, points at
-        the radius left outside (synthetic data).
+        takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, with points at
+        the radius outside (synthetic data).
       form: `"direct"`: distances from the points in every round. `"gram"`: from inner products, with the centres as
-        coefficients over the points. `"auto"`: whichever needs less work.
+        coefficients over the points. `"auto"`: the form with less work.
       trajectory: return the centres after every round.
 
     Returns:
@@ -87,12 +88,12 @@ def threshold_clustering(
     leaves, structure = jax.tree.flatten(points)
     shapes = [jnp.shape(leaf)[1:] for leaf in leaves]
     rows = rows_of(points, name="points")
-    dtype = sum_dtype(*rows)  # of distances and quantiles: places among 5,000 points have no float16
+    dtype = sum_dtype(*rows)  # of distances and quantiles: float16 cannot represent indices of 5,000 points
     starts = None
     if centers is not None:
         check(jax.tree.structure(centers) == structure, "centers", jax.tree.structure(centers), "a tree like points")
-        given = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(centers)]
-        check(given == shapes, "centers", given, f"[K, ...] with the shapes {shapes}, as the points have")
+        found = [jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(centers)]
+        check(found == shapes, "centers", found, f"[K, ...] with the shapes {shapes}, as the points have")
         starts = [c.astype(x.dtype) for c, x in zip(rows_of(centers, name="centers"), rows, strict=True)]
     num_centers = len(rows[0]) if starts is None else len(starts[0])
     check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
@@ -128,16 +129,16 @@ def threshold_clustering(
 
 
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
-    """Whether `N² D + 2 K N D` operations beat two passes over `N D` numbers for every centre and round.
+    """Returns whether `N² D + 2 K N D` operations are faster than two passes over `N D` numbers per centre and round.
 
-    A matrix product does about 20 multiplications in the time in which memory brings one number; and finding the origin
-    of the Gram matrix is worth 60 of them (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
+    A matrix product does about 20 multiplications in the time of reading one number from memory, and finding the origin
+    of the Gram matrix takes as long as 60 of them (measured on a 2-core CPU, 20 to 300 points; accelerators do more).
     """
     return count / 2 + num_centers + 60 <= 20 * num_centers * num_rounds
 
 
 def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str) -> jax.Array:
-    """`[K]` radii from `[K, N]` distances (`inf` where not usable) and `[K]` radii or quantiles."""
+    """Returns `[K]` radii from `[K, N]` distances (`inf` where not usable) and `[K]` radii or quantiles."""
     if rule == "radius":
         return limit
     count = usable.sum()
@@ -150,7 +151,7 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
         return jnp.take_along_axis(ordered, place[:, None], axis=1)[:, 0]
 
     place = limit * (count - 1 if rule == "linear" else count).astype(limit.dtype)
-    whole = jnp.round(place)  # 0.53 of 100 is 53, also in float32
+    whole = jnp.round(place)  # 0.53 times 100 is 53, also in float32
     place = jnp.where(jnp.abs(place - whole) <= 4 * jnp.finfo(limit.dtype).eps * place, whole, place)
     low = jnp.floor(place)
     if rule == "linear":
@@ -162,7 +163,7 @@ def _radii(distances: jax.Array, usable: jax.Array, limit: jax.Array, rule: str)
 
 
 def _three_means(ordered: jax.Array, num_iters: int = 50) -> jax.Array:
-    """`[K]`: the mean of the two larger of 3 means of each row's finite numbers (Lloyd from its sextiles)."""
+    """Returns `[K]`, the mean of the two larger of 3 means of each row's finite numbers (Lloyd from its sextiles)."""
     usable = jnp.isfinite(ordered)
     values = jnp.where(usable, ordered, 0.0)
     last = jnp.maximum(usable.sum(axis=1) - 1, 0)
@@ -180,7 +181,7 @@ def _three_means(ordered: jax.Array, num_iters: int = 50) -> jax.Array:
 
 
 def _inside(distances, usable, limit, rule):
-    """`[K, N]` floats: 1 for the points inside each centre's radius."""
+    """Returns `[K, N]` floats, 1 for the points inside each centre's radius."""
     radius = _radii(distances, usable, limit, rule)[:, None]
     inside = distances < radius if rule == "index_strict" else distances <= radius
     return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype)  # overflown: far from all
@@ -211,8 +212,11 @@ def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
     norms = squared_norms(rows)
 
     def measure(center, limit):
-        """Distances from one centre. From inner products they are off by `eps` times the squared norms, which is no
-        matter where the radius is much longer than that; else from the differences, at twice the price."""
+        """Returns distances from one centre.
+
+        The error of inner products is `eps` times the squared norms. Where the radius is not much larger, distances are
+        computed from differences, at twice the cost.
+        """
         product = partial(jnp.matmul, precision=HIGHEST, preferred_element_type=norms.dtype)
         norm = sum(product(c, c) for c in center)
         cross = sum(product(x, c) for x, c in zip(rows, center, strict=True))

@@ -1,4 +1,4 @@
-"""Networks, tasks made from them, and the convolution they share. A new model is its class and a line in `MODELS`."""
+"""Networks, tasks made from them, and their convolution. A new model is a class and a line in `MODELS`."""
 
 from functools import partial
 

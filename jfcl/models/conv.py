@@ -1,12 +1,12 @@
 """Convolutions that stay fast when every client has its own weights, and pooling to match.
 
 `conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It
-computes the same numbers, arranged for how clients are mapped:
+computes the same numbers in a form that depends on the mapping of clients:
 
-* One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not bring convolutions inside a loop
-  into the layout its fast kernels need (jax issue 12868), so the gradients that `lax.conv` derives, transposed
-  convolutions, run at a twentieth of the speed. Here both gradients are themselves written as plain NHWC x HWIO
-  convolutions, which need no rearrangement. (Other backends have kernels for the gradients as jax derives them.)
+* One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not rearrange convolutions inside a
+  loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at a
+  twentieth of the speed. Here both gradients are themselves plain NHWC x HWIO convolutions, which need no
+  rearrangement. (Other backends have kernels for the gradients that JAX derives.)
 * Under `vmap` over clients with their own weights, a convolution would become one with a group per client, for which
   no backend has a fast kernel. Here it becomes patches times weights, one batched matrix product.
 * Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
@@ -24,8 +24,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-GROUP_BYTES = 220_000  # of the output's gradient: so many examples' gradients with respect to weights are taken at once
-UNROLLED = 8  # groups written out one after the other; beyond, a loop, lest programs grow with the batch
+GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
+UNROLLED = 8  # groups in an unrolled loop; more groups are a loop, so that programs do not grow with the batch
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -34,12 +34,12 @@ def _plain(x, w, strides, padding, **dilation):
 
 
 def _padded(x, padding):
-    """Zeros around `[B, H, W, C]`; where `padding` is negative, rows or columns are cut off."""
+    """Pads `[B, H, W, C]` with zeros; where `padding` is negative, rows or columns are removed."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pair, 0) for pair in padding), (0, 0, 0)))
 
 
 def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
-    """The windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
+    """Returns the windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
     x = _padded(x, padding)
     (kh, kw), (sh, sw) = kernel, strides
     height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
@@ -56,10 +56,10 @@ def _forward_patches(x, w, strides, padding):
 
 
 def _input_gradient(g, w, shape, strides, padding):
-    """d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
+    """Returns d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
 
-    With more rows in `x` than in `g`, much of what the kernel's rows would meet is zeros beyond `g`: then every row of
-    `g` meets every row of the kernel once, and the products are added where they belong.
+    With more rows in `x` than in `g`, many of the products would be with zeros outside `g`. Then every row of `g` is
+    multiplied by every row of the kernel once, and the products are added at their places.
     """
     (kh, kw), channels = w.shape[:2], w.shape[2]
     (top, _), (left, _) = padding
@@ -77,17 +77,17 @@ def _input_gradient(g, w, shape, strides, padding):
 
 
 def _weight_gradient(x, g, kernel, strides, padding):
-    """d loss / d w, as a convolution in which input channels are the batch, and the batch the channels.
+    """Returns d loss / d w, as a convolution in which input channels are the batch, and the batch the channels.
 
-    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. Taken a few at a time it stays in a
-    core's cache, which is several times as fast; and an odd number of channels is slow by itself.
+    Its kernel is `g` of all examples: 1.3 MB for 100 of them in the papers' CNN. A few examples at a time stay in a
+    core's cache, which is several times as fast. An odd number of channels is slow, so examples are padded to pairs.
     """
     if not len(x):
         return jnp.zeros((*kernel, x.shape[-1], g.shape[-1]), x.dtype)
     (kh, kw), (sh, sw) = kernel, strides
     x = jnp.pad(_padded(x, padding), ((0, len(x) % 2), (0, 0), (0, 0), (0, 0)))
     g = jnp.pad(g, ((0, len(g) % 2), (0, 0), (0, 0), (0, 0)))
-    x = x[:, : (g.shape[1] - 1) * sh + kh, : (g.shape[2] - 1) * sw + kw]  # what lies beyond no window reached
+    x = x[:, : (g.shape[1] - 1) * sh + kh, : (g.shape[2] - 1) * sw + kw]  # the rest is in no window
 
     def of_group(x, g):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
@@ -115,7 +115,7 @@ def _weight_gradient_patches(x, g, kernel, strides, padding):
 
 
 def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = None) -> Callable:
-    """`alone` for one client, `together` vmapped for many; `joins(batched)`: clients can share its batch axis."""
+    """Returns `alone` for one client, and `together` vmapped for many; `joins(batched)`: clients share a batch axis."""
     function = custom_vmap(alone)
 
     @function.def_vmap
@@ -129,7 +129,7 @@ def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = No
 
 
 def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Array:
-    """The gradient with respect to the argument, of shape `like`, of a linear function, as jax derives it."""
+    """Returns the gradient with respect to the argument, of shape `like`, of a linear function, as JAX derives it."""
     return jax.linear_transpose(linear, jax.ShapeDtypeStruct(like, g.dtype))(g)[0]
 
 
@@ -137,9 +137,9 @@ def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Arr
 def _canonical(
     shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, on_cpu: bool = True
 ) -> Callable:
-    """The convolution of one geometry: input height and width, kernel, strides, padding.
+    """Returns the convolution of one geometry: input height and width, kernel, strides, padding.
 
-    Only `on_cpu` are the gradients of one client written out; other backends have kernels for those that jax derives.
+    `on_cpu`: the gradients of one client are convolutions too; other backends have kernels for those of JAX.
     """
 
     def input_gradient_alone(g, w):
@@ -193,10 +193,10 @@ def conv(
     precision=None,
     preferred_element_type=None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated`, with gradients and vmaps that are fast for clients with their own weights.
+    """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
-    Two-dimensional NHWC x HWIO convolutions without dilation or groups take the fast ways described above; anything
-    else is handed to `lax` as it is. Reverse-mode derivatives only (as every `custom_vjp`).
+    Two-dimensional NHWC x HWIO convolutions without dilation or groups take the forms described above; all others are
+    those of `lax`. Reverse-mode derivatives only (as every `custom_vjp`).
 
     Args:
       lhs: `[B, H, W, C]`; rhs: `[kh, kw, C, O]`; window_strides, padding, ...: as in `lax.conv_general_dilated`.
@@ -238,10 +238,13 @@ def conv(
 
 
 def max_pool(x: jax.Array, window: int) -> jax.Array:
-    """Max-pooling with stride `window`, no padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
+    """Max-pools with stride `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
-    Written as a reshape and a maximum, whose gradient is far cheaper on a CPU than that of `lax.reduce_window`; as
-    there, the first of equal largest values has it. `ValueError` for an image smaller than the window.
+    It is a reshape and a maximum, with a gradient that is far cheaper on a CPU than that of `lax.reduce_window`. As
+    there, the first of equal largest values receives the gradient.
+
+    Raises:
+      ValueError: an image smaller than the window.
 
     Example:
       >>> import jax.numpy as jnp
@@ -257,12 +260,12 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
 
 @jax.custom_jvp
 def _largest(tiles: jax.Array) -> jax.Array:
-    """The maximum over axes 2 and 4 of `[B, H, k, W, k, C]`."""
+    """Returns the maximum over axes 2 and 4 of `[B, H, k, W, k, C]`."""
     return _first_largest(tiles)[0]
 
 
 def _first_largest(tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum, and which of the `k * k` values is the first that has it."""
+    """Returns the maximum, and the index of the first of the `k * k` values that equals it."""
     k = tiles.shape[2]
     values = [tiles[:, :, i, :, j] for i in range(k) for j in range(k)]
     largest = reduce(jnp.maximum, values)

@@ -20,18 +20,18 @@ MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary
 
 
 def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
-    """Next-word prediction by a flax.linen module: cross-entropy of every word given those before it.
+    """Returns the task of next-word prediction by a flax.linen module: cross-entropy of every word given its prefix.
 
-    Batches are `{"x": token ids [B, L], "y": topics}` as `jfcl.data.tokenize` makes them; topics are ignored. The
-    module sees `x[:, :-1]` and is to predict `x[:, 1:]`. Padding (id 0) is never a target; `<unknown>` (id 1) is a word
-    as any other, so perplexities can be compared only under the same vocabulary.
+    Batches are `{"x": token ids [B, L], "y": topics}`, as from `jfcl.data.tokenize`; topics are ignored. The inputs are
+    `x[:, :-1]` and the targets `x[:, 1:]`. Padding (id 0) is never a target. `<unknown>` (id 1) is a word like any
+    other, so perplexities are comparable only under the same vocabulary.
 
-    A text's loss is the mean over its own targets, and a client's the mean over its texts, in which a text that ends
-    before `length` weighs as much as a full one. Texts are cut to `length` words, so most are full (of AG News at 32
-    words 91 %, and no article has fewer than 18), and the mean over texts is nearly that over words. The perplexity of
-    a client is the exponential of its loss (`jfcl.evaluate` reports it, `jfcl.simulate` its mean over clients), its
-    accuracy the share of next words that are predicted right. A text of one word has no target and counts as loss 0:
-    `check_tokens` finds such.
+    The loss of a text is the mean over its own targets, and that of a client the mean over its texts, in which a text
+    that ends before `length` weighs as much as a full one. Texts are cut to `length` words, so most are full (of AG
+    News at 32 words 91 %, and no article has fewer than 18), and the mean over texts is nearly that over words. The
+    perplexity of a client is the exponential of its loss (`jfcl.evaluate` reports it, `jfcl.simulate` its mean over
+    clients), and its accuracy the share of correctly predicted next words. A text of one word has no target and counts
+    as loss 0; `check_tokens` finds such texts.
 
     Args:
       module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`; parameters only.
@@ -39,12 +39,12 @@ def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
       vocab_size: number of token ids, at least 3.
 
     Returns:
-      `Task`, the same object for the same arguments; its `predict` gives the logits of all positions, of texts of any
-      length. Memory: at most `MOST_LOGITS` logits at a time; larger batches are done in parts, whose activations are
+      `Task`, the same object for the same arguments; its `predict` returns the logits of all positions, of texts of any
+      length. Memory: at most `MOST_LOGITS` logits at a time; larger batches are processed in parts, with activations
       computed again for the gradient.
 
     Raises:
-      ValueError: outputs that do not fit the vocabulary; a module with other state than parameters; and from the task,
+      ValueError: outputs that do not fit the vocabulary; a module with other state than parameters; from the task:
         inputs that are not integers of shape `[B, length]`, or (where their values are known) not in the vocabulary.
 
     Source: CFL, section VI-C (figure 9, AG News).
@@ -73,7 +73,7 @@ def _language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
         )
 
     def mean_over_words(score: Callable) -> Callable:
-        """`(params, batch) -> [B]`: the mean of `score(logits, targets)` over the targets of every text."""
+        """Returns `(params, batch) -> [B]`, the mean of `score(logits, targets)` over the targets of every text."""
 
         def function(params, batch):
             def texts(x):
@@ -94,7 +94,7 @@ def _language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
 
 
 def _in_parts(function: Callable, x: jax.Array, most: int) -> jax.Array:
-    """`function(x)` `[B]` of at most `most` rows of `x` at a time; row `i` of the result depends on row `i` alone."""
+    """Computes `function(x)` `[B]` for at most `most` rows of `x` at a time; row `i` must depend on row `i` alone."""
     if len(x) <= most:
         return function(x)
     count = -(-len(x) // most)
@@ -114,11 +114,11 @@ def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:
 
 
 def check_tokens(clients: Clients, vocab_size: int, *, name: str = "clients") -> None:
-    """Looks at concrete texts for what would make a language model meaningless.
+    """Checks concrete texts for errors that would make a language model meaningless.
 
     Raises:
       ValueError: `examples["x"]` that are not integers `[N, M, L]`; ids outside `0..vocab_size-1`; texts without a
-        second word, which leave nothing to predict.
+        second word, which have no targets.
 
     Example:
       >>> check_tokens(Clients({"x": np.array([[[2, 3, 9]]])}, np.array([1])), vocab_size=5)

@@ -1,6 +1,6 @@
 """The networks of the papers, as flax.linen modules. Inputs `[B, ...]` float32, outputs logits `[B, num_outputs]`.
 
-Language models take token ids `[B, L]` and give logits for every position, `[B, L, num_outputs]`.
+Language models take token ids `[B, L]` and return logits for every position, `[B, L, num_outputs]`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class MLP(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution of stride 1, 2 x 2 max-pooling if asked for, and ReLU; parameters as those of `flax.linen.Conv`.
+    """A convolution of stride 1, 2 x 2 max-pooling with `pool`, and ReLU; parameters as those of `flax.linen.Conv`.
 
-    In the cheaper of equal orders: bias and ReLU are left for the largest of four. Of an odd number of rows or columns
-    pooling drops the last, so that the convolution need not compute it: its padding at that edge is one less. Of the
-    MNIST networks' 11 x 11 in the second layer, that is a sixth.
+    Bias and ReLU come after pooling, which is cheaper and gives the same result. Pooling drops the last of an odd
+    number of rows or columns, so the convolution does not compute it: its padding at that edge is one less. For the
+    11 x 11 of the MNIST networks' second layer, that saves a sixth.
 
     Attributes:
       features: channels of the output.
@@ -109,17 +109,15 @@ class CNNMnist(nn.Module):
 
 
 def _middle(x: jax.Array, size: int) -> jax.Array:
-    """The middle `size x size` of images `[B, H, W, C]`."""
+    """Returns the middle `size x size` of images `[B, H, W, C]`."""
     if min(x.shape[1:3]) < size:
-        raise ValueError(
-            f"images of {x.shape[1]} x {x.shape[2]} are too small for this model: it looks at {size} x {size}"
-        )
+        raise ValueError(f"images of {x.shape[1]} x {x.shape[2]} are too small for this model: it uses {size} x {size}")
     top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
     return x[:, top : top + size, left : left + size]
 
 
 def _standardised(x: jax.Array) -> jax.Array:
-    """Every image `[H, W, C]` with mean 0 and standard deviation 1, as TensorFlow's `per_image_standardization`."""
+    """Scales every image to mean 0 and standard deviation 1, as TensorFlow's `per_image_standardization`."""
     mean, std = (f(x, axis=(1, 2, 3), keepdims=True) for f in (jnp.mean, jnp.std))
     return (x - mean) / jnp.maximum(std, math.prod(x.shape[1:]) ** -0.5)
 
@@ -127,14 +125,14 @@ def _standardised(x: jax.Array) -> jax.Array:
 class CNNCifar(nn.Module):
     """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
-    The paper gives no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling,
-    then dense layers of 384 and the classes, as in the TensorFlow tutorial that the preprocessing of the authors' code
-    (24 x 24 crops) comes from, less its second hidden dense layer.
+    The paper has no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling, then
+    dense layers of 384 and the classes, as in the TensorFlow tutorial with the same preprocessing as the authors' code
+    (24 x 24 crops), without its second hidden dense layer.
 
     Attributes:
       num_outputs: logits.
-      crop: with a number, such as the code's 24, the model looks at the middle `crop x crop` of every image, less its
-        mean and divided by its standard deviation (at least `1/sqrt(pixels)`). For `jfcl.augment.tutorial`.
+      crop: with a number, such as the code's 24, the input is the middle `crop x crop` of every image, minus its mean
+        and divided by its standard deviation (at least `1/sqrt(pixels)`). For `jfcl.augment.tutorial`.
     """
 
     num_outputs: int
@@ -153,7 +151,7 @@ class CNNCifar(nn.Module):
 class CNNFemnist(nn.Module):
     """The CNN of IFCA (004) for FEMNIST: two convolutions, each with max-pooling, then two dense layers.
 
-    Widths as in LEAF's FEMNIST model, whose data set it is: 5 x 5 convolutions of 32 and 64 channels with padding SAME,
+    Widths as in LEAF's own FEMNIST model: 5 x 5 convolutions of 32 and 64 channels with padding SAME,
     a dense layer of 2,048, and the classes.
     """
 
@@ -170,7 +168,7 @@ class CNNFemnist(nn.Module):
 class CNN5(nn.Module):
     """A CNN of 5 layers for CIFAR-10, as CFL (000, figure 8) trains: 122,570 parameters at 32 x 32 x 3 and 10 classes.
 
-    The paper says "5-layer convolutional neural network" and nothing more. Here: the widths of TensorFlow's CIFAR-10
+    The paper specifies only a "5-layer convolutional neural network". Here: the widths of TensorFlow's CIFAR-10
     tutorial, 3 x 3 convolutions of 32, 64 and 64 channels without padding, each with ReLU and the first two with 2 x 2
     max-pooling, then dense layers of 64 and the classes.
     """
@@ -193,9 +191,10 @@ class VGG(nn.Module):
     bar and after the last, then dense layers of 128, 128 and the classes. The paper's 128 inputs of the first dense
     layer imply padding 1, and images of 32 x 32.
 
-    Ours, where the paper is silent: He's initialisation, without which 11 layers of ReLU are slow to begin (300 steps
-    on CIFAR-10, as in the paper, end at a loss of 1.6; from flax's, at 2.1). And the last layer has no ReLU, though
-    "every convolutional and fully connected layer" has: a class whose logit is nowhere positive would never learn.
+    Chosen here, because the paper does not specify it: He's initialisation, without which 11 layers of ReLU learn
+    slowly at first (300 steps on CIFAR-10, as in the paper, end at a loss of 1.6; with flax's initialisation at 2.1).
+    The last layer has no ReLU, although in the paper "every convolutional and fully connected layer" has one: a class
+    without any positive logit would never learn.
 
     Attributes:
       num_outputs: logits.
@@ -223,8 +222,8 @@ class VGG(nn.Module):
 class LSTMLanguageModel(nn.Module):
     """Two LSTM layers that predict the next word, as in CFL (000, figure 9); for `jfcl.models.language_model`.
 
-    Token ids `[B, L]` to logits `[B, L, num_outputs]`: those at a position depend on the words up to there. The paper
-    gives no widths; ours are moderate, since most of the work is the last layer, `hidden * num_outputs`.
+    Token ids `[B, L]` to logits `[B, L, num_outputs]`, which depend on the words up to their position. The paper has no
+    widths; these are moderate, because most of the work is in the last layer, `hidden * num_outputs`.
 
     Attributes:
       num_outputs: words of the vocabulary.
@@ -245,7 +244,7 @@ class LSTMLanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Not flax's orthogonal matrices: some QR decompositions at once, as under vmap, hang on a CPU (jaxlib 0.10.2).
+        # Not flax's orthogonal matrices: several QR decompositions under vmap hang on a CPU (jaxlib 0.10.2).
         cell = partial(nn.OptimizedLSTMCell, self.hidden, recurrent_kernel_init=nn.initializers.lecun_normal())
         x = nn.Embed(self.num_outputs, self.features)(x)
         for _ in range(self.num_layers):

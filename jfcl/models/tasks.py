@@ -14,7 +14,7 @@ from jfcl.core import DenseStart, PyTree, Task, check, check_choice, path_name
 from jfcl.models.networks import MLP, Linear
 
 KINDS = ("classification", "regression")
-DENSE_FIRST = (Linear, MLP)  # modules whose first layer, "Dense_0", is dense on the flattened input
+DENSE_FIRST = (Linear, MLP)  # modules with a first layer, "Dense_0", on the flattened input
 
 
 def task(
@@ -24,7 +24,7 @@ def task(
     kind: str,
     half: bool = False,
 ) -> Task:
-    """A task from two functions.
+    """Returns a task from two functions.
 
     Args:
       init: `(key) -> params`.
@@ -59,7 +59,7 @@ def task(
 
 
 def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`(outputs [B, ...], y [B, ...]) -> [B]`."""
+    """Returns the loss, `(outputs [B, ...], y [B, ...]) -> [B]`."""
 
     def squared_error(outputs, y):
         wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
@@ -71,7 +71,7 @@ def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.float32) -> tuple[Callable, Callable]:
-    """`(init, apply)` of a flax.linen module; `ValueError` if it keeps other state than parameters."""
+    """Returns `(init, apply)` of a flax.linen module; raises `ValueError` if it has other state than parameters."""
 
     def init(key):
         return module.init(key, jnp.zeros((1, *input_shape), dtype))["params"]
@@ -90,7 +90,7 @@ def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.floa
 
 
 def representation(module: nn.Module) -> Callable[[PyTree, jax.Array], jax.Array]:
-    """`(params, x [B, ...]) -> [B, H]`: what enters the last dense layer of a module; its outputs if it has none.
+    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the last dense layer of a module, or else its outputs.
 
     Example:
       >>> import jax, jax.numpy as jnp, jfcl
@@ -116,7 +116,7 @@ def representation(module: nn.Module) -> Callable[[PyTree, jax.Array], jax.Array
 
 
 def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.Array], jax.Array]) -> DenseStart | None:
-    """How `module` begins, if it is one of those that are known to begin with a dense layer on the flattened input."""
+    """Returns the `DenseStart` of the modules in `DENSE_FIRST`, `None` for others."""
     if type(module) not in DENSE_FIRST:
         return None
 
@@ -150,7 +150,7 @@ def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Task:
-    """Classification by a flax.linen module: cross-entropy on its logits.
+    """Returns the task of classification by a flax.linen module: cross-entropy on its logits.
 
     Args:
       module: maps `[B, *input_shape]` to logits `[B, num_classes]`; parameters only, no batch statistics.
@@ -181,7 +181,7 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
 
 
 def regression(module: nn.Module, input_shape: tuple[int, ...], *, half: bool = False) -> Task:
-    """Regression by a flax.linen module: the squared error (half of it, if asked).
+    """Returns the task of regression by a flax.linen module: the squared error, or half of it.
 
     Args:
       module: maps `[B, *input_shape]` to values of the targets' shape.
@@ -200,7 +200,7 @@ def regression(module: nn.Module, input_shape: tuple[int, ...], *, half: bool = 
 
 
 def parameter_paths(task: Task) -> list[str]:
-    """The names of a task's parameters, such as `"Dense_0/kernel"`: what IFCA's `shared` is asked about.
+    """Returns the names of a task's parameters, such as `"Dense_0/kernel"`, the arguments of IFCA's `shared`.
 
     Example:
       >>> import jfcl

@@ -1,0 +1,264 @@
+"""The plan of a division: which client has which rows of a data set, and how they are transformed.
+
+The order of the steps keeps test data out of training. First the *base* examples are split into a training and a test
+pool: the official test split where there is one, else `test_fraction` of the examples, stratified by label (by writer,
+if clients are writers). Only then are examples divided among clients and transformed. So a base example in a client's
+training data is in no client's test data, under any transformation.
+
+`jfcl.data.build` stacks a plan in memory; `jfcl.data.generate_store` writes one to a folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jfcl.core import check, check_at_most_clients, check_choice, check_count
+from jfcl.data.dataset import Dataset, check_dataset, labels_of
+from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
+from jfcl.data.partition import OF_LABELS, PARTITIONS
+from jfcl.data.sources import load
+
+# One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
+HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
+
+Examples = dict[str, np.ndarray]  # {"x": [n, ...], "y": [n]}
+
+
+class SplitPlan(NamedTuple):
+    """The clients of a division, before their data are made.
+
+    Attributes:
+      rows: of each client in turn, its rows `[m_i]` of the data set: a list, or an iterator over a large population.
+      cluster: `[N]` int32, the true cluster of every client.
+      transform: `(examples, cluster) -> examples`: how the data of that cluster differ from the data set.
+    """
+
+    rows: Iterable[np.ndarray]
+    cluster: np.ndarray
+    transform: Callable[[Examples, int], Examples]
+
+
+class Pool(NamedTuple):
+    """Examples to divide: `rows` `[n]` of `examples`; `kind`, the label (or writer) of each of the `examples`."""
+
+    examples: Examples
+    rows: np.ndarray
+    kind: np.ndarray
+
+
+class Split(NamedTuple):
+    """A data set and the rules of its division.
+
+    Attributes:
+      dataset, num_clusters, heterogeneity, partition, examples_per_client, seed: as in `jfcl.data.build`.
+      options: options of partitions by name; each partition takes its own.
+      train, test: the pools, of disjoint examples.
+    """
+
+    dataset: Dataset
+    num_clusters: int
+    heterogeneity: str
+    partition: str
+    examples_per_client: int | None
+    seed: int
+    options: dict[str, Any]
+    train: Pool
+    test: Pool
+
+
+def split_dataset(
+    dataset: Dataset | str,
+    *,
+    num_clients: int | None,
+    num_clusters: int,
+    heterogeneity: str,
+    partition: str,
+    partitions: Iterable[str],
+    examples_per_client: int | None,
+    test_fraction: float,
+    seed: int,
+    data_dir: str | None,
+    options: dict[str, Any],
+) -> Split:
+    """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools.
+
+    Raises:
+      ValueError: an unknown name; a count out of range; more clusters than clients; a data set that the partition or
+        the heterogeneity does not support, or with errors of its own (`check_dataset`).
+    """
+    check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
+    check_choice("partition", partition, partitions)
+    check_count("num_clusters", num_clusters)
+    check_count("seed", seed, least=0, most=2**63 - 1)
+    check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
+    if examples_per_client is not None:
+        check_count("examples_per_client", examples_per_client)
+    if num_clients is not None or partition != "writer":
+        check_count("num_clients", num_clients)
+        check_at_most_clients("num_clusters", num_clusters, num_clients)
+    if isinstance(dataset, str):
+        dataset = load(dataset, data_dir)
+    check_dataset(dataset)
+    if partition == "writer" and dataset.writer is None:
+        raise ValueError(
+            f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers'"
+        )
+    if partition in OF_LABELS or heterogeneity in SELECTIVE:
+        what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
+        check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")
+
+    kind = dataset.writer["train"] if partition == "writer" else labels_of(dataset, "train")
+    if partition == "writer" or dataset.test is None:
+        rows, held = hold_out(kind, test_fraction, seed=(seed, HOLD_OUT))
+        test = Pool(dataset.train, held, kind)
+    else:
+        rows = np.arange(len(dataset.train["y"]))
+        test = Pool(dataset.test, np.arange(len(dataset.test["y"])), labels_of(dataset, "test"))
+    train = Pool(dataset.train, rows, kind)
+    return Split(dataset, num_clusters, heterogeneity, partition, examples_per_client, seed, dict(options), train, test)
+
+
+def of_cluster(split: Split, pool: Pool, cluster: int) -> Pool:
+    """Returns the part of a pool that clients of a cluster may have."""
+    if split.heterogeneity not in SELECTIVE:
+        return pool
+    choose, labels = HETEROGENEITY[split.heterogeneity][0], pool.examples["y"][pool.rows]
+    rows, _ = choose(pool.rows, labels, cluster, split.num_clusters, split.dataset.num_classes)
+    return pool._replace(rows=rows)
+
+
+def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
+    """Returns the transform of a `SplitPlan`; heterogeneities that select examples leave them as they are."""
+    function = HETEROGENEITY["none" if split.heterogeneity in SELECTIVE else split.heterogeneity][0]
+    clusters, classes, seed = split.num_clusters, split.dataset.num_classes, (split.seed, TRANSFORM)
+
+    def transform(examples: Examples, cluster: int) -> Examples:
+        x, y = function(examples["x"], examples["y"], cluster, clusters, classes, seed)
+        return {"x": x, "y": y}
+
+    return transform
+
+
+def take(examples: Examples, rows: np.ndarray) -> Examples:
+    """Returns the examples at `rows`."""
+    return {name: values[rows] for name, values in examples.items()}
+
+
+def divide(split: Split, train: Pool, test: Pool, num_clients: int, group: int) -> list[np.ndarray]:
+    """Divides a training pool among the clients of one group; `group` selects the random numbers.
+
+    Returns:
+      The rows of each client. Writers without examples in the `test` pool are left out.
+    """
+    partition, each = PARTITIONS[split.partition][0], split.examples_per_client
+    rows, stream = train.rows, (split.seed, PARTITION, group)
+    rng = np.random.default_rng((split.seed, SUBSAMPLE, group))
+    if split.partition == "writer":
+        writer = np.where(np.isin(train.kind[rows], test.kind[test.rows]), train.kind[rows], -1)
+        parts = partition(writer, num_clients, seed=stream)
+        return [rows[part if each is None else np.sort(rng.permutation(part)[:each])] for part in parts]
+    if num_clients * (each or 1) > len(rows):
+        per_client = "" if each is None else f" with {each} examples each"
+        raise ValueError(
+            f"num_clients: {num_clients} clients{per_client} need {num_clients * (each or 1)} examples, but"
+            f" {split.dataset.name!r} has {len(rows)} training examples for them; use fewer clients, fewer"
+            " examples_per_client, or reuse='cluster'"
+        )
+    options = {"examples_per_client": each, "examples_seed": (*stream, 1), **split.options}
+    taken = {name: value for name, value in options.items() if name in inspect.signature(partition).parameters}
+    if each is not None and "examples_per_client" not in taken:  # as many on average
+        rows = rows[np.sort(rng.permutation(len(rows))[: num_clients * each])]
+    return [rows[part] for part in partition(train.kind[rows], num_clients, seed=stream, **taken)]
+
+
+def divide_test(split: Split, train: Pool, test: Pool, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
+    """Divides a test pool among the clients that `divide` has given the `parts` of the training pool."""
+    kinds = [train.kind[part] for part in parts]
+    return allot(test.rows, test.kind, kinds, seed=(split.seed, ALLOT, group))
+
+
+def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
+    """Splits indices into train and test, stratified by `kind`.
+
+    Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
+    example of a kind stays in training.
+
+    Args:
+      kind: `[n]` integers (labels or writers).
+
+    Returns:
+      `(train, test)`, sorted index arrays that together hold `0 .. n-1`.
+
+    Example:
+      >>> train, test = hold_out(np.array([0, 0, 0, 0, 1, 1, 2]), 0.25, seed=0)
+      >>> len(train), len(test)
+      (5, 2)
+    """
+    rng = np.random.default_rng(seed)
+    held = np.zeros(len(kind), bool)
+    for value in np.unique(kind):
+        of_kind = np.flatnonzero(kind == value)
+        if len(of_kind) > 1:
+            count = int(np.clip(round(fraction * len(of_kind)), 1, len(of_kind) - 1))
+            held[rng.permutation(of_kind)[:count]] = True
+    if not held.any():  # every kind occurs once: no stratification
+        held[rng.permutation(len(kind))[: max(1, round(fraction * len(kind)))]] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
+    """Divides test examples among clients in proportion to the kinds of their training examples.
+
+    The examples of a kind are divided in proportion to each client's number of training examples of that kind, rounded
+    so that rounding errors do not add up over kinds. A client without any test example gets one of a kind in its
+    training data, which another client then also has.
+
+    Args:
+      pool: `[P]` indices of test examples; `kind[pool]` are their labels (or writers).
+      train_kinds: a list of `N` arrays: the kinds of each client's training examples.
+
+    Returns:
+      List of `N` sorted index arrays, none empty.
+
+    Raises:
+      ValueError: a client without any of its kinds in the pool.
+
+    Example:
+      >>> parts = allot(np.arange(6), np.array([0, 0, 0, 0, 1, 1]), [[0, 0, 0, 0], [1, 1]], seed=0)
+      >>> [part.tolist() for part in parts]
+      [[0, 1, 2, 3], [4, 5]]
+    """
+    rng = np.random.default_rng(seed)
+    kinds, train_kind = np.unique(np.concatenate(train_kinds), return_inverse=True)
+    row = np.repeat(np.arange(len(train_kinds)), [len(part) for part in train_kinds])
+    owed = np.zeros(len(train_kinds))
+    shares: list[list[np.ndarray]] = [[] for _ in train_kinds]
+    pool = pool[np.argsort(kind[pool], kind="stable")]
+    begin, end = (np.searchsorted(kind[pool], kinds, side=side) for side in ("left", "right"))
+    by_kind = np.argsort(train_kind, kind="stable")
+    cuts = np.searchsorted(train_kind[by_kind], np.arange(len(kinds) + 1))
+    for c in range(len(kinds)):
+        clients, count = np.unique(row[by_kind[cuts[c] : cuts[c + 1]]], return_counts=True)
+        examples = rng.permutation(pool[begin[c] : end[c]])
+        share = count / count.sum() * len(examples)
+        whole = np.floor(share + 1e-9).astype(np.int64)
+        extra = np.lexsort((rng.random(len(clients)), whole - share - owed[clients]))[: len(examples) - whole.sum()]
+        whole[extra] += 1
+        owed[clients] += share - whole
+        for i, part in zip(clients, np.split(examples, np.cumsum(whole)[:-1]), strict=True):
+            shares[i].append(part)
+    parts = [np.sort(np.concatenate(part)).astype(np.int64) for part in shares]
+    for i, part in enumerate(parts):
+        if not len(part):
+            own = pool[np.isin(kind[pool], train_kinds[i])]
+            if not len(own):
+                raise ValueError(
+                    f"no test examples for client {i}: none of the labels (or writers) of its training data is in "
+                    f"the test pool of {len(pool)} examples; hold out more (test_fraction)"
+                )
+            parts[i] = rng.choice(own, 1)
+    return parts
