@@ -147,8 +147,7 @@ def test_list_and_help_name_everything(capsys):
     printed = capsys.readouterr().out
     flags = "--dataset --heterogeneity --clients --clusters --examples-per-client --model --rounds --local-steps"
     flags += " --local-epochs --batch-size --lr --momentum --cohort --seeds --seed --eval-every --data-dir --out"
-    for flag in [*flags.split(), "--resume", "--config"]:
-        assert flag + " " in printed
+    assert {*flags.split(), "--resume", "--config"} <= set(printed.split())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ def test_list_and_help_name_everything(capsys):
         ),
         (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
-        (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, and finite, got -1.0"),
+        (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),
         (["run", "knn_per", "--mixing", "1.5"], "mixing must be in [0, 1], got 1.5"),
         (["run", "knn_per", "--num-neighbours", "36"], "num_neighbours must be at most 28, the smallest client's"),
         (["run", "ifca", "--population", "0"], "population must be an integer, at least 1, got 0"),
@@ -231,7 +230,7 @@ def test_list_and_help_name_everything(capsys):
             "enough for one of the 40 clients, and not for all, got 0.01",
         ),
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
-        (["run", "fedavg", "--seed", "4294967296"], "seed must be from 0 to 4294967295"),
+        (["run", "fedavg", "--seed", "4294967296"], "seed must be at most 4294967295, got 4294967296"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
         (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),

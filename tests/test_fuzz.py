@@ -31,8 +31,8 @@ from jfcl import cli, experiments
 from jfcl.algorithms import METHODS
 from jfcl.core import check_count
 from jfcl.experiments import Config, bench, load_run
-from jfcl.experiments.config import validate
 from jfcl.experiments.recipes import Outcome
+from jfcl.experiments.validation import validate
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
