@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from jfcl import kernels
 from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
 from jfcl.kernels.clipping import gram_is_cheaper
-from jfcl.kernels.robust import sort_columns
+from jfcl.kernels.medians import sort_columns
 from jfcl.testing import count_compilations
 
 SEEDS = st.integers(0, 2**31)
@@ -299,6 +299,34 @@ def test_what_comes_before_masks_broken_clients_and_keeps_shapes(name):
     assert np.isfinite(result["a"]).all()
 
 
+CHAINS = {
+    "krum": [],
+    "nnm+krum": ["nearest_neighbour_mixing"],
+    "nearest_neighbour_mixing+trimmed_mean": ["nearest_neighbour_mixing"],
+    "bucketing+geometric_median": ["bucketing"],
+    "clip_norms+bucketing+mean": ["clip_norms", "bucketing"],
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_aggregator_by_name_is_its_parts_by_hand(name):
+    before, last = CHAINS[name], name.split("+")[-1]
+    z = updates(0)
+    z[4, 1] = np.nan
+    mask = jnp.arange(N) != 2
+    options = dict(OPTIONS.get(last, {}))
+    by_hand, of_hand = z, mask
+    for part in before:
+        options |= PRE_OPTIONS[part]
+        by_hand, of_hand = PRE_AGGREGATORS[part](by_hand, **PRE_OPTIONS[part], mask=of_hand)
+    made = kernels.make_aggregator(name, **options)
+    result, excluded = made(z, mask=mask, return_excluded=True)
+    np.testing.assert_array_equal(result, AGGREGATORS[last](by_hand, **OPTIONS.get(last, {}), mask=of_hand))
+    np.testing.assert_array_equal(made(z, mask=mask), result)
+    assert excluded == 1 and excluded.dtype == jnp.int32
+    assert set(options) <= set(kernels.aggregator_options(name))
+
+
 def exact_median(z, weights):
     """`(median, cost)` in float64: Weiszfeld's steps, or the best of the points themselves."""
     cost = lambda v: (weights * np.linalg.norm(z - v, axis=1)).sum()  # noqa: E731
@@ -382,6 +410,16 @@ Z = jnp.ones((6, 2))
         (lambda: kernels.geometric_median(Z, num_iters=0), "num_iters must be at least 1"),
         (lambda: kernels.clip_norms(Z, radius=-1.0), "radius must be at least 0"),
         (lambda: kernels.bucketing(Z, bucket_size=7, key=jax.random.key(0)), "bucket_size must be from 1 to N = 6"),
+        (lambda: kernels.make_aggregator("nnm+krun"), "unknown aggregator 'krun': did you mean 'krum'"),
+        (
+            lambda: kernels.make_aggregator("krum+nnm"),
+            r"clip_norms, .* at the end one aggregator \(mean, .*'krum\+nnm'",
+        ),
+        (lambda: kernels.make_aggregator("krum+mean"), "pre-aggregators .* at the end one aggregator .*, joined by"),
+        (lambda: kernels.make_aggregator("nnm"), "at the end one aggregator"),
+        (lambda: kernels.make_aggregator("krum", radius=1), "must be one of num_malicious, got 'radius'"),
+        (lambda: kernels.make_aggregator("krum", mask=None), "must be one of num_malicious, got 'mask'"),
+        (lambda: kernels.make_aggregator("bucketing+krum", num_malicious=1), "must be given with bucket_size"),
     ],
 )
 def test_bad_input_is_named(run, words):

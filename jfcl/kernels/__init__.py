@@ -1,10 +1,11 @@
-"""Kernels: arrays in, arrays out; usable alone, they know nothing of models, data or the rest of the library.
+"""Kernels: functions of arrays. They depend on nothing else in the library, and are usable alone.
 
-Compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split them (`optimal_bipartition`,
-`bipartition_of_updates`, dendrograms), cluster vectors (`threshold_clustering`), or make one vector of many in spite
-of hostile ones (`centered_clip` and the other `AGGREGATORS`).
+They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split them (`optimal_bipartition`,
+`bipartition_of_updates`, dendrograms), cluster vectors (`threshold_clustering`, `kmeans`), and aggregate the updates of
+clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
 """
 
+from jfcl.kernels.aggregators import AGGREGATORS, PRE_AGGREGATORS, aggregator_options, make_aggregator
 from jfcl.kernels.bipartition import (
     Bipartition,
     complete_linkage_tree,
@@ -15,54 +16,21 @@ from jfcl.kernels.bipartition import (
 )
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
 from jfcl.kernels.clipping import centered_clip
+from jfcl.kernels.distances import gram, squared_distances
+from jfcl.kernels.geometric_median import geometric_median
 from jfcl.kernels.kmeans import KMeans, kmeans
+from jfcl.kernels.medians import coordinate_median, mean_around_median, trimmed_mean
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
-from jfcl.kernels.robust import (
-    adaptive_clip,
-    bucketing,
-    bulyan,
-    clip_norms,
-    coordinate_median,
-    geometric_median,
-    krum,
-    mean,
-    mean_around_median,
-    minimum_diameter,
-    multi_krum,
-    nearest_neighbour_mixing,
-    trimmed_mean,
-)
+from jfcl.kernels.pre_aggregation import adaptive_clip, bucketing, clip_norms, nearest_neighbour_mixing
+from jfcl.kernels.robust import mean
+from jfcl.kernels.selection import bulyan, krum, minimum_diameter, multi_krum
 from jfcl.kernels.similarity import (
     SimilaritySummary,
-    gram,
     pairwise_cosine,
     similarity_summary,
     similarity_tolerance,
-    squared_distances,
 )
 from jfcl.kernels.threshold import threshold_clustering
-
-# By name, for experiments and tests; all have the signature `f(updates, *, mask=None, return_excluded=False, ...)`.
-AGGREGATORS = {
-    "mean": mean,
-    "centered_clip": centered_clip,
-    "coordinate_median": coordinate_median,
-    "trimmed_mean": trimmed_mean,
-    "mean_around_median": mean_around_median,
-    "krum": krum,
-    "multi_krum": multi_krum,
-    "bulyan": bulyan,
-    "geometric_median": geometric_median,
-    "minimum_diameter": minimum_diameter,
-}
-
-# These return `(updates, mask)` for an aggregator to go on with.
-PRE_AGGREGATORS = {
-    "clip_norms": clip_norms,
-    "adaptive_clip": adaptive_clip,
-    "nearest_neighbour_mixing": nearest_neighbour_mixing,
-    "bucketing": bucketing,
-}
 
 __all__ = [
     "AGGREGATORS",
@@ -73,6 +41,7 @@ __all__ = [
     "Operator",
     "SimilaritySummary",
     "adaptive_clip",
+    "aggregator_options",
     "bipartition_of_updates",
     "bucketing",
     "bulyan",
@@ -85,6 +54,7 @@ __all__ = [
     "gram",
     "kmeans",
     "krum",
+    "make_aggregator",
     "mean",
     "mean_around_median",
     "minimum_diameter",

@@ -17,6 +17,11 @@ _ONE = np.float32(1)
 # Plain float32 on an accelerator too, where the default rounds operands to TF32 or bf16.
 HIGHEST = jax.lax.Precision.HIGHEST
 
+# Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
+NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
+STRIP_ROWS = 250  # at least
+BLOCK_COLUMNS = 2048  # multiplied at once; half of that for more than 8192 clients
+
 
 def is_computable(*values: Any) -> bool:
     """Whether results computed from `values` have values: not if one is a tracer, and not while a program is traced.
@@ -173,3 +178,62 @@ def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Ar
         return jax.lax.dynamic_update_slice_in_dim(found, jnp.sqrt(squares), start, axis=0)
 
     return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows), jnp.inf)
+
+
+def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
+    """`x` with zeros in the rows that are not usable, NaN or not."""
+    return jnp.where(usable[:, None], x, jnp.zeros((), x.dtype))
+
+
+@jax.jit
+def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Array:
+    """`weights` `[N]` or `[K, N]` times the usable rows of `x` `[N, d]`, NaN or not in the others.
+
+    In the type of `x`, the products and sums of 16-bit numbers in float32: a share of 1/N is no float16 for large N.
+    """
+    dtype = sum_dtype(x)
+    weights = weights.astype(dtype)
+
+    def cleaned():
+        def put(part, leaf, start, out):
+            sums = jnp.matmul(weights, usable_rows(part, usable).astype(dtype), precision=HIGHEST)
+            return jax.lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), start, axis=-1)
+
+        return fold_columns(put, jnp.zeros((*weights.shape[:-1], x.shape[1]), x.dtype), [x], BLOCK_COLUMNS)
+
+    if x.dtype != dtype:  # block by block, without a copy of all of `x` in float32
+        return cleaned()
+    total = jnp.matmul(weights, x, precision=HIGHEST)
+    # 0 · NaN is NaN: where that has happened, again without the unusable rows
+    return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
+
+
+def column_block(count: int) -> int:
+    return BLOCK_COLUMNS if count <= 8192 else BLOCK_COLUMNS // 2
+
+
+def symmetric_product(
+    rows: list[jax.Array], prepare: Callable[[jax.Array, int, Any], jax.Array], block_size: int | None
+) -> jax.Array:
+    """`[N, N]`: the sum of `P Pᵀ` over blocks of columns, `P = prepare(part, leaf, start)`."""
+    count = len(rows[0])
+    height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
+    starts = list(range(0, count, height))
+    dtype = sum_dtype(*rows)
+
+    def add(part, leaf, start, strips):
+        p = prepare(part, leaf, start)
+        return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
+
+    strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
+    strips = fold_columns(add, strips, rows, block_size or column_block(count))
+
+    product = jnp.zeros((count, count), dtype)
+    for i, strip in zip(starts, strips, strict=True):
+        size = len(strip)
+        square = strip[:, :size]
+        upper = jnp.arange(size)[:, None] <= jnp.arange(size)[None, :]
+        strip = strip.at[:, :size].set(jnp.where(upper, square, square.T))
+        product = jax.lax.dynamic_update_slice(product, strip, (i, i))
+        product = jax.lax.dynamic_update_slice(product, strip[:, size:].T, (i + size, i))
+    return product

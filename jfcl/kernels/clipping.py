@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import combinations
-from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype
+from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype, usable_rows
 from jfcl.kernels.robust import aggregate, check_weights, shares
-from jfcl.kernels.similarity import usable_rows
 
 
 def centered_clip(

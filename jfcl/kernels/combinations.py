@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms
-from jfcl.kernels.similarity import central_origin, centred_gram, usable_rows, weighted_sum
+from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms, usable_rows, weighted_sum
+from jfcl.kernels.distances import central_origin, centred_gram
 
 
 class Products(NamedTuple):

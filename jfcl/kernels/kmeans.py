@@ -23,8 +23,9 @@ from jfcl.kernels.base import (
     rows_of,
     squared_norms,
     sum_dtype,
+    usable_rows,
 )
-from jfcl.kernels.similarity import central_origin, usable_rows
+from jfcl.kernels.distances import central_origin
 
 IMPLEMENTATIONS = ("auto", "device", "sklearn")
 SKLEARN_BELOW = 2**20  # numbers: below, scikit-learn ends before the compilation would (2-core CPU)

@@ -22,9 +22,10 @@ from jfcl.kernels.base import (
     rows_of,
     squared_norms,
     sum_dtype,
+    usable_rows,
+    weighted_sum,
 )
 from jfcl.kernels.robust import check_weights, shares
-from jfcl.kernels.similarity import usable_rows, weighted_sum
 
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
 THREE_MEANS = "three_means"

@@ -1,0 +1,120 @@
+"""Aggregators by name, alone or after pre-aggregators."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jfcl.core.checks import check, check_choice
+from jfcl.kernels.clipping import centered_clip
+from jfcl.kernels.geometric_median import geometric_median
+from jfcl.kernels.medians import coordinate_median, mean_around_median, trimmed_mean
+from jfcl.kernels.pre_aggregation import adaptive_clip, bucketing, clip_norms, nearest_neighbour_mixing
+from jfcl.kernels.robust import counted, mean, num_excluded
+from jfcl.kernels.selection import bulyan, krum, minimum_diameter, multi_krum
+
+# All have the signature `f(updates, *, mask=None, return_excluded=False, ...)`.
+AGGREGATORS = {
+    "mean": mean,
+    "centered_clip": centered_clip,
+    "coordinate_median": coordinate_median,
+    "trimmed_mean": trimmed_mean,
+    "mean_around_median": mean_around_median,
+    "krum": krum,
+    "multi_krum": multi_krum,
+    "bulyan": bulyan,
+    "geometric_median": geometric_median,
+    "minimum_diameter": minimum_diameter,
+}
+
+# These return `(updates, mask)` for an aggregator.
+PRE_AGGREGATORS = {
+    "clip_norms": clip_norms,
+    "adaptive_clip": adaptive_clip,
+    "nearest_neighbour_mixing": nearest_neighbour_mixing,
+    "bucketing": bucketing,
+}
+SHORT_NAMES = {"nnm": "nearest_neighbour_mixing"}
+
+
+def _parts(name: str) -> list[Callable[..., Any]]:
+    """Returns the functions that `name` joins by `+`."""
+    known = AGGREGATORS | PRE_AGGREGATORS
+    parts = [SHORT_NAMES.get(part, part) for part in name.split("+")]
+    for part in parts:
+        check_choice("aggregator", part, [*known, *SHORT_NAMES])
+    accepted = (
+        f"any of the pre-aggregators ({', '.join([*PRE_AGGREGATORS, *SHORT_NAMES])}) and at the end one aggregator"
+        f" ({', '.join(AGGREGATORS)}), joined by +"
+    )
+    fits = parts[-1] in AGGREGATORS and all(part in PRE_AGGREGATORS for part in parts[:-1])
+    check(fits, "aggregator", name, accepted)
+    return [known[part] for part in parts]
+
+
+def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(part).parameters
+    return {name: option for name, option in found.items() if name not in ("updates", "mask", "return_excluded")}
+
+
+def aggregator_options(name: str) -> list[str]:
+    """Returns the names of the options that `make_aggregator(name, ...)` takes.
+
+    Raises:
+      ValueError: an unknown name, or parts in another order than `make_aggregator` accepts.
+
+    Example:
+      >>> aggregator_options("nnm+krum"), aggregator_options("bucketing+mean")
+      (['num_malicious'], ['bucket_size', 'key', 'weights'])
+    """
+    return list(dict.fromkeys(option for part in _parts(name) for option in _options(part)))
+
+
+def make_aggregator(name: str, **options: Any) -> Callable[..., Any]:
+    """Returns the aggregator of that name with its options, after any number of pre-aggregators.
+
+    Args:
+      name: an aggregator of `AGGREGATORS`, or pre-aggregators of `PRE_AGGREGATORS` and an aggregator joined by `+`, in
+        the order in which they are applied: `"krum"`, `"nnm+krum"`, `"clip_norms+bucketing+geometric_median"`. `nnm` is
+        short for `nearest_neighbour_mixing`.
+      options: each goes to every part that has an option of that name: `num_malicious=2` to both parts of `"nnm+krum"`.
+        The `key` of `bucketing` is fixed, so that its buckets are the same in every call.
+
+    Returns:
+      `f(updates, *, mask=None, return_excluded=False)`, as the aggregators of `AGGREGATORS`. The clients that it counts
+      as excluded are those with NaN or infinity in `updates`.
+
+    Raises:
+      ValueError: an unknown part, a pre-aggregator at the end, an aggregator before the end, an option that no part
+        has, or one that a part needs and is missing.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> f = make_aggregator("nnm+krum", num_malicious=1)
+      >>> f(jnp.array([[1.0], [1.5], [2.0], [50.0]]), return_excluded=True)
+      (Array([1.5], dtype=float32), Array(0, dtype=int32))
+    """
+    accepted = aggregator_options(name)
+    for option in options:
+        check(option in accepted, f"option of aggregator {name!r}", option, f"one of {', '.join(accepted) or 'none'}")
+    parts = []
+    for part in _parts(name):
+        taken = _options(part)
+        for option, parameter in taken.items():
+            needed = parameter.default is parameter.empty and option not in options
+            check(not needed, f"options of aggregator {name!r}", sorted(options), f"given with {option}")
+        parts.append(partial(part, **{option: value for option, value in options.items() if option in taken}))
+    *before, last = parts
+    if not before:
+        return last
+
+    def aggregator(updates, *, mask=None, return_excluded=False):
+        excluded = num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
+        for pre_aggregator in before:
+            updates, mask = pre_aggregator(updates, mask=mask)
+        result = last(updates, mask=mask)
+        return (result, excluded) if return_excluded else result
+
+    return aggregator
