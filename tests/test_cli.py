@@ -198,6 +198,13 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--quantile", "0.2"], "method fedavg has no option quantile"),
         (["run", "fedavg", "--radius", "1"], "radius must be left out: neither method nor aggregator has"),
         (["run", "fedavg", "--radius", "1", "--aggregator", "krum"], "radius must be left out: neither"),
+        (["run", "fedavg", "--bucket-size", "3", "--aggregator", "krum"], "bucket_size must be left out: neither"),
+        (["run", "fedavg", "--aggregator", "nnm+krmu"], "unknown aggregator 'krmu': did you mean 'krum'?"),
+        (["run", "fedavg", "--aggregator", "krum+nnm"], "and at the end one aggregator"),
+        (
+            ["run", "fedavg", "--aggregator", "clip_norms+krum"],
+            "radius must be given with --aggregator",
+        ),
         (["run", "fedavg", "--weights", "equal", "--aggregator", "krum"], "weights must be left out with --aggregator"),
         (
             ["run", "momentum_clustering", "--radius", "1", "--quantile-rule", "linear"],
@@ -505,6 +512,16 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     monkeypatch.chdir(runs[0])
     assert cli.main(["compare", "."]) == 0
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "aggregator", [["nnm+krum"], ["clip_norms+bucketing+trimmed_mean", "--radius", "2", "--bucket-size", "3"]]
+)
+def test_aggregators_after_pre_aggregators(aggregator, tmp_path):
+    few = ["--clients", "12", "--clusters", "2", "--rounds", "2", "--local-steps", "1", "--model", "linear", "--quiet"]
+    attacked = ["run", "fedavg", *few, "--attack", "sign_flip", "--malicious", "0.1", "--aggregator", *aggregator]
+    assert cli.main([*attacked, "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["aggregator"] == aggregator[0]
 
 
 @pytest.mark.slow

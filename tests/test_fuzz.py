@@ -51,6 +51,7 @@ NEEDS = {  # flags that mean nothing without others
     "malicious": ["--attack", "sign_flip"],
     "attack": ["--malicious", "0.3"],
     "radius": ["--aggregator", "centered_clip"],
+    "bucket_size": ["--aggregator", "bucketing+coordinate_median"],
     "restart_rounds": ["--restarts", "2"],
     "fallback_rounds": ["--validation", "0.3"],
     "sampling": POPULATION,
@@ -314,7 +315,7 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "partition": list(data.PARTITIONS),
         "model": ["linear", "mlp"],
         "attack": [*attacks.UPDATE_ATTACKS, *attacks.DATA_ATTACKS],
-        "aggregator": list(kernels.AGGREGATORS),
+        "aggregator": [*kernels.AGGREGATORS, "nnm+krum", "bucketing+mean"],
         "augment": list(AUGMENTATIONS),
     }
     names |= {

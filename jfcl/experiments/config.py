@@ -58,6 +58,7 @@ STANDS_FOR = {
     "cohort": ("cohort",),
     "aggregator": ("aggregator",),
     "radius": ("aggregator", "radius"),
+    "bucket_size": ("aggregator",),
     "track_gap": ("true_cluster",),
 }
 
@@ -170,14 +171,17 @@ class Attack:
     Attributes:
       attack: attack of the malicious clients; 'jfcl list attacks' shows them.
       malicious: share of the clients that are malicious.
-      aggregator: robust aggregator in place of the mean; 'jfcl list aggregators' shows them.
-      radius: of --aggregator centered_clip, or instead of --quantile (*_clustering).
+      aggregator: robust aggregator in place of the mean, also after pre-aggregators as in nnm+krum; 'jfcl list
+        aggregators' shows them.
+      radius: of --aggregator centered_clip or clip_norms+..., or instead of --quantile (*_clustering).
+      bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
     """
 
     attack: Annotated[str | None, OneOf({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS})] = None
     malicious: Share = 0.0
     aggregator: str | None = None
     radius: Annotated[float | None, Interval("(0, inf]")] = None
+    bucket_size: CountOrNone = None
 
 
 @dataclasses.dataclass(frozen=True)

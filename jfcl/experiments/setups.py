@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -134,17 +133,18 @@ def true_clusters(config: Config) -> int:
     return 1 if config.heterogeneity == "none" else config.clusters
 
 
-def make_aggregator(config: Config):
-    """Returns the aggregator of `config`, with the number of malicious clients in a cohort and the radius."""
-    fn = kernels.AGGREGATORS[config.aggregator]
-    takes = inspect.signature(fn).parameters
-    given = {}
-    if "num_malicious" in takes:
-        given["num_malicious"] = round(config.malicious * (config.cohort or config.clients))
-    if "radius" in takes:
-        check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
-        given["radius"] = config.radius
-    return partial(fn, **given)
+def make_aggregator(config: Config) -> Callable:
+    """Returns the aggregator of `config`, with the number of malicious clients in a cohort and its other options."""
+    options = {
+        "num_malicious": round(config.malicious * (config.cohort or config.clients)),
+        "radius": config.radius,
+        "bucket_size": config.bucket_size or 2,
+        "key": jax.random.key(config.data_seed),
+    }
+    taken = kernels.aggregator_options(config.aggregator)
+    given = config.radius is not None or "radius" not in taken
+    check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
+    return kernels.make_aggregator(config.aggregator, **{name: v for name, v in options.items() if name in taken})
 
 
 def _warm_start(config: Config, task: Task) -> PyTree:

@@ -151,7 +151,9 @@ def lists() -> dict[str, dict[str, str]]:
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
         "augmentations": first_lines(AUGMENTATIONS),
         "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
-        "aggregators": first_lines(kernels.AGGREGATORS),
+        "aggregators": first_lines(kernels.AGGREGATORS)
+        | {f"{name}+...": text for name, text in first_lines(kernels.PRE_AGGREGATORS).items()}
+        | {"nnm+...": "as nearest_neighbour_mixing+..."},
         "recipes": {name: recipe.title for name, recipe in RECIPES.items()},
     }
 

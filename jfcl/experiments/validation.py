@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from jfcl import kernels, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.core import check, check_choice
@@ -96,12 +94,12 @@ def _check_attack(config: Config) -> None:
     else:
         check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
     if config.aggregator is not None:
-        check_choice("aggregator", config.aggregator, kernels.AGGREGATORS)
         weights = config.options.get("weights")
         check(weights is None, "weights", weights, "left out with --aggregator, which counts all clients alike")
-        options |= set(inspect.signature(kernels.AGGREGATORS[config.aggregator]).parameters)
-    if config.radius is not None:
-        check("radius" in options, "radius", config.radius, "left out: neither method nor aggregator has one")
+        options |= set(kernels.aggregator_options(config.aggregator))
+    for name in ("radius", "bucket_size"):
+        fits = getattr(config, name) is None or name in options
+        check(fits, name, getattr(config, name), "left out: neither method nor aggregator has one")
 
 
 def _check_own(config: Config) -> None:
