@@ -525,7 +525,7 @@ def test_aggregators_after_pre_aggregators(aggregator, tmp_path):
 
 
 @pytest.mark.slow
-def test_aggregators_are_told_of_the_cohorts_share_of_attackers(tmp_path):
+def test_aggregators_get_the_number_of_attackers_in_a_cohort(tmp_path):
     run = ["run", "fedavg", "--population", "60", "--cohort", "10", "--rounds", "2", "--quiet"]
     attacked = [*run, "--attack", "sign_flip", "--malicious", "0.2", "--aggregator", "trimmed_mean"]
     assert cli.main([*attacked, "--out", str(tmp_path / "run")]) == 0  # 12 of 60 would be too many for a cohort of 10

@@ -73,7 +73,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         if config.mixing is None:  # validation examples are not trained on
             largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
         done = config.rounds * most_steps(training, largest)
-        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps ({done} are asked for)"
+        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
         check(done <= INT32_MAX, "rounds", config.rounds, accepted)
         lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
         if training.keep == "nothing":
