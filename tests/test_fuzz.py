@@ -31,8 +31,8 @@ from jfcl import cli, experiments
 from jfcl.algorithms import METHODS
 from jfcl.core import check_count
 from jfcl.experiments import Config, bench, load_run
-from jfcl.experiments.config import validate
 from jfcl.experiments.recipes import Outcome
+from jfcl.experiments.validation import validate
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
@@ -51,6 +51,7 @@ NEEDS = {  # flags that mean nothing without others
     "malicious": ["--attack", "sign_flip"],
     "attack": ["--malicious", "0.3"],
     "radius": ["--aggregator", "centered_clip"],
+    "bucket_size": ["--aggregator", "bucketing+coordinate_median"],
     "restart_rounds": ["--restarts", "2"],
     "fallback_rounds": ["--validation", "0.3"],
     "sampling": POPULATION,
@@ -314,7 +315,7 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "partition": list(data.PARTITIONS),
         "model": ["linear", "mlp"],
         "attack": [*attacks.UPDATE_ATTACKS, *attacks.DATA_ATTACKS],
-        "aggregator": list(kernels.AGGREGATORS),
+        "aggregator": [*kernels.AGGREGATORS, "nnm+krum", "bucketing+mean"],
         "augment": list(AUGMENTATIONS),
     }
     names |= {

@@ -62,7 +62,7 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
         for p in processes:
             p.kill()
     said = (tmp_path / "log-0").read_text()
-    assert "another process was lost; go on with --resume" in said and "Traceback" not in said
+    assert "another process was lost; continue with --resume" in said and "Traceback" not in said
     rounds = str(len(records(tmp_path / "out")) + 2)
     devices = ["--devices", "1", "--rounds", rounds]
     assert cli.main([*METHOD, *devices, "--out", str(tmp_path / "out"), "--resume"]) == 0

@@ -1,8 +1,9 @@
-"""One file per method: its state, its factory. Adding one is that file and a line in `METHODS`."""
+"""One file per method: its state, its factory. A new method is that file and a line in `METHODS`."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from jfcl.algorithms.one_shot import one_shot
 from jfcl.algorithms.oracle import oracle
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.core import Algorithm
+from jfcl.core.options import Option, argument_texts, first_sentence, options_of
 
 
 class Method(NamedTuple):
@@ -32,7 +34,7 @@ class Method(NamedTuple):
     Attributes:
       make: its factory `(task, training, **options) -> Algorithm`.
       summary: one line for `jfcl list`.
-      defaults: what `jfcl run` takes for options that are not given, where it differs from the other methods.
+      defaults: of `jfcl run`, where they differ from those of the factory or of other methods.
     """
 
     make: Callable[..., Algorithm]
@@ -44,6 +46,22 @@ class Method(NamedTuple):
         """The names of the factory's keyword arguments."""
         return [p.name for p in inspect.signature(self.make).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
+    @property
+    def declared(self) -> dict[str, Option]:
+        """The keyword arguments that have a flag, as the factory's annotations and docstring declare them."""
+        return {
+            name: option._replace(default=self.defaults.get(name, option.default), text=_help(self.make, name))
+            for name, option in options_of(self.make).items()
+        }
+
+
+def _help(factory: Callable, name: str) -> str:
+    """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
+    text = argument_texts(factory).get(name, "")
+    reference = re.match(r"as in `jfcl\.(\w+)`", text)
+    factories = {method.make.__name__: method.make for method in METHODS.values()}
+    return _help(factories[reference[1]], name) if reference else first_sentence(text)
+
 
 # Their clients send gradients: a step is a round, and momentum lasts from one to the next.
 STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
@@ -52,12 +70,12 @@ METHODS = {
     "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
     "local": Method(local_only, "every client trains alone, nothing is sent"),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
-    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)"),
+    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restart_rounds": 5}),
     "cfl": Method(cfl, "clusters whose clients pull apart are split in two (Sattler et al. 2021)"),
-    "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are shut out (Sattler et al. 2020)"),
+    "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
         federated_clustering,
-        "clients average the gradients that are like theirs at their model (Werner et al. 2023)",
+        "clients average the gradients similar to their own at their model (Werner et al. 2023)",
         STEPWISE,
     ),
     "momentum_clustering": Method(

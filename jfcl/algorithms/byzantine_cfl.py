@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated
 
-from jfcl.algorithms.splitting import Rules, rounds
+from jfcl.algorithms.options import Privacy, PrivacySeed, Weights
+from jfcl.algorithms.splitting import SIMILARITIES, Rules, rounds
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.core.options import Interval, OneOf, Real
 from jfcl.execution import mapping
 
 
@@ -15,11 +17,11 @@ def byzantine_cfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    threshold: Any = 0.02,
-    similarity: str = "updates",
-    weights: str = "size",
-    privacy: str | None = None,
-    privacy_seed: int = 0,
+    threshold: Annotated[Real, Interval("(-1, 1)")] = 0.02,
+    similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
+    weights: Weights = "size",
+    privacy: Privacy = None,
+    privacy_seed: PrivacySeed = 0,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.algorithms.splitting import Rules, rounds
+from jfcl.algorithms.options import Privacy, PrivacySeed, Weights
+from jfcl.algorithms.splitting import SIMILARITIES, Rules, rounds
 from jfcl.algorithms.theory import max_noise_of_split
 from jfcl.client import local
 from jfcl.core import (
@@ -31,6 +32,7 @@ from jfcl.core import (
     check_count,
     is_concrete,
 )
+from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
 from jfcl.execution import mapping
 from jfcl.kernels.bipartition import LINKAGES
 
@@ -41,24 +43,24 @@ def cfl(
     task: Task,
     training: local.LocalTraining,
     *,
-    eps_1: Any = None,
-    eps_2: Any = None,
+    eps_1: Annotated[Real | None, Interval("(0, inf]")] = None,
+    eps_2: Annotated[Real | None, Interval("(0, inf]")] = None,
     relative: bool | None = None,
-    gamma_max: Any = 0.0,
-    max_clusters: int | None = None,
-    min_rounds: int = 1,
-    min_size: int = 1,
-    min_examples: int = 1,
+    gamma_max: Annotated[Real, Interval("[0, 1)")] = 0.0,
+    max_clusters: Annotated[int | None, Range(1)] = None,
+    min_rounds: Annotated[int, Range(1, MOST_ADDED)] = 1,
+    min_size: Annotated[int, Range(1, MOST_ADDED)] = 1,
+    min_examples: Annotated[int, Range(1)] = 1,
     recursive: bool = False,
     cohort: int | None = None,
-    similarity: str = "updates",
-    linkage: str = "single",
-    weights: str = "size",
-    validation: float = 0.0,
-    fallback_rounds: int = 5,
-    privacy: str | None = None,
-    privacy_seed: int = 0,
-    tree_dim: int = 1024,
+    similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
+    linkage: Annotated[str, OneOf(LINKAGES)] = "single",
+    weights: Weights = "size",
+    validation: Annotated[float, Interval("[0, 1)")] = 0.0,
+    fallback_rounds: Annotated[int, Range(1, MOST_ADDED), Needs("validation")] = 5,
+    privacy: Privacy = None,
+    privacy_seed: PrivacySeed = 0,
+    tree_dim: Annotated[int, Range(0)] = 1024,
     true_cluster: Any = None,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.options import Weights
 from jfcl.algorithms.personal import initial_state
 from jfcl.client import local
 from jfcl.core import (
@@ -27,6 +28,7 @@ from jfcl.core import (
     is_finite,
     max_examples,
 )
+from jfcl.core.options import Interval, Real
 from jfcl.execution import mapping
 
 
@@ -52,8 +54,8 @@ def ditto(
     task: Task,
     training: local.LocalTraining,
     *,
-    lam: Any = 1.0,
-    weights: str = "size",
+    lam: Annotated[Real, Interval("[0, inf)")] = 1.0,
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.options import Weights
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, num_clients
 from jfcl.execution.mapping import Mapping
@@ -17,7 +18,7 @@ def fedavg(
     task: Task,
     training: LocalTraining,
     *,
-    weights: str = "size",
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
+from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.client import local, losses
 from jfcl.core import (
@@ -35,6 +36,7 @@ from jfcl.core import (
     num_clients,
     random_order,
 )
+from jfcl.core.options import Range
 from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.threshold import QUANTILE_RULES
@@ -105,11 +107,11 @@ def federated_clustering(
     training: local.LocalTraining,
     *,
     radius: Any = None,
-    quantile: Any = None,
-    threshold_rounds: int = 10,
-    quantile_rule: str = "linear",
-    subgroup_size: int | None = None,
-    weights: str = "equal",
+    quantile: Quantile = None,
+    threshold_rounds: Rounds = 10,
+    quantile_rule: QuantileRule = "linear",
+    subgroup_size: Annotated[int | None, Range(2)] = None,
+    weights: Weights = "equal",
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,

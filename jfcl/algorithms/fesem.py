@@ -9,6 +9,7 @@ from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
+from jfcl.algorithms.options import Rounds, Weights
 from jfcl.algorithms.personal import PersonalState
 from jfcl.client import local
 from jfcl.core import (
@@ -35,8 +36,8 @@ def fesem(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    local_rounds: int = 1,
-    weights: str = "size",
+    local_rounds: Rounds = 1,
+    weights: Weights = "size",
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jfcl.algorithms.aggregate import attacked, ravel_clients
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
+from jfcl.algorithms.options import Weights
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -28,6 +29,7 @@ from jfcl.core import (
     is_concrete,
     num_clients,
 )
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.execution import mapping
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
@@ -42,11 +44,11 @@ def flhc(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    distance_threshold: Any = None,
-    rounds_before: int = 1,
-    distance: str = "cosine",
-    linkage: str = "complete",
-    weights: str = "size",
+    distance_threshold: Annotated[Real | None, Interval("[0, inf]")] = None,
+    rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
+    distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
+    linkage: Annotated[str, OneOf(LINKAGES)] = "complete",
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import optax
 from jfcl.algorithms.averaging import averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
+from jfcl.algorithms.options import Weights
 from jfcl.client import local
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, random_order
+from jfcl.core.options import MOST_REPEATED, Range
 from jfcl.execution import mapping
 
 
@@ -22,8 +25,8 @@ def hypcluster(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    warm_rounds: int = 0,
-    weights: str = "size",
+    warm_rounds: Annotated[int, Range(0, MOST_REPEATED)] = 0,
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

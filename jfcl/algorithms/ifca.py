@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.options import Rounds, Weights
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
 from jfcl.client.losses import blank_padding, lowest_loss, under_all
@@ -24,6 +26,7 @@ from jfcl.core import (
     get_parameter,
     num_clients,
 )
+from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Needs, OneOf, Range
 from jfcl.execution import mapping
 
 AVERAGE = ("models", "gradients")
@@ -35,14 +38,14 @@ def ifca(
     training: LocalTraining,
     *,
     num_clusters: int,
-    average: str = "models",
-    divide_by: str = "all",
-    weights: str = "equal",
+    average: Annotated[str, OneOf(AVERAGE)] = "models",
+    divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
+    weights: Weights = "equal",
     shared: Callable[[str], bool] | None = None,
-    stable_rounds: int | None = None,
-    identity_batch: int | None = None,
-    restarts: int = 1,
-    restart_rounds: int = 1,
+    stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
+    identity_batch: Annotated[int | None, Range(1)] = None,
+    restarts: Rounds = 1,
+    restart_rounds: Annotated[int, Range(1, MOST_REPEATED), Needs("restarts")] = 1,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

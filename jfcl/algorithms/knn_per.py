@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ import optax
 
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.options import Weights
 from jfcl.client import local, losses
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+from jfcl.core.options import Excludes, Interval, Range, Real
 from jfcl.execution import mapping
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -58,13 +60,13 @@ def knn_per(
     task: Task,
     training: local.LocalTraining,
     *,
-    num_neighbours: int = 10,
-    mixing: Any = None,
+    num_neighbours: Annotated[int, Range(1)] = 10,
+    mixing: Annotated[Real | None, Interval("[0, 1]")] = None,
     mixings: Sequence[float] = MIXINGS,
-    validation: float = 0.2,
-    scale: Any = None,
+    validation: Annotated[float, Interval("(0, 1)"), Excludes("mixing")] = 0.2,
+    scale: Annotated[Real | None, Interval("(0, inf)")] = None,
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
-    weights: str = "size",
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.myopic_clustering import centers_of
+from jfcl.algorithms.myopic_clustering import CENTERS, centers_of
+from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.core.options import Interval, OneOf, Real
 from jfcl.execution import mapping
 
 
@@ -18,13 +20,13 @@ def momentum_clustering(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    momentum: Any = 0.9,
+    momentum: Annotated[Real, Interval("[0, 1)")] = 0.9,
     radius: Any = None,
-    quantile: Any = None,
-    threshold_rounds: int = 10,
-    quantile_rule: str = "linear",
-    weights: str = "equal",
-    centers: str = "densest",
+    quantile: Quantile = None,
+    threshold_rounds: Rounds = 10,
+    quantile_rule: QuantileRule = "linear",
+    weights: Weights = "equal",
+    centers: Annotated[str, OneOf(CENTERS)] = "densest",
     init_centers: PyTree | None = None,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import optax
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
+from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import initial_state
 from jfcl.client import local
 from jfcl.core import (
@@ -31,6 +32,7 @@ from jfcl.core import (
     num_bytes,
     num_clients,
 )
+from jfcl.core.options import OneOf
 from jfcl.execution import mapping
 from jfcl.kernels import squared_distances
 
@@ -68,11 +70,11 @@ def myopic_clustering(
     *,
     num_clusters: int,
     radius: Any = None,
-    quantile: Any = None,
-    threshold_rounds: int = 10,
-    quantile_rule: str = "linear",
-    weights: str = "equal",
-    centers: str = "densest",
+    quantile: Quantile = None,
+    threshold_rounds: Rounds = 10,
+    quantile_rule: QuantileRule = "linear",
+    weights: Weights = "equal",
+    centers: Annotated[str, OneOf(CENTERS)] = "densest",
     init_centers: PyTree | None = None,
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
@@ -93,7 +95,7 @@ def myopic_clustering(
       init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
       radius, quantile, threshold_rounds, quantile_rule: as in `jfcl.federated_clustering`; `radius` may be `[K]` or
         `[threshold_rounds, K]`. Default of the first two: `quantile=1 / (2 K)`.
-      weights, init_params, adversary, client_axis: as there.
+      weights, init_params, adversary, client_axis: as in `jfcl.federated_clustering`.
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `min(N, 1024) N D` operations for the densest

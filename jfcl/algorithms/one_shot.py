@@ -12,6 +12,7 @@ from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clien
 from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
+from jfcl.algorithms.options import Rounds, Weights
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.execution import mapping
@@ -23,8 +24,8 @@ def one_shot(
     training: local.LocalTraining,
     *,
     num_clusters: int,
-    local_rounds: int = 10,
-    weights: str = "size",
+    local_rounds: Rounds = 10,
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.options import Weights
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.execution.mapping import Mapping
@@ -20,7 +21,7 @@ def oracle(
     *,
     cluster,
     num_clusters: int | None = None,
-    weights: str = "size",
+    weights: Weights = "size",
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,

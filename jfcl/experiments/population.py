@@ -1,4 +1,4 @@
-"""`jfcl run METHOD --population N`: clients in a store on the host, a cohort of which is on the device at a time."""
+"""`jfcl run METHOD --population N`: clients in a store on the host, of which one cohort at a time is on the device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.console import Console
 
 from jfcl import data
 from jfcl.algorithms import attacks
-from jfcl.core import Clients, check, check_count, check_labels
+from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_resume, validate
+from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_resume
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import (
     Setup,
@@ -31,18 +31,19 @@ from jfcl.experiments.setups import (
     mapping_of,
     true_clusters,
 )
+from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.population import PopulationHistory, simulate_population
 
-COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # where nothing else is asked for
+COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # defaults
 DEFAULT = Config("fedavg")
-# Options, and what a store calls them that says how it was made.
+# Options, and their names in the description of a store.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
 DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
 _OF_STORES = inspect.signature(data.generate_store).parameters
-UNSAID = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
-NEED_ALL = ("one_shot", "flhc", "fesem")  # they compare all clients with each other
+DEFAULTS = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
+COMPARE_ALL = ("one_shot", "flhc", "fesem")  # methods that compare all clients with each other
 
 
 def _cohort(config: Config, num_clients: int) -> int:
@@ -57,27 +58,25 @@ def run_population(
     progress: bool,
     checkpoint_seconds: float,
 ) -> tuple[dict[str, Any], PopulationHistory, Setup]:
-    """As `run`; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
+    """Runs `config` as `run` does; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
 
     Raises:
-      ValueError: what `run` and `simulate_population` refuse; several seeds, newcomers; a store that is there
-        and was made otherwise than asked for.
+      ValueError: what `run` and `simulate_population` refuse; several seeds, newcomers; an existing store that
+        differs from the options.
     """
-    check(config.method not in NEED_ALL, "method", config.method, "one that does not compare all clients: --population")
+    check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
     check(config.partition != "writer", "partition", config.partition, "another with --population")
-    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt again and again")
+    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt several times")
     check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
-    if config.population is not None:
-        check_count("population", config.population)
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
         stack.enter_context(_cleared(Path(folder), out))
-        asked, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
-        config = dataclasses.replace(asked, clients=len(store), cohort=_cohort(asked, len(store)))
+        stored, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
+        config = dataclasses.replace(stored, clients=len(store), cohort=_cohort(stored, len(store)))
         validate(config)
         malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
@@ -104,7 +103,7 @@ def run_population(
             client_axis=parts.client_axis,
             out=out,
             resume=resume,
-            config=to_resume(asked, store.hash, out if resume else None),
+            config=to_resume(stored, store.hash, out if resume else None),
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
             description=config.method,
@@ -119,7 +118,7 @@ def run_population(
 
 
 def _attack(config: Config, malicious: np.ndarray, num_classes: int | None) -> Callable[[Clients], Clients] | None:
-    """What an attack on data makes of a cohort."""
+    """Returns the change that an attack on data makes to a cohort; None for other attacks."""
     if config.attack not in attacks.DATA_ATTACKS:
         return None
     options = {"num_classes": num_classes, "seed": config.data_seed}
@@ -132,9 +131,9 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 @contextlib.contextmanager
 def _cleared(folder: Path, out: str | Path | None) -> Iterator[None]:
-    """Removes a store that is made for a run which is then refused, and `out` if it is made for that store.
+    """Removes a store that was made for a run that is then refused, and `out` if it was made for that store.
 
-    The store of a run that has begun stays. One that was missing when the run was resumed is removed again.
+    The store of a run that has begun is kept. One that was missing when the run was resumed is removed again.
     """
     new, new_out = not folder.exists(), out is not None and not Path(out).exists()
     run = None if out is None else Path(out) / "config.json"
@@ -151,7 +150,7 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[None]:
 
 
 def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
-    """`ValueError` for options that the method refuses, before clients are dealt their data, which takes long."""
+    """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
     one = Clients({name: values[None, :1] for name, values in dataset.train.items()}, np.ones(1, np.int32))
     cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
     about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
@@ -161,7 +160,7 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
 
 
 def as_dealt(store: ClientStore) -> dict[str, Any]:
-    """The options of `Config` that ask for what is in a store."""
+    """Returns the options of `Config` that describe a store."""
     made = store.about.get("made", {"num_clients": len(store)})
     options = {option: made[name] for option, name in DEALT.items() if name in made}
     options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made["partition"] == p}
@@ -173,22 +172,25 @@ def as_dealt(store: ClientStore) -> dict[str, Any]:
 
 
 def check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
-    """`ValueError` unless `store` is what `config` asks for; without a `--population`, where it is not the default."""
+    """Raises `ValueError` for options that contradict `store`: without a `--population`, those not at their default."""
     has = as_dealt(store)
-    asked = {name: getattr(config, name) for name in has}
+    wanted = {name: getattr(config, name) for name in has}
     if config.population is None:
-        asked = {name: value for name, value in asked.items() if value != getattr(DEFAULT, name)}
-    asked = {name: UNSAID.get(name) if value is None else value for name, value in asked.items()}
-    said = "; ".join(f"{n}: it has {has[n]!r}, asked for {value!r}" for n, value in asked.items() if value != has[n])
-    if said:
-        raise ValueError(f"store {folder} is of another population ({said}); nothing was changed")
+        wanted = {name: value for name, value in wanted.items() if value != getattr(DEFAULT, name)}
+    wanted = {name: DEFAULTS.get(name) if value is None else value for name, value in wanted.items()}
+    differ = "; ".join(f"{n}: it has {has[n]!r}, asked for {value!r}" for n, value in wanted.items() if value != has[n])
+    if differ:
+        raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
 
 
 def make_stores(
     config: Config, folder: Path, data_dir: str | None, progress: bool
 ) -> tuple[Config, ClientStore, ClientStore, int | None]:
-    """`(config, train, test, size of the vocabulary or None)`: opened if they are there and what is asked for, else
-    made; `config` then says what is in them."""
+    """Opens the stores of `folder`, or makes them if there are none.
+
+    Returns:
+      `(config, train, test, size of the vocabulary or None)`, `config` with the options that describe the stores.
+    """
     texts = config.model in LANGUAGE_MODELS
     if folder.exists():
         store, tests = data.open_stores(folder)
@@ -222,7 +224,7 @@ def make_stores(
 
 
 def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):
-    """`(Setup of the evaluated clients, the start of clients that never took part or None)`."""
+    """Returns the `Setup` of the evaluated clients, and the start of clients that never took part, or None."""
     check(store.cluster is not None or config.method != "oracle", "method", "oracle", "one for unknown clusters")
     cluster = np.zeros(len(store), np.int32) if store.cluster is None else store.cluster
     sample = data.Federation(
@@ -235,9 +237,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
         split_hash=store.hash,
         description=store.about.get("description", f"{len(store)} clients"),
     )
-    check(
-        sample.num_classes is not None or vocab_size is not None, "store", store.path, "one that tells its num_classes"
-    )
+    check(sample.num_classes is not None or vocab_size is not None, "store", store.path, "one with its num_classes")
     if vocab_size is None:
         check_labels(sample.train, sample.num_classes)
     task = make_task(config, sample, vocab_size)
@@ -248,8 +248,8 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
         changed = dataclasses.replace(config, **changes)
         return make_algorithm(changed, task, training, sample._replace(cluster=np.asarray(cluster)), client_axis)
 
-    join = None  # new clients are not worth the restarts, or the warm rounds, of the first cohort
-    if config.restarts != 1 or config.warm_rounds:
+    join = None  # new clients start without the restarts, or the warm rounds, of the first cohort
+    if config.restarts not in (None, 1) or config.warm_rounds:
         join = make(restarts=1, warm_rounds=None).init
     seeds = [0 if config.seed is None else config.seed]
     return Setup(sample, task, make(), seeds, client_axis, training), join

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and how it is read again."""
+"""The result files of a run: written at its end, and read again."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy",
 
 
 def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
-    """What stands in `summary.json`: plain JSON, `None` for what is not a number."""
+    """Returns the content of `summary.json`: plain JSON, with `None` for NaN and infinity."""
     last = [r for r in history.records if r["round"] == history.rounds]
     per_seed = []
     for record in last:
-        mine = [r for r in history.records if r["seed"] == record["seed"]]
-        right = [r.get("cluster_accuracy") for r in mine]  # None where nobody knows the true clusters
-        recovered = None if None in right else rounds_to_recovery([r["round"] for r in mine], right)
+        of_seed = [r for r in history.records if r["seed"] == record["seed"]]
+        right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
+        recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
         row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
         row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
@@ -68,12 +68,12 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
 
 
 def _of_cohort(history: History) -> bool:
-    """Whether the state's clients are a population's last cohort, not those that are evaluated."""
+    """Returns whether the clients of the state are the last cohort of a population, not those that are evaluated."""
     return hasattr(history, "rows")
 
 
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
-    """Writes `clients.csv`, `params.npz`, the plots, and last, as it says that the run is finished, `summary.json`."""
+    """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished."""
     name, records = summary["method"], history.records
     first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
     contents = {"clients.csv": _clients_csv(history, parts)}
@@ -93,7 +93,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
 
 
 def _clients_csv(history: History, parts: Setup) -> bytes:
-    """A line per seed and client."""
+    """Returns `clients.csv`: a line per seed and client."""
     federation = parts.federation
     names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
     extra = {}
@@ -105,7 +105,7 @@ def _clients_csv(history: History, parts: Setup) -> bytes:
     if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
         extra["model"] = model
     lines = [["seed", "client", "examples", "true_cluster", "cluster", *extra, *names]]
-    # With several processes this one holds some clients only; a federation's are then numbered as they come.
+    # With several processes this one holds some of the clients only, which are then numbered in their order.
     ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
     for s, seed in enumerate(parts.seeds):
         for i in range(len(federation.cluster)):
@@ -132,10 +132,10 @@ def _npz(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, Figure], list[float] | None]:
-    """Every seed's `tree.npz` and its picture, and `paths.csv`: how each model on its path would serve every client.
+    """Returns `tree.npz` and its picture for every seed, and `paths.csv`: each client under each model on its path.
 
-    Those of the first seed are called so; of another seed `tree-SEED.npz`. With several processes, of which each has
-    some of the test examples, there is no `paths.csv`.
+    The files of further seeds are called `tree-SEED.npz`. With several processes, each of which holds some of the test
+    examples, there is no `paths.csv`.
 
     Returns:
       The files; the figures; the first seed's mean accuracy over clients by level: under the root's model, one level
@@ -158,7 +158,7 @@ def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, 
         columns = {"loss": found.loss} | ({} if found.accuracy is None else {"accuracy": found.accuracy})
         for i, path in enumerate(found.node.tolist()):
             for level, node in enumerate(path):
-                if not level or node != path[level - 1]:  # a leaf is repeated where others' paths are longer
+                if not level or node != path[level - 1]:  # a leaf is repeated where other paths are longer
                     here = [nodes[node].round, *(f"{x[i, level]:.6g}" for x in columns.values())]
                     lines.append([seed, ids[i], level, node, *here])
         if s == 0 and found.accuracy is not None:
@@ -169,7 +169,7 @@ def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, 
 
 
 class LoadedRun(NamedTuple):
-    """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and who is served which.
+    """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and the model of each client.
 
     Attributes:
       params: pytree of `[K, ...]`, the models of the run's first seed.
@@ -183,7 +183,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
-    """What a finished run learnt, ready to use.
+    """Reads a finished run, with its models ready to use.
 
     Args:
       folder: that `jfcl run --out` made.
@@ -204,13 +204,13 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       (8,)
     """
     folder = Path(folder)
-    read_run(folder)  # makes sure that there is one, and whole
+    read_run(folder)  # verifies the files
     saved = read_json(folder / "config.json")
     options = check_options(from_saved(saved), str(folder / "config.json"))
     check("method" in options, str(folder / "config.json"), "no method", "the configuration of a run")
     config = Config(**options)
     check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
-    # Not of this machine, this folder or the models: how the run was computed, and what it started from.
+    # Devices, mapping and warm start do not matter for using the models, and may not exist on this machine.
     here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)
     parts = setup(here, data_dir=data_dir)
     same = parts.federation.split_hash == saved.get("split_hash")
@@ -220,7 +220,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
 
 
 def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:
-    """`[N]` int32: the model that each client is served according to `clients.csv`, of one seed."""
+    """Returns the model `[N]` int32 of each client according to `clients.csv`, for one seed."""
     try:
         with file.open(newline="") as f:
             rows = [row for row in csv.DictReader(f) if int(row["seed"]) == seed]
@@ -232,7 +232,7 @@ def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns `(summary, records)` of a finished run, with all that a comparison of runs needs.
+    """Returns `(summary, records)` of a finished run.
 
     Raises:
       ValueError: a folder without a finished run; a file that is missing, damaged or of another version.
@@ -257,12 +257,12 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether `value` is a number as JSON has them, or None."""
+    """Returns whether `value` is a number of JSON, or None."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _check_summary(summary: dict[str, Any], file: Path) -> None:
-    """`ValueError` for a summary without what tables are made of: of a damaged file, or of another version."""
+    """Raises `ValueError` for a summary without the entries of tables: a damaged file, or one of another version."""
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
     wrong = [name for name in numbers if summary.get(name) is None or not _is_number(summary[name])]
     wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]

@@ -21,7 +21,7 @@ from jfcl.simulation.loop import History, simulate
 
 
 def good_clusters(parts: Setup) -> np.ndarray:
-    """`[N]` the true clusters, -1 for malicious clients: where those end says nothing about a method."""
+    """Returns the true clusters `[N]`, with -1 for malicious clients, the clusters of which are not a result."""
     cluster = parts.federation.cluster
     return cluster if parts.malicious is None else np.where(parts.malicious, -1, cluster)
 
@@ -41,7 +41,7 @@ def run(
       `(summary, history, setup)`.
 
     Raises:
-      ValueError: before anything is computed, for anything in `config` that does not fit.
+      ValueError: before anything is computed, for options that do not fit.
     """
     if out is not None:
         hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded

@@ -1,9 +1,8 @@
-"""What a `Config` stands for: data, task, local training, algorithm, mapping."""
+"""From a `Config` to data, task, local training, algorithm and mapping."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,21 +30,22 @@ from jfcl.core import (
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
-from jfcl.experiments.config import PRECISIONS, SERVER_OPTIMIZERS, Config, of_population, partition_options, validate
+from jfcl.experiments.config import (
+    PRECISIONS,
+    SERVER_OPTIMIZERS,
+    Config,
+    as_dict,
+    common_options,
+    of_population,
+    partition_options,
+)
+from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
 
-# Options of methods that are handed on where they are given, under their own name; others are handed on elsewhere.
-OTHERWISE = ("num_models", "share", "init_from", "remember")
-PASSED_ON = [
-    f.name
-    for f in dataclasses.fields(Config)
-    if f.metadata and f.metadata["group"] == "method" and f.default is None and f.name not in OTHERWISE
-] + ["radius"]
-
 
 class Setup(NamedTuple):
-    """What a `Config` stands for."""
+    """The parts of a run that a `Config` describes."""
 
     federation: Any
     task: Task
@@ -57,7 +57,7 @@ class Setup(NamedTuple):
 
 
 def make_training(config: Config, largest: int) -> LocalTraining:
-    """How clients train: with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
+    """Returns the local training; with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
     defaults = METHODS[config.method].defaults
     training = local_training(
         optax.sgd(config.lr),
@@ -70,12 +70,10 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     )
     lr: Any = config.lr
     if config.lr_decay != 1:
-        if config.mixing is None:  # examples that are held back are not trained on
-            of_method = inspect.signature(METHODS[config.method].make).parameters.get("validation")
-            share = of_method.default if of_method and config.validation is None else config.validation
-            largest = max(largest - int(np.float32(share or 0) * np.float32(largest)), 1)
+        if config.mixing is None:  # validation examples are not trained on
+            largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
         done = config.rounds * most_steps(training, largest)
-        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps ({done} are asked for)"
+        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
         check(done <= INT32_MAX, "rounds", config.rounds, accepted)
         lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
         if training.keep == "nothing":
@@ -88,7 +86,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
 
 
 def load_params(folder: str | Path) -> PyTree:
-    """The models `[K, ...]` of the last checkpoint of a run (of its first seed), as nested dicts, for a warm start."""
+    """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start."""
     saved = Path(folder) / "params.npz"
     if not saved.is_file():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
@@ -104,7 +102,7 @@ def load_params(folder: str | Path) -> PyTree:
     except (BadZipFile, OSError, EOFError, ValueError, TypeError, AttributeError, MemoryError) as error:
         raise ValueError(f"{saved} is damaged: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # another compression; a password
-        raise ValueError(f"{saved} is not as jfcl writes it: {error}") from None
+        raise ValueError(f"{saved} was not written by jfcl: {error}") from None
     counts = {array.shape[:1] for array in arrays.values()}
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
@@ -117,7 +115,7 @@ def load_params(folder: str | Path) -> PyTree:
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of an `.npz` file; `ValueError` for one that unpacks to much more than it is long."""
+    """Returns the arrays of an `.npz` file; raises `ValueError` for one that unpacks to much more than its length."""
     with ZipFile(file) as packed:
         unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
     check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
@@ -126,30 +124,31 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
 
 
 def malicious_clients(config: Config) -> np.ndarray:
-    """`[N]` bool: who is malicious, the same for all seeds of one split."""
+    """Returns the mask `[N]` of the malicious clients, the same for all seeds of one split."""
     return attacks.choose_malicious(config.clients, config.malicious, seed=config.data_seed)
 
 
 def true_clusters(config: Config) -> int:
-    """How many hidden clusters there are: one, if nothing tells any apart."""
+    """Returns the number of hidden clusters: one, where nothing distinguishes any."""
     return 1 if config.heterogeneity == "none" else config.clusters
 
 
-def make_aggregator(config: Config):
-    """The aggregator of `config`, told how many clients may be malicious and how far to trust."""
-    fn = kernels.AGGREGATORS[config.aggregator]
-    takes = inspect.signature(fn).parameters
-    given = {}
-    if "num_malicious" in takes:
-        given["num_malicious"] = round(config.malicious * (config.cohort or config.clients))
-    if "radius" in takes:
-        check(config.radius is not None, "radius", config.radius, f"given with --aggregator {config.aggregator}")
-        given["radius"] = config.radius
-    return partial(fn, **given)
+def make_aggregator(config: Config) -> Callable:
+    """Returns the aggregator of `config`, with the number of malicious clients in a cohort and its other options."""
+    options = {
+        "num_malicious": round(config.malicious * (config.cohort or config.clients)),
+        "radius": config.radius,
+        "bucket_size": config.bucket_size or 2,
+        "key": jax.random.key(config.data_seed),
+    }
+    taken = kernels.aggregator_options(config.aggregator)
+    given = config.radius is not None or "radius" not in taken
+    check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
+    return kernels.make_aggregator(config.aggregator, **{name: v for name, v in options.items() if name in taken})
 
 
 def _warm_start(config: Config, task: Task) -> PyTree:
-    """The models of `--init-from`: `[K, ...]`, or one without the axis, which is then everybody's first."""
+    """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
     found = load_params(config.init_from)
     shapes = jax.tree.map(lambda leaf: leaf.shape[1:], found)
     wanted = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(task.init, jax.random.key(0)))
@@ -165,17 +164,16 @@ def _warm_start(config: Config, task: Task) -> PyTree:
 
 
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
-    """The method of `config`, given those of its options that it takes; `ValueError` for options it does not have."""
+    """Returns the method of `config`, with those of its options that are given."""
     method = METHODS[config.method]
     options: dict[str, Any] = {"client_axis": client_axis}
-    options |= {name: getattr(config, name) for name in PASSED_ON if getattr(config, name) is not None}
-    options |= {name: True for name in ("relative", "recursive") if getattr(config, name)}
+    # Options with the same name and type in the factory.
+    common = {name: getattr(config, name) for name in ("cohort", "momentum", "radius")}
+    given = dict(method.defaults) | config.options | {name: v for name, v in common.items() if v is not None}
+    options |= {name: value for name, value in given.items() if name in method.options}
     if of_population(config) and not config.remember:
-        options.pop("cohort", None)  # all that are on the device
-    if config.momentum is not None and "momentum" in method.options:
-        options["momentum"] = config.momentum
-    if config.aggregator is not None and "radius" not in method.options:
-        options.pop("radius", None)  # the aggregator's
+        options.pop("cohort", None)  # all clients that are on the device
+    # Options that stand for an object.
     if config.track_gap:
         options["true_cluster"] = federation.cluster
     if config.attack in attacks.UPDATE_ATTACKS:
@@ -184,37 +182,29 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         options["aggregator"] = make_aggregator(config)
     if config.server_optimizer != "average" or config.server_lr != 1:
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
-    if config.average != "models":
-        options["average"] = config.average
     if config.share is not None:
-        prefixes = tuple(p.strip() for p in config.share.split(","))
-        paths = models.parameter_paths(task)
-        for prefix in prefixes:
-            known = prefix and any(path.startswith(prefix) for path in paths)
-            check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
-        options["shared"] = lambda path: path.startswith(prefixes)
-    if config.restarts != 1:
-        options |= {"restarts": config.restarts, "restart_rounds": config.restart_rounds}
+        options["shared"] = _shared(config.share, task)
     if config.init_from is not None:
         options["init_params"] = _warm_start(config, task)
-    if config.num_models is not None:
-        options["num_clusters"] = config.num_models
-    unknown = sorted(set(options) - set(method.options))
-    if unknown:
-        takers = {o: [name for name, m in METHODS.items() if o in m.options] for o in unknown}
-        called = {"num_clusters": "num_models", "shared": "share", "init_params": "init_from"}  # on the command line
-        called |= {"true_cluster": "track_gap", "server_optimizer": "server_optimizer or server_lr"}
-        said = "; ".join(f"{called.get(o, o)} (only {', '.join(names)})" for o, names in takers.items())
-        raise ValueError(f"method {config.method} has no option {said}")
     if "num_clusters" in method.options:
-        options.setdefault("num_clusters", config.clusters)
+        options["num_clusters"] = config.num_models or config.clusters
     if "cluster" in method.options:
         options["cluster"] = federation.cluster
     return method.make(task, training, **options)
 
 
+def _shared(share: str, task: Task) -> Callable[[str], bool]:
+    """Returns the predicate of the parameters that `--share` selects by the beginnings of their paths."""
+    prefixes = tuple(prefix.strip() for prefix in share.split(","))
+    paths = models.parameter_paths(task)
+    for prefix in prefixes:
+        known = prefix and any(path.startswith(prefix) for path in paths)
+        check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+    return lambda path: path.startswith(prefixes)
+
+
 def attack_data(config: Config, federation):
-    """`federation` with the malicious clients' data attacked, where that is the attack, and their tests left out."""
+    """Returns `federation` with the attack on the malicious clients' data, if it is one, and without their tests."""
     train, test = federation.train, federation.test
     malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
     if config.attack in attacks.DATA_ATTACKS:
@@ -225,7 +215,7 @@ def attack_data(config: Config, federation):
 
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
-    """The data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
+    """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
     dataset = data.load(config.dataset, data_dir=data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     if texts != (config.model in models.LANGUAGE_MODELS):
@@ -236,11 +226,11 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
         )
     if not texts:
         for name in ("vocab_size", "length"):
-            given = getattr(config, name)
-            check(given == getattr(Config(config.method), name), name, given, "left out for images")
+            value = getattr(config, name)
+            check(value == common_options()[name].default, name, value, "left out for images")
         return dataset, None
     kinds = ("none", *SELECTIVE)
-    accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not look at labels"
+    accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"
     check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
     check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
@@ -248,7 +238,11 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
 
 
 def make_task(config: Config, federation: data.Federation, vocab_size: int | None) -> Task:
-    """The model of `config` for the federation's classes, or for a vocabulary; `ValueError` for data unfit for it."""
+    """Returns the model of `config` for the federation's classes, or for a vocabulary.
+
+    Raises:
+      ValueError: data that the model cannot read.
+    """
     make = models.MODELS[config.model][0]
     if vocab_size is None:
         return models.classification(make(federation.num_classes), federation.input_shape, federation.num_classes)
@@ -258,7 +252,7 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
 
 
 def matmul_precision(name: str) -> str:
-    """jax's name of a `--precision`. XLA's CPU backend refuses some products in the bfloat16 of accelerators."""
+    """Returns the name of a `--precision` in JAX: XLA's CPU backend refuses some products in the BF16 of GPUs."""
     check_choice("precision", name, PRECISIONS)
     return "bfloat16" if name == "bfloat16" and jax.default_backend() == "cpu" else PRECISIONS[name]
 
@@ -268,7 +262,7 @@ def _mesh(config: Config):
 
 
 def candidates(config: Config) -> dict[str, mapping.Mapping]:
-    """The mappings that a probe compares: of one device, and of all where there are several."""
+    """Returns the mappings that a probe compares: of one device, and of all where there are several."""
     sizes = (1, 4, 16) if jax.default_backend() == "cpu" else (32, 256)
     inner = {f"chunked({size})": mapping.chunked(size) for size in sizes if size < config.clients}
     inner |= {"vmap": jax.vmap}
@@ -280,7 +274,7 @@ def candidates(config: Config) -> dict[str, mapping.Mapping]:
 
 
 def mapping_of(config: Config) -> mapping.Mapping:
-    """The mapping that `config` names; by default the clients are divided where there are several devices."""
+    """Returns the mapping that `config` names; by default clients are divided among devices where there are several."""
     inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
     mesh = _mesh(config)
     name = config.mapping or ("sharded" if mesh.size > 1 else "inner")
@@ -296,7 +290,7 @@ def mapping_of(config: Config) -> mapping.Mapping:
 
 
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
-    """Builds data, task and algorithm; raises `ValueError` for everything that does not fit together."""
+    """Builds data, task and algorithm; raises `ValueError` for options that do not fit together."""
     validate(config)
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
@@ -324,8 +318,8 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
-        said = {name: value for name, value in dataclasses.asdict(config).items() if name not in costless}
-        client_axis = probe.fastest(make, federation.train, candidates(config), about=said)
+        costly = {name: value for name, value in as_dict(config).items() if name not in costless}
+        client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
     algorithm = make(client_axis)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
     malicious = malicious_clients(config) if config.attack is not None else None

@@ -1,0 +1,192 @@
+"""Options: declared by the annotations and the docstring of a function, with ranges and choices as metadata.
+
+    def method(task, training, *, min_size: Annotated[int, Range(1)] = 1, linkage: Annotated[str, OneOf(LINKAGES)]):
+
+A keyword-only argument is an option where its annotation names `bool`, `int`, `float` (or `Real`) or `str`. The
+command line, the types in configuration files and the checks of single values are derived from these declarations.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jfcl.core.checks import INT32_MAX, check, check_choice, check_count
+
+Real = float | jax.Array  # a float, which may be a tracer
+MOST_REPEATED = 10**6  # repetitions inside one call of a compiled program; an interruption waits for its end
+MOST_ADDED = 2**30  # counts that are added to others, or doubled, in int32
+LONGEST_TEXT = 4096  # characters; the longest path on Linux
+CLASSES = {bool: bool, int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str}
+
+
+class Range(NamedTuple):
+    """The integers from `least` to `most`."""
+
+    least: int
+    most: int = INT32_MAX
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises `ValueError` for a value outside the range."""
+        check(value <= self.most, name, value, f"at most {self.most}")
+        check_count(name, value, least=self.least, most=self.most)
+
+
+class Interval(NamedTuple):
+    """The real numbers of an interval such as `"[0, 1)"`; infinity is accepted where the text ends in `"inf]"`."""
+
+    text: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises `ValueError` for a number outside the interval, and for one that float32 does not hold."""
+        check_real(name, value, infinite=self.text.endswith("inf]"))
+        least, most = map(float, self.text[1:-1].split(","))
+        above = value >= least if self.text[0] == "[" else value > least
+        below = value <= most if self.text[-1] == "]" else value < most
+        words = {"(0, inf)": "positive", "(0, inf]": "above 0", "[0, inf)": "0 or more"}
+        check(above and below, name, value, words.get(self.text, f"in {self.text}"))
+
+
+class OneOf(NamedTuple):
+    """The names in `choices`."""
+
+    choices: Collection[str]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises `ValueError`, with the nearest name, for a value that is no choice."""
+        check_choice(name, value, self.choices)
+
+
+class Needs(NamedTuple):
+    """Another option, without which this one has no effect."""
+
+    option: str
+
+
+class Excludes(NamedTuple):
+    """Another option, with which this one has no effect."""
+
+    option: str
+
+
+class Option(NamedTuple):
+    """An option as its declaration has it.
+
+    Attributes:
+      name: as in Python; the flag is `--` and the name, with hyphens.
+      kind: `bool`, `int`, `float` or `str`.
+      optional: whether `None` is a value of it.
+      default: the value where none is given.
+      text: one line of help.
+      metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Excludes` of the annotation.
+    """
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    text: str
+    metadata: tuple
+
+    def check(self, value: Any) -> None:
+        """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
+        if value is None and self.optional:
+            return
+        name, kind = self.name, self.kind
+        fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
+        check(fits, name, value, f"of type {kind.__name__}")
+        if kind is str:
+            check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
+        accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
+        if not accepted and kind is int:
+            check(abs(value) <= INT32_MAX, name, value, f"at most {INT32_MAX}")
+        if not accepted and kind is float:
+            check_real(name, value)
+        for accepts in accepted:
+            accepts.check(name, value)
+
+    def others(self, relation: type) -> list[str]:
+        """Returns the names of the options that this one `Needs` or `Excludes`."""
+        return [other.option for other in self.metadata if isinstance(other, relation)]
+
+
+def is_text(value: str) -> bool:
+    """Returns whether `value` can name a file: not empty, not too long, in UTF-8 and without NUL."""
+    encodable = not any("\ud800" <= character <= "\udfff" for character in value)
+    return encodable and bool(value.strip()) and "\0" not in value and len(value) <= LONGEST_TEXT
+
+
+def check_real(name: str, value: Any, *, infinite: bool = False) -> None:
+    """Raises `ValueError` for a number that float32, in which it is computed with, does not hold."""
+    if infinite and value == math.inf:
+        return
+    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+    finite = "a number, or inf" if infinite else "finite"
+    check(abs(value) <= largest, name, value, f"{finite}, at most {largest:.3g} in float32")
+    check(value == 0 or abs(value) >= smallest, name, value, f"0, or at least {smallest:.3g} in float32")
+
+
+def read_hint(hint: Any) -> tuple[type, bool, tuple] | None:
+    """Splits an annotation into the type of its values, whether `None` is among them, and the metadata.
+
+    Returns:
+      `(kind, optional, metadata)`; `None` for an annotation of arrays, functions or anything else that has no flag.
+
+    Example:
+      >>> read_hint(typing.Annotated[int | None, Range(2, 9)])
+      (<class 'int'>, True, (Range(least=2, most=9),))
+    """
+    metadata = getattr(hint, "__metadata__", ())
+    hint = hint.__origin__ if metadata else hint
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if union else (hint,)
+    kind = next((kind for kind in CLASSES if kind in members), None)
+    return None if kind is None else (kind, type(None) in members, metadata)
+
+
+@functools.cache
+def options_of(function: Callable) -> dict[str, Option]:
+    """Returns the options among the keyword-only arguments of `function`; an argument without a default has None."""
+    hints, texts = typing.get_type_hints(function, include_extras=True), argument_texts(function)
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        read = read_hint(hints.get(name))
+        if parameter.kind is parameter.KEYWORD_ONLY and read is not None:
+            default = None if parameter.default is parameter.empty else parameter.default
+            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2])
+    return found
+
+
+def argument_texts(documented: Any) -> dict[str, str]:
+    """Returns the entries of the `Args` or `Attributes` section of a docstring, by name.
+
+    Example:
+      >>> argument_texts(check_count), argument_texts(lambda: 0)
+      ({}, {})
+    """
+    section = re.search(r"\n(?:Args|Attributes):\n((?:\n|  .*)*)", inspect.cleandoc(documented.__doc__ or ""))
+    texts = {}
+    for entry in re.split(r"\n(?=  \S)", section[1]) if section else []:
+        names, _, text = entry.partition(": ")
+        texts |= {name.strip(): " ".join(text.split()) for name in names.split(",")}
+    return texts
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of a docstring's entry, without markup and full stop.
+
+    Example:
+      >>> first_sentence('`"size"` (McMahan et al.) or `"equal"`. See there.')
+      'size (McMahan et al.) or equal'
+    """
+    sentence = re.split(r"\.\s+(?=[A-Z`(\"])", text)[0]
+    return re.sub(r'[`"]', "", sentence).rstrip(".")

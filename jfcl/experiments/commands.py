@@ -1,0 +1,304 @@
+"""The commands of the command line; `jfcl.cli` reads their arguments and reports errors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jfcl.analysis import plots
+from jfcl.core import check, check_choice, check_count
+from jfcl.core.options import is_text
+from jfcl.execution import hosts
+from jfcl.experiments import bench, read_run, reproduce, run
+from jfcl.experiments.config import Config, all_options, check_options, from_saved, of_population
+from jfcl.experiments.tables import (
+    bench_table,
+    differences,
+    list_tables,
+    lists,
+    results_table,
+    rows_table,
+    seeds_text,
+)
+from jfcl.experiments.validation import check_values, validate
+from jfcl.simulation.folder import write_json
+
+MOST_CPU_DEVICES = 1024  # more take long to start, and are of no use
+LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
+DEMO = {
+    "fedavg": {},
+    "local": {},
+    "ifca": {"restarts": 5, "restart_rounds": 5},
+    "oracle": {},
+}
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Reads options from a TOML file or a run's `config.json`; raises `ValueError` for wrong names and types."""
+    file, where = Path(path), f"--config {path}"
+    if not file.is_file():
+        raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
+    with file.open("rb") as f:  # no more than that: the length of a file may be anything
+        content = f.read(LARGEST_CONFIG + 1)
+    if len(content) > LARGEST_CONFIG:
+        raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_CONFIG} bytes, and is larger")
+    try:
+        raw = json.loads(content.decode()) if file.suffix == ".json" else tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply; it must hold names and values") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
+    return check_options(from_saved(raw) if file.suffix == ".json" else raw, where)
+
+
+def _divide_cpu(devices: int | None) -> None:
+    """Divides the CPU into so many devices, before JAX starts its backend."""
+    if devices is not None:
+        check_count("devices", devices)
+        with contextlib.suppress(RuntimeError):  # a backend that has started keeps its devices
+            jax.config.update("jax_num_cpu_devices", min(devices, MOST_CPU_DEVICES))
+
+
+def _check_platform() -> None:
+    """Starts the backend of JAX; raises `ValueError` where `JAX_PLATFORMS` names one that does not exist."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without the CUDA plugin
+        platforms = jax.config.jax_platforms
+        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise ValueError(
+            f"JAX_PLATFORMS must be unset, or name devices that jax finds here, got {platforms!r}{why}"
+        ) from None
+
+
+def _check_folders(args: argparse.Namespace, *names: str) -> None:
+    """Raises `ValueError` for a text that cannot name a file or folder."""
+    for name in names:
+        given = getattr(args, name)
+        for one in given if isinstance(given, list) else [given]:
+            check(one is None or is_text(one), name, one, "the name of a file or folder, in UTF-8")
+            folder = name != "data_dir" or one is None or not Path(one).is_file()
+            check(folder, name, one, "a folder, and not a file")
+
+
+def _check_out(out: str | None) -> None:
+    """Raises `ValueError` where nothing can be written in `out`, before anything is computed."""
+    if out is None:
+        return
+    existing = Path(out)
+    while not (existing.exists() or existing.is_symlink()) and existing != existing.parent:
+        existing = existing.parent
+    check(existing.is_dir(), "out", out, f"a folder, but {existing} is none")
+    check(os.access(existing, os.W_OK | os.X_OK), "out", out, f"in a folder that can be written: {existing} cannot")
+
+
+def _unused(folder: str) -> Path:
+    """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist."""
+    base = Path(folder) if Path(folder).name else Path(folder).resolve()
+    if not base.name:
+        raise ValueError(f"out must be a new folder, got {folder!r}")
+    out, number = base, 1
+    while out.exists():
+        number += 1
+        out = base.with_name(f"{base.name}-{number}")
+    return out
+
+
+def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
+    """Divides the CPU and connects to the other processes, where the options say so."""
+    _divide_cpu(devices)
+    if args.coordinator is not None:
+        hosts.connect(args.coordinator, args.num_processes, args.process_id)
+    elif args.num_processes is not None or args.process_id is not None:
+        raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
+    _check_platform()
+
+
+def command_run(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl run`."""
+    # Read and check the options.
+    _check_folders(args, "out", "data_dir", "config", "coordinator")
+    check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
+    flags = {name: value for name, value in vars(args).items() if name in all_options()}
+    options = (read_config(args.config) if args.config else {}) | flags
+    options |= {"method": args.method} if args.method else {}
+    if "method" not in options:
+        raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
+    config = Config(**options)
+    (check_values if of_population(config) else validate)(config)  # that of a population needs its store
+    _check_out(args.out)
+    # Run.
+    _find_devices(args, config.devices)
+    if not hosts.is_first():
+        console = Console(quiet=True)
+    summary, _, _ = run(
+        config,
+        out=args.out,
+        resume=args.resume,
+        data_dir=args.data_dir,
+        progress=not args.quiet,
+        checkpoint_seconds=args.checkpoint_seconds,
+    )
+    _print_summary(config, summary, args.out, console)
+
+
+def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
+    """Prints the results of a run."""
+    attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
+    title = f"{summary['description']}{attack}; {seeds_text(summary)}"
+    console.print(results_table({summary["method"]: summary}, title))
+    console.print(
+        f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
+        f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}"
+    )
+    if summary["num_rounds"] < config.rounds:
+        console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: every cluster is final")
+    if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
+        where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
+        console.print(
+            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
+        )
+    along = summary.get("path_accuracy") or ()
+    if len(along) > 1:
+        steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
+        console.print(f"clients' accuracy along the parameter tree, from the first model to their own: {steps} %")
+    if out:
+        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, plots/", markup=False)
+
+
+def command_compare(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl compare`."""
+    _check_folders(args, "out", "runs")
+    _check_out(args.out)
+    runs = {}
+    for folder in args.runs:
+        path = Path(folder).resolve()
+        runs[path.name if path.name not in runs else str(path)] = read_run(folder)
+    # The table, and the differences that it does not show.
+    summaries = {name: summary for name, (summary, _) in runs.items()}
+    seeds = sorted({seeds_text(summary) for summary in summaries.values()})
+    console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
+    differ = differences(args.runs)
+    if differ:
+        console.print(f"they differ in {', '.join(differ)}", markup=False)
+    splits = {summary["split_hash"] for summary in summaries.values()}
+    if len(splits) > 1:
+        console.print(f"note: these runs are on {len(splits)} different splits of the data")
+    # The plots.
+    first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
+    out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
+    records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # matplotlib reads $ as mathematics
+    plots.save(plots.curves(records), out / "accuracy.png")
+    plots.save(plots.bars(records), out / "methods.png")
+    console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
+
+
+def command_list(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl list`."""
+    if args.what is not None:
+        check_choice("list", args.what, lists())
+    for table in list_tables(lists() if args.what is None else [args.what]):
+        console.print(table, "")
+
+
+def command_reproduce(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl reproduce`."""
+    _check_folders(args, "out", "data_dir")
+    _check_out(args.out)
+    _check_platform()
+    changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
+    result = reproduce(
+        args.name, full=args.full, out=args.out, data_dir=args.data_dir, progress=not args.quiet, **changes
+    )
+    console.print(rows_table(result["rows"], result["title"]))
+    if result["notes"]:
+        console.print(result["notes"], markup=False)
+    console.print(f"{result['size']} setting: {', '.join(f'{k} {v}' for k, v in result['setting'].items())}")
+    console.print(f"{result['seconds']:.0f} s on {result['device']}")
+    out = args.out or f"runs/reproduce/{result['name']}-{result['size']}"
+    kept = "result.json, figure.png, and the runs" if any(Path(out).glob("*/")) else "result.json, figure.png"
+    console.print(f"kept in {out}: {kept}", markup=False)
+
+
+def command_bench(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl bench`."""
+    # Read and check the options.
+    _check_folders(args, "out")
+    out = _unused(args.out)
+    _check_out(str(out))
+    _divide_cpu(args.devices)
+    _check_platform()
+    most = len(jax.devices())
+    check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if args.devices is not None:
+        given.setdefault("mappings", ["chunked(1)", "chunked(4)", "vmap", "sharded(chunked(1))"])
+    options = {name: given[name] for name in inspect.signature(bench.sweep).parameters if name in given}
+    if args.quick:
+        options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
+    # Measure.
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=args.quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("speed of matrix products", total=None)
+        tick = lambda what, total: bar.update(task, description=what, total=total, advance=1)  # noqa: E731
+        found = bench.sweep(**options, tick=tick)
+    # Print, and write the files.
+    console.print(bench_table(found))
+    console.print(
+        f"peak: {found['sgemm_gflops']:.0f} GFLOP/s, float32 matrix products of 2,048 x 2,048 on {found['device']}."
+        " Operations are counted from the models' layers."
+    )
+    out.mkdir(parents=True)
+    write_json(out / "bench.json", found)
+    plots.save(plots.throughput(found["rows"]), out / "throughput.png")
+    console.print(f"kept in {out}: bench.json, throughput.png", markup=False)
+
+
+def command_demo(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl demo`: the main example of the README."""
+    _check_folders(args, "out")
+    out = _unused(args.out)
+    _check_out(str(out))
+    common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
+    configs = [Config(method, **common, **options) for method, options in DEMO.items()]
+    for config in configs:
+        validate(config)
+    _check_platform()
+    console.print(
+        "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
+        "0, 90, 180 or 270 degrees, and the methods do not know by how much. Which one\n"
+        "classifies held-out digits of every client best?\n"
+    )
+    for config in configs:
+        run(config, out=out / config.method, progress=True)
+    command_compare(argparse.Namespace(runs=[str(out / m) for m in DEMO], out=str(out / "compare")), console)
+    console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
+
+
+COMMANDS = {
+    "run": command_run,
+    "compare": command_compare,
+    "list": command_list,
+    "reproduce": command_reproduce,
+    "bench": command_bench,
+    "demo": command_demo,
+}

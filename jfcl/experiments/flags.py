@@ -1,0 +1,244 @@
+"""Flags of the command line: those of `jfcl run` are derived from the options of `Config` and of the methods."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from jfcl._version import __version__
+from jfcl.algorithms import METHODS
+from jfcl.core import check_choice
+from jfcl.core.options import OneOf, Option
+from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+
+LISTS = (
+    "methods",
+    "datasets",
+    "models",
+    "heterogeneities",
+    "partitions",
+    "augmentations",
+    "attacks",
+    "aggregators",
+    "recipes",
+)
+EXAMPLES = """examples:
+  jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
+  jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
+  jfcl compare runs/ifca runs/fedavg
+  jfcl run ifca --dataset mnist --data-dir DATA --clients 1200 --examples-per-client 200 --rounds 30 --out runs/mnist
+  jfcl run fedavg --population 1000000 --cohort 1000 --sampling stratified --dropout 0.1 --rounds 50 --out runs/million
+  jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
+  jfcl run ifca --config runs/x/config.json --out runs/x --resume      continue a run that was stopped
+"""
+PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+DATA_DIR = "folder of official data files; default: $JFCL_DATA_DIR, else TFDS"
+MOST_CHOICES = 4  # in a metavar
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors as `ValueError`, and the nearest name for an unknown flag."""
+
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in _all_actions(self) for flag in action.option_strings]
+            name = unknown[0].split("=")[0][:100]
+            near = difflib.get_close_matches(name, flags, n=1)
+            raise ValueError(f"unknown option {name}" + (f": did you mean {near[0]}?" if near else ""))
+        return parsed
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def _all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _all_actions(sub)
+
+
+def flag_of(name: str) -> str:
+    """Returns the flag of an option.
+
+    Example:
+      >>> flag_of("local_steps")
+      '--local-steps'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
+    """Adds a flag for each option."""
+    for option in options:
+        text = option.text.replace("%", "%%")
+        if option.kind is bool:
+            group.add_argument(flag_of(option.name), action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
+        metavar = {int: "N", float: "X", str: "NAME"}[option.kind]
+        group.add_argument(
+            flag_of(option.name),
+            type=option.kind,
+            default=argparse.SUPPRESS,
+            metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else metavar,
+            help=text + ("" if option.default is None else f" [{option.default}]"),
+        )
+
+
+def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
+    """Adds the arguments of `jfcl run` to a parser: with the options of one method, or of all for None."""
+    parser.add_argument("-h", "--help", action=_RunHelp, help="show this text")
+    parser.add_argument("method", metavar="METHOD", nargs="?", help="'jfcl list methods'; default: that of --config")
+    own = method_options(method) if method else {n: o for n, o in all_options().items() if n not in common_options()}
+    if own:
+        _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), own.values())
+    for group, options in groups().items():
+        title = group.__doc__.split("\n")[0].rstrip(".")
+        _add(
+            parser.add_argument_group(title),
+            [option for name, option in options.items() if method is None or method in methods_with(name)],
+        )
+    files = parser.add_argument_group("Files")
+    files.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
+    files.add_argument("--out", metavar="DIR", help="folder for results, checkpoints and plots; default: none are kept")
+    files.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    files.add_argument(
+        "--config", metavar="FILE", help="TOML (or the config.json of a run) with the names above; flags override"
+    )
+    files.add_argument(
+        "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
+    )
+    files.add_argument("--quiet", action="store_true", help="no progress bar")
+    several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
+    several.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
+    )
+    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    several.add_argument("--process-id", type=int, metavar="N", help="number of this process, from 0")
+    return parser
+
+
+class _RunHelp(argparse._HelpAction):
+    """`jfcl run --help`, one screen, or `jfcl run METHOD --help`, the options of the method."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        method = getattr(namespace, "method", None)
+        if method is None:
+            print(run_overview(parser))
+            parser.exit()
+        check_choice("method", method, METHODS)
+        of_method = Parser(
+            prog=parser.prog,
+            usage=f"jfcl run {method} [options]",
+            description=f"{METHODS[method].summary}.\n\nAn option that is left out has the value in brackets.",
+            add_help=False,
+            **PLAIN,
+        )
+        run_parser(of_method, method).print_help()
+        parser.exit()
+
+
+def run_overview(parser: argparse.ArgumentParser) -> str:
+    """Returns the text of `jfcl run --help`: the flags by group, without those of single methods."""
+    width = min(shutil.get_terminal_size().columns, 110) - 2
+    lines = [
+        "usage: jfcl run METHOD [options]",
+        "",
+        "Run one method and keep its results in a folder.",
+        "",
+        "  jfcl run METHOD --help    explains the options of METHOD and those below",
+        "  jfcl list                 names of methods, data sets, models, attacks, ...",
+        "",
+        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}", width, subsequent_indent="  "),
+        "",
+    ]
+    for group in parser._action_groups[2:]:
+        if group.title.startswith("Method"):
+            continue
+        flags = " ".join(action.option_strings[-1] for action in group._group_actions)
+        indent = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+        lines += [group.title, *textwrap.wrap(flags, width, **indent)]
+    return "\n".join([*lines, "", "example: jfcl run ifca --clients 40 --clusters 4 --seeds 5 --out runs/ifca"])
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """Adds the commands with their arguments."""
+    run_parser(
+        commands.add_parser("run", help="run one method and keep its results in a folder", add_help=False, **PLAIN),
+        None,
+    )
+    compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
+    compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
+    compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
+    listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
+    listing.add_argument("what", nargs="?", metavar="WHAT", help=", ".join(LISTS))
+    _add_reproduce(commands)
+    _add_bench(commands)
+    demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
+    demo.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds [5]")
+    demo.add_argument("--rounds", type=int, default=100, metavar="N", help="rounds [100]")
+
+
+def _add_reproduce(commands: argparse._SubParsersAction) -> None:
+    again = commands.add_parser(
+        "reproduce",
+        help="an experiment of one of the papers, with the numbers of the paper and ours",
+        description="Run an experiment of a paper: a table with the numbers of the paper and ours, and its figure."
+        " Finished runs in --out are not repeated.",
+        allow_abbrev=False,
+    )
+    again.add_argument("name", metavar="NAME", help="'jfcl list recipes' shows them")
+    again.add_argument("--full", action="store_true", help="setting of the paper; default: one for a CPU of 2 cores")
+    again.add_argument("--rounds", type=int, metavar="N", help="another number of rounds than that of the setting")
+    again.add_argument("--seeds", type=int, metavar="N", help="another number of seeds")
+    again.add_argument("--examples-per-client", type=int, metavar="N", help="another number of examples")
+    again.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
+    again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
+    again.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="speed of rounds on this machine: method x model x mapping x number of clients",
+        description="Measure one round of every method x model x mapping x number of clients on random images of"
+        " 28 x 28: client-steps a second, the fraction of a large matrix product's speed, memory, compilation. Rounds"
+        " that would take longer than --seconds are left out.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all]")
+    bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
+    bench.add_argument("--mappings", nargs="+", metavar="NAME", help="mappings of the clients ['chunked(1)' ... vmap]")
+    bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")
+    bench.add_argument("--examples", type=int, metavar="N", help="per client [40]")
+    bench.add_argument("--batch-size", type=int, metavar="N", help="examples per local step [20]")
+    bench.add_argument("--local-steps", type=int, metavar="N", help="per round [2]")
+    bench.add_argument("--clusters", type=int, metavar="N", help="models of ifca [4]")
+    bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of every round, of which the median [3]")
+    bench.add_argument("--seconds", type=float, metavar="X", help="time for the runs of one round [1]")
+    bench.add_argument(
+        "--devices", type=int, metavar="N", help="divide the CPU into so many; adds 'sharded(chunked(1))'"
+    )
+    bench.add_argument("--quick", action="store_true", help="defaults: fedavg, mlp, 10 clients only")
+    bench.add_argument("--out", default="runs/bench", metavar="DIR", help="folder for results [runs/bench]")
+    bench.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line."""
+    parser = Parser(
+        prog="jfcl",
+        description="Simulate clustered federated learning: many clients, hidden clusters, one model per cluster.",
+        epilog=EXAMPLES,
+        **PLAIN,
+    )
+    parser.add_argument("--version", action="version", version=f"jfcl {__version__}")
+    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser))
+    return parser

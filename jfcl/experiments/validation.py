@@ -1,0 +1,117 @@
+"""Checks of a `Config`: every option by itself, and those that depend on each other, before data are loaded."""
+
+from __future__ import annotations
+
+from jfcl import kernels, models
+from jfcl.algorithms import METHODS, attacks
+from jfcl.core import check, check_choice
+from jfcl.core.options import MOST_REPEATED, Excludes, Needs
+from jfcl.experiments.config import (
+    OF_PARTITION,
+    Config,
+    all_options,
+    common_options,
+    method_options,
+    methods_with,
+    of_population,
+    partition_options,
+)
+
+
+def check_values(config: Config) -> None:
+    """Checks every option of `config` by itself: its type, its range, and that the method has it.
+
+    Raises:
+      ValueError: one does not fit; `validate` checks those that depend on each other and on the data as well.
+    """
+    check(isinstance(config.method, str), "method", config.method, "of type str")
+    check_choice("method", config.method, METHODS)
+    for name, option in common_options().items():
+        option.check(getattr(config, name))
+    for name, value in config.options.items():
+        method_options(config.method).get(name, all_options()[name]).check(value)
+    _check_method_has(config)
+
+
+def _check_method_has(config: Config) -> None:
+    """Raises `ValueError` for given options that the method does not have, with the methods that do."""
+    given = [name for name, option in common_options().items() if getattr(config, name) not in (option.default, None)]
+    if of_population(config):
+        given = [name for name in given if name != "cohort"]  # the population draws its cohorts itself
+    takers = {name: methods_with(name) for name in [*given, *config.options]}
+    refused = {name: methods for name, methods in takers.items() if config.method not in methods}
+    if refused:
+        words = "; ".join(f"{name} (only {', '.join(methods)})" for name, methods in sorted(refused.items()))
+        raise ValueError(f"method {config.method} has no option {words}")
+
+
+def validate(config: Config) -> None:
+    """Raises `ValueError` for every mistake that is visible without data."""
+    check_values(config)
+    _check_data(config)
+    _check_training(config)
+    _check_attack(config)
+    _check_own(config)
+    check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
+    if config.mapping == "auto":
+        check(config.chunk is None, "chunk", config.chunk, "left out with --mapping auto, which tries several")
+
+
+def _check_data(config: Config) -> None:
+    check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
+    for name, value in partition_options(config).items():
+        check(config.partition == OF_PARTITION[name], name, value, f"left out without --partition {OF_PARTITION[name]}")
+    if not of_population(config):
+        for name in ("sampling", "dropout", "stragglers", "remember"):
+            value, default = getattr(config, name), common_options()[name].default
+            check(value == default, name, value, "left out without --population")
+    compares = config.remember is None or config.method == "cfl"
+    check(compares, "remember", config.remember, f"left out: {config.method} compares no updates")
+    if config.cohort is not None:
+        check(config.cohort <= config.clients, "cohort", config.cohort, f"at most the {config.clients} clients")
+
+
+def _check_training(config: Config) -> None:
+    both = config.local_steps is not None and config.local_epochs is not None
+    check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
+    if config.augment is not None:
+        images = config.model not in models.LANGUAGE_MODELS
+        check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
+        fits = config.augment != "tutorial" or config.model == "cnn_cifar24"
+        check(fits, "augment", config.augment, "with --model cnn_cifar24, the input of which is 24 x 24, or another")
+
+
+def _check_attack(config: Config) -> None:
+    options = set(METHODS[config.method].options)
+    if config.attack is not None:
+        check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
+        some = round(config.malicious * config.clients)
+        accepted = f"enough for one of the {config.clients} clients, and not for all"
+        check(0 < some < config.clients, "malicious", config.malicious, accepted)
+        sends = "adversary" in options or config.attack in attacks.DATA_ATTACKS
+        on_data = ", ".join(attacks.DATA_ATTACKS)
+        check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
+    else:
+        check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
+    if config.aggregator is not None:
+        weights = config.options.get("weights")
+        check(weights is None, "weights", weights, "left out with --aggregator, which counts all clients alike")
+        options |= set(kernels.aggregator_options(config.aggregator))
+    for name in ("radius", "bucket_size"):
+        fits = getattr(config, name) is None or name in options
+        check(fits, name, getattr(config, name), "left out: neither method nor aggregator has one")
+
+
+def _check_own(config: Config) -> None:
+    """Checks the options of the method against each other, as their declarations `Need` and `Exclude` others."""
+    given = config.options | {name: getattr(config, name) for name in common_options()}
+    for name, value in config.options.items():
+        option = method_options(config.method)[name]
+        for other in option.others(Needs):
+            check(given.get(other), name, value, f"left out without --{other.replace('_', '-')}")
+        for other in option.others(Excludes):
+            check(given.get(other) is None, name, value, f"left out with --{other.replace('_', '-')}")
+    restarts = (config.restarts or 1, config.restart_rounds or 1)
+    tried = restarts[0] * restarts[1] if restarts[0] > 1 else 1
+    accepted = f"of a product of at most {MOST_REPEATED}"
+    check(tried <= MOST_REPEATED, "restarts, restart_rounds", restarts, accepted)

@@ -1,0 +1,184 @@
+"""Options are declared once: a new method's reach the command line, its help, files and checks from its factory."""
+
+import dataclasses
+import json
+from typing import Annotated
+
+import pytest
+
+import jfcl
+from jfcl import cli
+from jfcl.algorithms import METHODS, Method
+from jfcl.core.options import CLASSES, Interval, OneOf, Range, Real
+from jfcl.experiments import Config, from_saved
+from jfcl.experiments.config import all_options, check_options, common_options, method_options, to_saved
+from jfcl.experiments.validation import check_values
+from jfcl.simulation.folder import identity
+
+TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
+received = []
+
+
+def annealed(
+    task,
+    training,
+    *,
+    heat: Annotated[Real, Interval("(0, 1]")] = 0.5,
+    start: Annotated[str, OneOf(("cold", "warm"))] = "cold",
+    stages: Annotated[int | None, Range(2, 9)] = None,
+    gently: bool = False,
+    client_axis=None,
+):
+    """FedAvg, under another name.
+
+    Args:
+      task, training, client_axis: as in `jfcl.fedavg`.
+      heat: share of the heat that is left after a round. It is not used.
+      start: `"cold"`, or `"warm"` from a model that is trained already.
+      stages: number of stages; default: none. Nor is it.
+      gently: cool slowly.
+    """
+    received.append({"heat": heat, "start": start, "stages": stages, "gently": gently})
+    return jfcl.fedavg(task, training, client_axis=client_axis)
+
+
+@pytest.fixture(autouse=True)
+def new_method(monkeypatch):
+    monkeypatch.setitem(METHODS, "annealed", Method(annealed, "a method of the tests"))
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.setenv("COLUMNS", "100")
+    received.clear()
+
+
+def help_of(capsys, *command: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_new_methods_options_have_flags(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--heat", "0.25", "--start", "warm", "--stages", "3", "--gently"]
+    assert cli.main(["run", "annealed", *TINY, *flags, "--out", str(out)]) == 0
+    given = {"heat": 0.25, "start": "warm", "stages": 3, "gently": True}
+    assert received == [given]
+    saved = json.loads((out / "config.json").read_text())
+    assert {name: saved[name] for name in given} == given
+    received.clear()
+    again = ["run", "--config", str(out / "config.json"), "--out", str(out), "--resume", "--quiet"]
+    assert cli.main([*again, "--rounds", "2"]) == 0 and received == [given]
+    capsys.readouterr()
+    assert cli.main([*again, "--heat", "0.5"]) == 2
+    assert "heat: it has 0.25, asked for 0.5" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_new_methods_options_have_names_in_files(tmp_path, capsys):
+    file = tmp_path / "new.toml"
+    file.write_text('method = "annealed"\nheat = 1\nstart = "warm"\nclients = 4\nclusters = 2\nrounds = 1\n')
+    assert cli.main(["run", "--config", str(file), "--quiet", "--model", "linear", "--stages", "2"]) == 0
+    assert received == [{"heat": 1.0, "start": "warm", "stages": 2, "gently": False}]
+    capsys.readouterr()
+    for text, words in [
+        ('heat = "high"', "heat must be of type float, got 'high'"),
+        ("stages = 2.5", "stages must be of type int, got 2.5"),
+        ("gently = 1", "gently must be of type bool, got 1"),
+        ("stage = 2", "unknown option 'stage': did you mean 'stages'?"),
+    ]:
+        file.write_text(f'method = "annealed"\n{text}\n')
+        assert cli.main(["run", "--config", str(file)]) == 2
+        assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["annealed", "--heat", "2"], "heat must be in (0, 1], got 2.0"),
+        (["annealed", "--heat", "nan"], "heat must be finite"),
+        (["annealed", "--heat", "hot"], "--heat: invalid float value: 'hot'"),
+        (["annealed", "--start", "wram"], "unknown start 'wram': did you mean 'warm'?"),
+        (["annealed", "--stages", "1"], "stages must be an integer, at least 2, got 1"),
+        (["annealed", "--stages", "10"], "stages must be at most 9, got 10"),
+        (["annealed", "--hat", "2"], "unknown option --hat: did you mean --heat?"),
+        (["annealed", "--quantile", "0.2"], "method annealed has no option quantile (only federated_clustering, "),
+        (["annealed", "--cohort", "2"], "method annealed has no option cohort (only fedavg, oracle, "),
+        (["fedavg", "--heat", "0.5"], "method fedavg has no option heat (only annealed)"),
+        (["fedavg", "--gently", "--stages", "3"], "no option gently (only annealed); stages (only annealed)"),
+    ],
+)
+def test_what_a_new_method_does_not_take_is_refused(command, words, capsys):
+    assert cli.main(["run", *command]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err.replace("\n", " ") and printed.out == "" and not received
+
+
+def test_the_help_of_a_method_shows_its_options_and_the_common_ones(capsys):
+    printed = " ".join(help_of(capsys, "run", "annealed").split())
+    assert "--heat X share of the heat that is left after a round [0.5]" in printed
+    assert "--start {cold,warm} cold, or warm from a model that is trained already [cold]" in printed
+    assert "--stages N number of stages; default: none --gently cool slowly" in printed
+    assert "It is not used" not in printed and "a method of the tests" in printed
+    flags = printed.replace(",", " ").split()
+    assert {"--clients", "--lr", "--attack", "--seeds", "--config"} <= set(flags)
+    assert not {"--eps-1", "--quantile", "--num-models", "--server-lr", "--aggregator", "--track-gap"} & set(flags)
+    assert cli.main(["run", "anealed", "--help"]) == 2 and "did you mean 'annealed'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_help_of_run_is_one_screen(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    printed = help_of(capsys, "run")
+    assert printed.count("\n") <= 40 and max(map(len, printed.splitlines())) <= int(columns)
+    assert all(f"--{name.replace('_', '-')}" in printed.split() for name in common_options())
+    assert "--heat" not in printed and "annealed" in printed and "jfcl run METHOD --help" in printed
+    for group in ("Data:", "Training:", "Attack:", "Run:"):
+        assert f"\n{group}" in printed
+
+
+def test_flat_names_are_arguments_and_attributes():
+    config = Config("cfl", eps_1=0.3, clients=20)
+    assert (config.eps_1, config.clients, config.min_size, config.max_clusters) == (0.3, 20, 1, None)
+    assert config.restarts is None and Config("ifca").restart_rounds == 5
+    assert config == Config("cfl", eps_1=0.3, clients=20, min_size=None, relative=False, restarts=1)
+    longer = dataclasses.replace(config, rounds=7, eps_2=0.5)
+    assert (longer.rounds, longer.eps_1, longer.eps_2) == (7, 0.3, 0.5) and config.eps_2 is None
+    assert len({config, dataclasses.replace(config)}) == 1
+    with pytest.raises(TypeError, match="did you mean 'eps_1'"):
+        Config("cfl", eps1=0.3)
+    with pytest.raises(AttributeError, match="eps1"):
+        _ = config.eps1
+    with pytest.raises(ValueError, match=r"method ifca has no option eps_1 \(only cfl\)"):
+        check_values(Config("ifca", eps_1=0.3))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "digest"),
+    [
+        ("fedavg", {}, "793c18145d3c1382"),
+        ("ifca", {"restarts": 3}, "1ff23597b8e790a5"),
+        (
+            "cfl",
+            {"relative": False, "recursive": False},
+            "a01a5315be445e6e",
+        ),
+    ],
+)
+def test_runs_of_earlier_versions_are_the_same_runs(method, options, digest):
+    """Of versions that saved the options of all methods: the digests are theirs."""
+    saved = to_saved(Config(method, **options), "h")
+    assert identity(saved)[:16] == digest
+    old = saved | dict.fromkeys(name for name in all_options() if name not in saved)
+    read = Config(**check_options(from_saved(old | {"num_rounds": saved["num_rounds"]}), "config.json"))
+    assert read == Config(method, **options)
+    check_values(read)
+
+
+def test_every_option_is_declared_whole():
+    kinds = {}
+    for method in METHODS:
+        for name, option in (method_options(method) | common_options()).items():
+            assert option.text, f"{method}: {name} has no entry in the docstring"
+            assert kinds.setdefault(name, option.kind) is option.kind, f"{name} is of two types"
+            assert option.kind in CLASSES and (option.default is None or option.check(option.default) is None)
+            others = [entry.option for entry in option.metadata if hasattr(entry, "option")]
+            assert all(other in method_options(method) | common_options() for other in others), (method, name)
