@@ -103,19 +103,6 @@ def cluster_mean(
     return divide_rows(*total, like)
 
 
-def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
-    """The mean over the leading axis of `tree` (`[N, ...]` floats), row `i` counting `weights[i]`.
-
-    Rows of weight 0 are never part of it, NaN or not; all weights 0 gives zeros.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> weighted_mean(jnp.array([[1.0, 2.0], [3.0, 6.0], [jnp.nan, 0.0]]), jnp.array([1.0, 3.0, 0.0])).tolist()
-      [2.5, 5.0]
-    """
-    return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
-
-
 def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
     """The `Algorithm.check` of a method with this adversary: `ValueError` unless `malicious` says of every client."""
 

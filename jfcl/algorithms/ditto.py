@@ -14,6 +14,7 @@ from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.personal import initial_state
+from jfcl.algorithms.round import select_cohort, train_clients
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -22,10 +23,8 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    client_keys,
     is_concrete,
     is_finite,
-    max_examples,
 )
 from jfcl.execution import mapping
 
@@ -90,7 +89,7 @@ def ditto(
     local.check_parts(task, training)
     if is_concrete(lam):
         check(0 <= lam < np.inf, "lam", lam, "0 or more, and finite")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     common = fedavg(
         task,
         training,
@@ -110,30 +109,26 @@ def ditto(
         return DittoState(*initial_state(task, training, key, clients, one), state)
 
     def step(key: jax.Array, state: DittoState, clients: Clients):
-        m = max_examples(clients)
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
-        def client(key, params, examples, size, opt_state):
-            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, m)
-            trained = local.train(task, near, key, params, examples, size, opt_state, anchor=middle)
-            return trained.params, is_finite(trained.params), trained.loss, local.carried(training, trained.opt_state)
+        def client(key, examples, size, params, opt_state):
+            trained = local.train_round(task, near, key, params, examples, size, opt_state, state.round, anchor=middle)
+            return trained, is_finite(trained.params)
 
-        _, clients_key = jax.random.split(key)  # both models see the same batches
-        params, finite, loss, opt_states = client_axis(client)(
-            client_keys(clients_key, clients), state.params, clients.examples, jnp.asarray(clients.size), state.client
-        )
+        everyone = select_cohort(key, clients)  # both models are trained on the same batches
+        trained, finite = train_clients(client_axis, client, everyone, state.params, state.client)
         shared, metrics = common.step(key, state.common, clients)
-        present = ~jnp.isnan(metrics["loss"])  # only the absent have none
+        present = ~jnp.isnan(metrics["loss"])  # NaN for absent clients alone
         keep = present & finite
         new = DittoState(
-            where_rows(keep, params, state.params),
+            where_rows(keep, trained.params, state.params),
             state.cluster,
             state.round + 1,
-            where_rows(keep, opt_states, state.client),
+            where_rows(keep, trained.opt_state, state.client),
             shared,
         )
         metrics |= {
-            "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+            "loss": jnp.where(present, trained.loss, jnp.full_like(trained.loss, jnp.nan)),
             "client_steps": 2 * metrics["client_steps"],
             "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
         }

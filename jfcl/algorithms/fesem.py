@@ -6,10 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.personal import PersonalState
+from jfcl.algorithms.round import (
+    WEIGHTS,
+    check_at_most_clients,
+    client_weight,
+    round_metrics,
+    select_cohort,
+    train_clients,
+)
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -20,11 +27,8 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
-    client_keys,
     is_finite,
-    max_examples,
     num_bytes,
-    num_clients,
 )
 from jfcl.execution import mapping
 from jfcl.kernels.base import rows_of, squared_norms
@@ -75,24 +79,21 @@ def fesem(
     check_count("local_rounds", local_rounds)
     check_choice("weights", weights, WEIGHTS)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         params, cluster = cluster_local_models(
             task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        m, size = max_examples(clients), jnp.asarray(clients.size)
-        _, clients_key = jax.random.split(key)
+        cohort, size = select_cohort(key, clients), jnp.asarray(clients.size)
 
         def train(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            opt_state = local.optimizer_at(training, begin, (), state.round, size, m)
-            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            trained = local.train_round(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
         def join(model, size, cluster, usable):
@@ -105,17 +106,16 @@ def fesem(
             sent, nearest = join(model, size, cluster, finite)
             return sent, (nearest, finite, loss, steps)
 
-        real, zero = size > 0, nothing_sent(state.params)
-        given = client_keys(clients_key, clients), clients.examples, size, state.cluster
+        real, last = size > 0, state.cluster
         if adversary is None:
-            rounds = mapping.map_reduce(client_axis, train_and_join, add_sent, zero)
-            (sums, weight), (cluster, finite, loss, steps) = rounds(*given)
+            (sums, weight), found = train_clients(client_axis, train_and_join, cohort, last, sum_into=state.params)
+            cluster, finite, loss, steps = found
         else:
-            sent, finite, loss, steps = client_axis(train)(*given)
-            begin = jax.tree.map(lambda p: p[state.cluster], state.params)
-            sent, finite = attacked_models(adversary, clients_key, begin, sent, clients, finite & real, state.cluster)
-            joined = mapping.map_reduce(client_axis, join, add_sent, zero)
-            (sums, weight), cluster = joined(sent, size, state.cluster, finite)
+            sent, finite, loss, steps = train_clients(client_axis, train, cohort, last)
+            begin = jax.tree.map(lambda p: p[last], state.params)
+            sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
+            joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
+            (sums, weight), cluster = joined(sent, size, last, finite)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)

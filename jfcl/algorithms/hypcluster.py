@@ -59,7 +59,7 @@ def hypcluster(
     """
     local.check_parts(task, training)
     check_count("warm_rounds", warm_rounds, least=0)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     common = {
         "num_clusters": num_clusters,
         "weights": weights,

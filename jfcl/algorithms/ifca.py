@@ -10,6 +10,7 @@ import optax
 
 from jfcl.algorithms.averaging import averaging
 from jfcl.algorithms.restarts import with_restarts
+from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
 from jfcl.client.losses import blank_padding, lowest_loss, under_all
 from jfcl.core import (
@@ -22,7 +23,6 @@ from jfcl.core import (
     check_count,
     dense_start,
     get_parameter,
-    num_clients,
 )
 from jfcl.execution import mapping
 
@@ -112,7 +112,7 @@ def ifca(
         check_count("stable_rounds", stable_rounds)
         late = restarts == 1 or stable_rounds > restart_rounds
         check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     estimate = training
     if identity_batch is not None:
         check_count("identity_batch", identity_batch)
@@ -144,8 +144,7 @@ def ifca(
         return choice
 
     def start(params, clients):
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=client_axis)
 
     algorithm = averaging(

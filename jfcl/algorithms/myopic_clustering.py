@@ -10,9 +10,16 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.personal import initial_state
+from jfcl.algorithms.round import (
+    WEIGHTS,
+    check_at_most_clients,
+    client_weight,
+    round_metrics,
+    select_cohort,
+    train_clients,
+)
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -209,11 +216,11 @@ def centers_of(
     carry = centers == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         start = initial_state(task, training, key, clients, init_params)
         momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
@@ -223,15 +230,15 @@ def centers_of(
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
         has_examples = size > 0
-        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+        cohort = select_cohort(key, clients)
 
-        def client(key, params, examples, size):
+        def client(key, examples, size, params):
             return gradient(task, params, *local.draw_batch(training, key, examples, size))
 
-        loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
+        loss, gradients = train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
-        points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite, state.group)
+        points, usable = attacked(adversary, attack_key(cohort.key), points, client_ids(clients), finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         if carry and init_centers is not None:
             starts = state.centers
@@ -250,7 +257,7 @@ def centers_of(
             updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
-        params, opt_states = client_axis(move)(client_keys(clients_key, clients), state.params, state.client, group)
+        params, opt_states = client_axis(move)(client_keys(cohort.key, clients), state.params, state.client, group)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = round_metrics(has_examples, loss, usable, 1, model, model)
         new = CentersState(

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, max_examples, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes, num_clients
 
 
 def with_first_costs(
@@ -67,8 +68,7 @@ def clustered_once(
     )
 
     def init(key: jax.Array, clients: Clients):
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         start_key, find_key = jax.random.split(key)
         params, cluster = find(find_key, clients)
         return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32))

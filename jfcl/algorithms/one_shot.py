@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients
-from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
+from jfcl.algorithms.round import client_weight
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.execution import mapping

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import initial_models, initial_optimizers
+from jfcl.algorithms.round import initial_models, initial_optimizers
 from jfcl.client.local import LocalTraining
 from jfcl.core import Clients, PyTree, Task, num_clients
 

@@ -49,8 +49,7 @@ def evaluate(
       >>> jfcl.evaluate(task, {"b": jnp.array([0.0, 1.0])}, clients, np.array([0, 1, 1]))["loss"].tolist()
       [1.0, 0.0, 0.0]
     """
-    client_axis = mapping.auto() if client_axis is None else client_axis
-    return _evaluate(params, clients, cluster, task=task, client_axis=client_axis)
+    return _evaluate(params, clients, cluster, task=task, client_axis=mapping.or_auto(client_axis))
 
 
 @partial(jax.jit, static_argnames=("task", "client_axis"))

@@ -8,20 +8,21 @@ client can be served any model on its path, from the most general to its own clu
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jfcl.algorithms.aggregate import where_rows
-from jfcl.algorithms.averaging import initial_optimizers
-from jfcl.algorithms.heard import Heard
-from jfcl.algorithms.sides import Sides
-from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
+from jfcl.algorithms.cfl.last_updates import LastUpdates
+from jfcl.algorithms.cfl.privacy import hide
+from jfcl.algorithms.cfl.sides import Sides
+from jfcl.algorithms.cfl.splits import sketch
+from jfcl.algorithms.cfl.state import CFLState
+from jfcl.algorithms.round import initial_optimizers
 from jfcl.analysis import metrics
+from jfcl.analysis.tree_file import check_model, check_state, load_tree, save_tree
 from jfcl.client import local
 from jfcl.core import (
     Clients,
@@ -37,6 +38,21 @@ from jfcl.core import (
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
+
+__all__ = [
+    "Assignment",
+    "Node",
+    "PathEvaluation",
+    "assign_newcomer",
+    "enrol",
+    "evaluate_paths",
+    "leave",
+    "load_tree",
+    "models",
+    "nodes",
+    "path",
+    "save_tree",
+]
 
 
 class Node(NamedTuple):
@@ -84,7 +100,7 @@ def nodes(state: CFLState) -> list[Node]:
       >>> [(node.children, node.clients.tolist()) for node in nodes(state)]
       [((1, 2), [0, 1, 2]), ((), [0, 2]), ((), [1])]
     """
-    _check_state(state)
+    check_state(state)
     cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
     born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
     made = [k for k in np.flatnonzero(active & (born > 0))]
@@ -106,13 +122,6 @@ def nodes(state: CFLState) -> list[Node]:
     for slot, i in at.items():
         found[i] = found[i]._replace(clients=np.flatnonzero((cluster == slot) & ~gone))
     return found
-
-
-def _check_state(state: CFLState) -> None:
-    ok = isinstance(getattr(state, "tree", None), ParameterTree)
-    check(ok, "state", type(state).__name__, "a CFLState, which jfcl.cfl leaves")
-    shape = np.shape(state.cluster)
-    check(len(shape) == 1, "state", f"cluster of shape {shape}", "of one seed: jax.tree.map(lambda x: x[s], state)")
 
 
 def models(state: CFLState) -> PyTree:
@@ -164,7 +173,7 @@ def evaluate_paths(
     Cost: a forward pass over all examples for every level.
     """
     n = num_clients(clients)
-    _check_model(task, state.params)
+    check_model(task, state.params)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
     ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
     depth = max(map(len, ways.values()))
@@ -228,8 +237,8 @@ def assign_newcomer(
       >>> jfcl.assign_newcomer(task, training, state, late, key=jax.random.key(1)).cluster.tolist()
       [1]
     """
-    _check_state(state)
-    _check_model(task, state.params)
+    check_state(state)
+    check_model(task, state.params)
     check_clients(newcomers, name="newcomers")
     if privacy is not None:
         check_choice("privacy", privacy, OPERATORS)
@@ -241,8 +250,7 @@ def assign_newcomer(
         return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
     hid = [None, *OPERATORS][int(tree.privacy)]
     check(privacy == hid, "privacy", privacy, f"{hid!r}, as in the run: updates hidden otherwise cannot be compared")
-    client_axis = mapping.auto() if client_axis is None else client_axis
-    options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
+    options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": mapping.or_auto(client_axis)}
     return _assign(state, newcomers, key, task=task, training=training, **options)
 
 
@@ -262,7 +270,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         opt_state = local.start_optimizer(training, begin, done)
         trained = local.train(task, training, key, begin, examples, size, opt_state).params
         update = jax.tree.map(jnp.subtract, trained, begin)
-        return update if privacy is None else hidden(update, privacy, privacy_seed)
+        return hide(update, privacy, privacy_seed)
 
     def side(update, k):
         """Algorithm 4, lines 6 to 11: the largest similarity to the clients that stayed, and to those that moved."""
@@ -313,7 +321,7 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
       >>> int(algorithm.step(jax.random.key(1), state, clients)[1]["participants"])
       2
     """
-    _check_state(state)
+    check_state(state)
     who = jnp.asarray(who)
     n = len(state.cluster)
     check(who.shape == (n,) and who.dtype == bool, "who", (who.shape, who.dtype), f"bool of shape ({n},)")
@@ -371,7 +379,7 @@ def enrol(
       >>> history.state.cluster.tolist()
       [0, 1, 0, 1]
     """
-    _check_state(state)
+    check_state(state)
     whole = isinstance(state.sides, Sides)
     accepted = "the state of a run that splits clusters, as history.state has it (load_tree lacks what a run needs)"
     check(whole, "state", "a state without sides", accepted)
@@ -386,7 +394,7 @@ def enrol(
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
     else:
-        _check_model(task, state.params)
+        check_model(task, state.params)
 
     def behind(x, axis=0, fill=0):
         """`x` with rows of `fill` behind."""
@@ -397,9 +405,9 @@ def enrol(
     if jax.tree.leaves(opt_states):
         fresh = initial_optimizers(training, state.params, clients)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
-    heard, sides = state.heard, state.sides
-    if isinstance(heard, Heard):
-        heard = jax.tree.map(behind, heard)
+    last, sides = state.heard, state.sides
+    if isinstance(last, LastUpdates):
+        last = jax.tree.map(behind, last)
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
@@ -409,7 +417,7 @@ def enrol(
             placed=jnp.concatenate([sides.placed, placed]),
             changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
         ),
-        heard=heard,
+        heard=last,
     )
 
 
@@ -422,75 +430,3 @@ def _check_examples(task: Task, clients: Clients) -> None:
         about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
         said = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
         raise ValueError(said) from error
-
-
-_BOOKS = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
-
-
-def _named(tree: PyTree) -> dict[str, np.ndarray]:
-    """The arrays by name; what NumPy's files have no type for, such as bfloat16, as float32."""
-    leaves = [(jax.tree_util.keystr(p), np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
-    return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in leaves}
-
-
-def save_tree(file: str | Path, state: CFLState) -> None:
-    """Writes a run's parameter tree to one `.npz` file: models, splits, what clients had sent, who is where."""
-    _check_state(state)
-    arrays = {f"params{name}": x for name, x in _named(state.params).items()}
-    arrays |= {f"model{name}": x for name, x in _named(state.tree.model).items()}
-    arrays |= {name: np.asarray(getattr(state, name)) for name in _BOOKS}
-    arrays |= {name: np.asarray(getattr(state.tree, name)) for name in ParameterTree._fields if name != "model"}
-    np.savez(file, **arrays)
-
-
-def load_tree(file: str | Path, task: Task) -> CFLState:
-    """A parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
-
-    Args:
-      file: `tree.npz`, or the run's folder.
-      task: of the same model.
-
-    Returns:
-      `CFLState`, without the clients' optimisers.
-
-    Raises:
-      ValueError: no such file, a file of something else, a tree of another model.
-    """
-    file = Path(file)
-    file = file / "tree.npz" if file.is_dir() else file
-    check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
-    try:
-        with file.open("rb") as f, np.load(f) as arrays:
-            saved = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
-        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
-    missing = [name for name in (*_BOOKS, "born", "side", "updates", "privacy") if name not in saved]
-    check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    capacity = len(saved["active"])
-
-    def read(part):
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        names = [jax.tree_util.keystr(p) for p, _ in leaves]
-        there = {name.removeprefix(part) for name in saved if name.startswith(part)}
-        differ = sorted(there ^ set(names))
-        check(not differ, "file", str(file), f"of this task's model, which differs in {', '.join(differ)}")
-        for name, leaf in zip(names, (leaf for _, leaf in leaves), strict=True):
-            shape, wanted = saved[part + name].shape, (capacity, *leaf.shape)
-            check(shape == wanted, "file", str(file), f"of this task's model: {name} is {shape} there, {wanted} here")
-        arrays = [jnp.asarray(saved[part + name], leaf.dtype) for name, (_, leaf) in zip(names, leaves, strict=True)]
-        return jax.tree.unflatten(structure, arrays)
-
-    tree = ParameterTree(
-        model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
-    )
-    return CFLState(params=read("params"), tree=tree, client=(), **{name: jnp.asarray(saved[name]) for name in _BOOKS})
-
-
-def _check_model(task: Task, params: PyTree) -> None:
-    def shapes(tree, of_one):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
-
-    wanted, have = shapes(jax.eval_shape(task.init, jax.random.key(0)), True), shapes(params, False)
-    check(have == wanted, "state", have, f"of the task's model {wanted}")

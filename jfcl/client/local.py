@@ -383,3 +383,31 @@ def train(
     if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
     return Trained(params, total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state)
+
+
+def train_round(
+    task: Task,
+    training: LocalTraining,
+    key: jax.Array,
+    params: PyTree,
+    examples: Batch,
+    size: jax.Array,
+    opt_state: PyTree,
+    rounds: jax.Array,
+    *,
+    anchor: PyTree | None = None,
+    products: jax.Array | None = None,
+) -> Trained:
+    """Trains one client's model in a round of a method: `train`, between two optimiser states of the method.
+
+    Args:
+      opt_state: the client's last, as in the method's state; `()` unless `keep="everything"`.
+      rounds: `[]` int32, rounds done before this one.
+      task, training, key, params, examples, size, anchor, products: as in `train`.
+
+    Returns:
+      `Trained`, whose `opt_state` is the client's next one in the method's state.
+    """
+    opt_state = optimizer_at(training, params, opt_state, rounds, size, jax.tree.leaves(examples)[0].shape[0])
+    trained = train(task, training, key, params, examples, size, opt_state, anchor=anchor, products=products)
+    return trained._replace(opt_state=carried(training, trained.opt_state))
