@@ -60,21 +60,21 @@ def ditto(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every round, besides FedAvg on the global `w`, each client trains its own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
+    """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
 
     Args:
       lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
         with (Algorithm 1 of the paper).
       training: of both models; a proximal term in it is that of the global model.
       task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`. An
-        adversary sends lies about the global model; nobody else sees a personal one. Who is not in the cohort keeps
+        adversary attacks updates of the global model; personal models are not sent. A client outside the cohort keeps
         its personal model.
 
     Returns:
       `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
 
     Raises:
-      ValueError: `λ < 0`, and what `jfcl.fedavg` refuses.
+      ValueError: `λ < 0`, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

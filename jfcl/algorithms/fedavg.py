@@ -25,7 +25,7 @@ def fedavg(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
-    """Every round each client of the cohort trains the global model; the server averages what comes back.
+    """Trains one global model: each round the cohort's clients train it, and the server averages their models.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -37,8 +37,8 @@ def fedavg(
       init_params: a model to start from.
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
       aggregator: `(updates, mask=...) -> update`, a robust one from `jfcl.kernels` in place of the mean; clients then
-        count alike.
-      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: what suits the backend.
+        have equal weights.
+      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: `jfcl.mapping.auto()`.
 
     Returns:
       `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.

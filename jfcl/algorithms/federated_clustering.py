@@ -149,7 +149,8 @@ def federated_clustering(
         or of more than `N`, epochs instead of steps, a proximal term.
 
     Warns:
-      UserWarning: from `simulate`, where the quantile lets every client train alone, as 0.2 does with two to five clients.
+      UserWarning: from `simulate`, where with this quantile every client trains alone, as with 0.2 and two to five
+        clients.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -295,16 +296,14 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
     """Warns where only the client's own distance, 0, of `count` different ones is within the quantile."""
     if quantile is None or not is_concrete(quantile) or count < 2:
         return
-    needed = (
-        2 if rule in ("index_shrunk", "index_strict") else 1
-    )  # the place in the order with which the nearest other gradient is inside
+    needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the least place that includes another gradient
     among = count - 1 if rule == "linear" else count
     place = np.float32(np.max(quantile)) * np.float32(among)
     possible = needed < count  # the last place is that of the farthest
     if possible and place >= needed * (1 - 4 * np.finfo(np.float32).eps):  # 0.2 of 5 is 1, as in the kernel
         return
     least = math.ceil(1000 * needed / among) / 1000
-    advice = f"a quantile of {least:g} lets the nearest other in" if possible else "no quantile lets another in"
+    advice = f"a quantile of {least:g} includes the nearest other" if possible else "no quantile includes another"
     warnings.warn(
         f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only its"
         f" own is within it, so that every client trains alone; {advice}",

@@ -45,20 +45,20 @@ def fesem(
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """EM in parameter space: a client trains its cluster's model and joins the model nearest to what came out.
+    """Runs EM in parameter space: a client trains its cluster's model and joins the cluster nearest to the result.
 
     E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
 
     Args:
       num_clusters: `K`.
       local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
-        From random models nobody would ever leave its own. Their cost is in the metrics of the first round.
+        From random models no client would ever change its cluster. Their cost is in the metrics of the first round.
       init_params: one model that all start from.
-      adversary: attacks what clients' models add to the model that they began with.
+      adversary: hostile clients; the attack is on the difference of a client's model to the one it started from.
       task, training, weights, client_axis: as in `jfcl.fedavg`.
 
     Returns:
-      `Algorithm` whose state has `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
+      `Algorithm` with the state `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
       memory `O(chunk D)`, with an adversary `O(N D)`.
 
     Raises:

@@ -31,7 +31,7 @@ from jfcl.core import (
 from jfcl.execution import mapping
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
-FARTHEST = 1e30  # stands for a distance whose square overflows, which the kernels would take for a missing one
+FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
 
 LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
 DISTANCES = ("cosine", "euclidean")
@@ -54,12 +54,12 @@ def flhc(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """A few rounds of FedAvg, one update of every client, a dendrogram of these; then FedAvg inside each cluster.
+    """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
 
     Args:
       num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
-      distance_threshold: clients whose updates are nearer than this stay together; more than `K` clusters that way are
-        merged until there are `K`.
+      distance_threshold: clients with updates nearer than this stay together; more than `K` clusters are merged until
+        there are `K`.
       rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`; their
         cost is in the metrics of the first round.
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
@@ -72,7 +72,7 @@ def flhc(
       trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
 
     Raises:
-      ValueError: an unknown distance or linkage, `K` larger than the number of clients, what `jfcl.fedavg` refuses.
+      ValueError: an unknown distance or linkage, `K` larger than the number of clients, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -120,11 +120,11 @@ def flhc(
         else:
             apart = jnp.sqrt(squared_distances(updates, mask=real))
             similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
-        # Clients without (finite) updates are twins of the first that has one, so that they are nobody's cluster.
+        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
         n = num_clients(clients)
-        who = jnp.where(real, jnp.arange(n), jnp.argmax(real))
-        similarity = similarity[who][:, who]
-        twins = (who[:, None] == who[None, :]) & ~jnp.eye(n, dtype=bool)
+        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
+        similarity = similarity[twin][:, twin]
+        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
         tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
         cluster = cut(tree, num_clusters=num_clusters)
         if distance_threshold is not None:

@@ -1,4 +1,4 @@
-"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg then trains."""
+"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg trains."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def hypcluster(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """IFCA's model averaging, clients counting by their data, usually with local epochs, a cohort and a warm start.
+    """Runs IFCA's model averaging with clients weighted by size, usually with epochs, a cohort and a warm start.
 
     Args:
       num_clusters: `K`.
-      warm_rounds: rounds of FedAvg inside `K` random parts of the clients from which the models start: models that
-        differ, and that none of them finds useless. Their cost is in the metrics of the first round. Default: none.
+      warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
+        differ and are of some use to every client. Their cost is in the metrics of the first round. Default: none.
       task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
         `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm start.
 
@@ -44,7 +44,7 @@ def hypcluster(
       `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
 
     Raises:
-      ValueError: what `jfcl.ifca` refuses.
+      ValueError: as in `jfcl.ifca`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

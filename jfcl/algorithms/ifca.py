@@ -50,7 +50,7 @@ def ifca(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every round each client picks the model of lowest loss on its data and trains it; models are averaged by choice.
+    """Trains `K` models: each round every client trains the one of lowest loss on its data; the server averages them.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -59,18 +59,18 @@ def ifca(
       num_clusters: `K`, the number of models.
       average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
         (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
-      divide_by: what `m` is with `average="gradients"`: `"all"` clients with examples, in the cohort or not (line 14 of
-        Algorithm 2), a client whose update is not finite included; or the round's `"participants"`, of all clusters,
-        whose updates are in a sum. With `weights="size"` it is their examples. In a population
-        (`jfcl.simulate_population`) a round knows the clients of the cohort alone, and `"all"` are those that answered.
-      weights: what a client counts: `"equal"` (the paper) or `"size"`.
+      divide_by: `m` for `average="gradients"`. `"all"`: all clients with examples, in the cohort or not, with finite
+        updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
+        clusters. With `weights="size"` it is the number of their examples. In a population
+        (`jfcl.simulate_population`) a round has the clients of the cohort alone, and `"all"` are those that answered.
+      weights: the weight of a client: `"equal"` (the paper) or `"size"`.
       shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
         true are averaged over all clients.
-      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for so many rounds, clients
-        are sent their own model only and no longer look at the others. Default: never.
-      identity_batch: examples, drawn anew each round, on which a client compares the models; default: all of its own
-        (the paper). Under `num_steps` and a batch size as large it is the first trained on.
-      restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
+      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for this number of rounds,
+        clients get their own model only and no longer compare the others. Default: never.
+      identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
+        its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
+      restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
       server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`; `init_params` may
@@ -78,14 +78,13 @@ def ifca(
 
     Returns:
       `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
-      forward passes over each client's data (whose first dense layers are one product, and which begin its training in
-      the span of its examples, see `jfcl.client.span`) plus its local training; memory `O(chunk D + K D)`. Bytes: each
-      client
-      is sent `K` models (shared layers once) and sends one.
+      forward passes over each client's data plus its local training; memory `O(chunk D + K D)`. The first dense layers
+      of the `K` passes are one product, with which training in the span of the examples begins (`jfcl.client.span`).
+      Bytes: each client gets `K` models (shared layers once) and sends one.
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
-        `"gradients"`, a shortcut that could begin while restarts are still compared, and what `jfcl.fedavg` refuses.
+        `"gradients"`, a shortcut that could begin while restarts are still compared, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -122,7 +121,7 @@ def ifca(
         find = under_all(task, params)
 
         def choice(key, examples, size, cluster, quiet):
-            def look():
+            def compare():
                 if identity_batch is None:
                     losses, products = find(examples, size)
                 else:  # with the key of the training, hence its first batch under num_steps
@@ -139,7 +138,7 @@ def ifca(
                     products = first.inputs(blank_padding(examples, size)).astype(kernel.dtype) @ kernel
                 return cluster, jnp.zeros((), bool), products
 
-            return look() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, look, stay)
+            return compare() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, compare, stay)
 
         return choice
 

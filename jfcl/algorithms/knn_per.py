@@ -94,11 +94,11 @@ def knn_per(
 
     Returns:
       `Algorithm` with a `KnnPerState`, and a task of its own: the mixture. Cost of a round: FedAvg's and a pass over
-      all examples, whose representations are kept: `O(N (D + M H))` memory, with the global model once per client.
+      all examples; their representations are kept: `O(N (D + M H))` memory, with the global model once per client.
 
     Raises:
       ValueError: `λ` outside [0, 1], `k` larger than the smallest client's data, a scale not above 0, a validation
-        share outside (0, 1), a task without labels, what `jfcl.fedavg` refuses.
+        share outside (0, 1), a task without labels, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

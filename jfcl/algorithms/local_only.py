@@ -1,4 +1,4 @@
-"""Local training: every client on its own, nothing sent; what federation has to beat."""
+"""Local training: every client trains alone, without any communication; the baseline of federated methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def local_only(
     init_params: PyTree | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Client `i` trains model `i`; a round is one local training of each, from where the last one ended.
+    """Trains a model for each client alone; a round is one local training of each, from the result of the last.
 
     Args:
       task, training, client_axis: as in `jfcl.fedavg`.

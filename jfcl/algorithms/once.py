@@ -17,14 +17,14 @@ from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_example
 def with_first_costs(
     algorithm: Algorithm, training: local.LocalTraining, *, messages: int, rounds: int, cohort: int | None = None
 ) -> Algorithm:
-    """`algorithm` whose first round's metrics also count what its `init` had the clients send and compute.
+    """Returns `algorithm` with the communication and computation of its `init` in the first round's metrics.
 
     Args:
       algorithm: its state counts its rounds in `round` `[]` and stacks models of one size in `params`.
-      training: what clients did in each of `rounds`.
-      messages: models that a client got, and sent.
-      rounds: rounds of local training that a client did.
-      cohort: how many clients took part in each, if not all.
+      training: the local training of each of these rounds.
+      messages: number of models that a client got, and sent.
+      rounds: rounds of local training of a client.
+      cohort: clients that took part in each; default: all.
     """
 
     def step(key: jax.Array, state, clients: Clients):
@@ -52,10 +52,11 @@ def clustered_once(
     num_clusters: int,
     **options: Any,
 ) -> Algorithm:
-    """FedAvg inside the clusters that `find(key, clients) -> (params [K, ...], cluster [N])` finds in `init`.
+    """Returns FedAvg inside the clusters that `find` finds in `init`.
 
     Args:
-      messages, rounds: what that costs, as in `with_first_costs`.
+      find: `(key, clients) -> (params [K, ...], cluster [N])`.
+      messages, rounds: its cost, as in `with_first_costs`.
       options: of `averaging`: `weights`, `server_optimizer`, `cohort`, `adversary`, `aggregator`, `client_axis`.
     """
     check_count("num_clusters", num_clusters)

@@ -1,4 +1,4 @@
-"""The oracle: FedAvg inside the true clusters; what every clustering method would reach if it made no mistake."""
+"""The oracle: FedAvg inside the true clusters, the result of a clustering method without any mistake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def oracle(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
-    """FedAvg with one model per true cluster ("ground truth" in the FC paper).
+    """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
 
     Args:
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
@@ -40,7 +40,7 @@ def oracle(
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
 
     Raises:
-      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and what `jfcl.fedavg` refuses.
+      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

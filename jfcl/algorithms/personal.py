@@ -1,4 +1,4 @@
-"""What methods with one model per client share: their state, and how the models start."""
+"""The state of methods with one model per client, and its initial value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PersonalState(NamedTuple):
 def initial_state(
     task: Task, training: LocalTraining, key: jax.Array, clients: Clients, init_params: PyTree | None
 ) -> PersonalState:
-    """One random model that all start from; or `init_params`, one model or `N` stacked."""
+    """Returns the initial state: one random model for all clients, or `init_params`, one model or `N` stacked."""
     n = num_clients(clients)
     if init_params is None:
         one = initial_models(task, key, 1, None)

@@ -1,8 +1,8 @@
 """The parameter tree of Clustered Federated Learning (Sattler et al. 2021, section V-C): newcomers, leavers, paths.
 
-Every split that `jfcl.cfl` carries out leaves a node with the model before it, and what its clients had sent. A client
-that comes later is led from the root to a leaf by the similarity of its updates to those (Algorithm 4), and every
-client can be served any model on its path, from the most general to its own cluster's.
+Every split that `jfcl.cfl` carries out leaves a node with the model before it and the updates of its clients. A
+newcomer goes from the root to a leaf by the similarity of its updates to those (Algorithm 4), and every client can use
+any model on its path, from the most general one to its own cluster's.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = [
 
 
 class Node(NamedTuple):
-    """A cluster that exists or has existed; everything on the host.
+    """A cluster that exists or has existed, on the host.
 
     Attributes:
       parent: index of the parent in the list of nodes; -1 for the root.
       children: indices of the two children, the one that kept the slot first; `()` for a leaf.
       slot: the cluster's row in `state.params` and value in `state.cluster` (for leaves).
       round: the round in which it was made, 0 for the root.
-      clients: `[n]` indices of the clients in it (of inner nodes: of those whose updates were looked at).
+      clients: `[n]` indices of the clients in it (of inner nodes: of those that the bipartition compared).
       cross_similarity: of the bipartition that divided it; `nan` for a leaf.
       split: the slot under which `state.tree` keeps its division; -1 for a leaf.
     """
@@ -78,7 +78,7 @@ class Node(NamedTuple):
 
 
 def nodes(state: CFLState) -> list[Node]:
-    """The tree as a list, parents before children: clusters in the order in which they were made.
+    """Returns the tree as a list, parents before children: clusters in the order of their rounds.
 
     Args:
       state: of `jfcl.cfl`, of one seed, outside `jit`.
@@ -125,7 +125,7 @@ def nodes(state: CFLState) -> list[Node]:
 
 
 def models(state: CFLState) -> PyTree:
-    """The models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
+    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
     found = nodes(state)
     inner = jnp.asarray([n.split >= 0 for n in found])
     slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])
@@ -160,7 +160,7 @@ class PathEvaluation(NamedTuple):
 def evaluate_paths(
     task: Task, state: CFLState, clients: Clients, *, client_axis: mapping.Mapping | None = None
 ) -> PathEvaluation:
-    """How well every client would be served by each model on its path, from the most general one to its own.
+    """Evaluates every client with each model on its path, from the most general one to its own.
 
     Args:
       task: of the run.
@@ -260,7 +260,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
     size = jnp.asarray(newcomers.size)
 
     def next_split(slot, seen):
-        """The first split of the cluster in `slot` after round `seen`, and whether there is one."""
+        """Returns the first split of the cluster in `slot` after round `seen`, and whether there is one."""
         later = (state.parent == slot) & (tree.born > seen)
         return jnp.argmin(jnp.where(later, tree.born, jnp.iinfo(jnp.int32).max)), later.any()
 
@@ -273,10 +273,10 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         return hide(update, privacy, privacy_seed)
 
     def side(update, k):
-        """Algorithm 4, lines 6 to 11: the largest similarity to the clients that stayed, and to those that moved."""
-        them = tree.updates[k]
-        lengths = jnp.linalg.norm(them, axis=1) * jnp.linalg.norm(update)
-        similarity = (them @ update) / jnp.where(lengths > 0, lengths, 1.0)
+        """Returns whether the most similar client moved, and that similarity (Algorithm 4, lines 6 to 11)."""
+        sent = tree.updates[k]
+        lengths = jnp.linalg.norm(sent, axis=1) * jnp.linalg.norm(update)
+        similarity = (sent @ update) / jnp.where(lengths > 0, lengths, 1.0)
         stayed, moved = (jnp.where(tree.side[k] == which, similarity, -jnp.inf).max() for which in (1, 2))
         return moved >= stayed, jnp.maximum(stayed, moved)
 
@@ -300,13 +300,13 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
 
 
 def leave(state: CFLState, who: jax.Array) -> CFLState:
-    """The state after some clients have left: they train no more, and what they had sent is forgotten.
+    """Returns the state after some clients have left: they train no more, and their updates leave the parameter tree.
 
-    Their clusters keep models and places, so the others notice nothing.
+    Their clusters keep models and slots, so that nothing changes for the others.
 
     Args:
-      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; go on with it by `jfcl.rollout(..., state=...)`.
-      who: `[N]` bool.
+      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; continue from it by `jfcl.rollout(..., state=...)`.
+      who: `[N]` bool, the clients that leave.
 
     Raises:
       ValueError: `who` of another shape or type.
@@ -346,10 +346,10 @@ def enrol(
     privacy_seed: int = 0,
     client_axis: mapping.Mapping | None = None,
 ) -> CFLState:
-    """Returns the state with newcomers behind its clients, for the run to go on with all of them.
+    """Returns the state with newcomers behind its clients, to continue the run with all of them.
 
-    `assign_newcomer` leads the newcomers to their clusters. Where the run kept no updates (`tree_dim=0`) they begin
-    in the first cluster, and the run places them itself, one split in each round, as clients that missed all splits.
+    `assign_newcomer` assigns the newcomers to their clusters. Where the run kept no updates (`tree_dim=0`) they start
+    in the first cluster, and the run places them, one split in each round, as clients that missed all splits.
 
     Args:
       state: of `jfcl.cfl`, of `N` clients and one seed.
@@ -361,8 +361,8 @@ def enrol(
       newcomers. They are in no split of the parameter tree. Cost: that of `assign_newcomer`.
 
     Raises:
-      ValueError: what `assign_newcomer` refuses; clients of another shape than the task's model takes; a state that a
-        run cannot go on with, such as one of `load_tree`.
+      ValueError: as in `assign_newcomer`; clients of another shape than the task's model takes; a state from which a
+        run cannot continue, such as one of `load_tree`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -381,7 +381,7 @@ def enrol(
     """
     check_state(state)
     whole = isinstance(state.sides, Sides)
-    accepted = "the state of a run that splits clusters, as history.state has it (load_tree lacks what a run needs)"
+    accepted = "the state of a run that splits clusters, as history.state has it (that of load_tree is not complete)"
     check(whole, "state", "a state without sides", accepted)
     check_clients(clients)
     _check_examples(task, clients)
@@ -397,7 +397,7 @@ def enrol(
         check_model(task, state.params)
 
     def behind(x, axis=0, fill=0):
-        """`x` with rows of `fill` behind."""
+        """Returns `x` with rows of `fill` behind."""
         shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
         return jnp.concatenate([x, jnp.full(shape, fill, x.dtype)], axis=axis)
 
@@ -422,11 +422,11 @@ def enrol(
 
 
 def _check_examples(task: Task, clients: Clients) -> None:
-    """`ValueError` for clients whose examples the task's loss does not take."""
+    """Checks that the task's loss takes the examples of `clients`, or raises `ValueError`."""
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.examples)
     try:
         jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
-    except Exception as error:  # whatever flax and jax say of shapes that do not fit
+    except Exception as error:  # of flax or jax, for shapes that do not fit
         about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
-        said = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
-        raise ValueError(said) from error
+        message = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
+        raise ValueError(message) from error

@@ -16,13 +16,13 @@ _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "e
 
 
 def _named(tree: PyTree) -> dict[str, np.ndarray]:
-    """The arrays by name; what NumPy's files have no type for, such as bfloat16, as float32."""
+    """Returns the arrays by name; types without a NumPy file format, such as bfloat16, as float32."""
     leaves = [(jax.tree_util.keystr(p), np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
     return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in leaves}
 
 
 def save_tree(file: str | Path, state: CFLState) -> None:
-    """Writes a run's parameter tree to one `.npz` file: models, splits, what clients had sent, who is where."""
+    """Writes a run's parameter tree to one `.npz` file: models, splits, updates, and the clients' clusters."""
     check_state(state)
     arrays = {f"params{name}": x for name, x in _named(state.params).items()}
     arrays |= {f"model{name}": x for name, x in _named(state.tree.model).items()}
@@ -32,7 +32,7 @@ def save_tree(file: str | Path, state: CFLState) -> None:
 
 
 def load_tree(file: str | Path, task: Task) -> CFLState:
-    """A parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
+    """Reads a parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
 
     Args:
       file: `tree.npz`, or the run's folder.
@@ -42,7 +42,7 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
       `CFLState`, without the clients' optimisers.
 
     Raises:
-      ValueError: no such file, a file of something else, a tree of another model.
+      ValueError: no such file, a file without a parameter tree, a tree of another model.
     """
     file = Path(file)
     file = file / "tree.npz" if file.is_dir() else file
@@ -76,6 +76,7 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
 
 
 def check_state(state: CFLState) -> None:
+    """Checks that `state` is a `CFLState` of one seed, or raises `ValueError`."""
     ok = isinstance(getattr(state, "tree", None), ParameterTree)
     check(ok, "state", type(state).__name__, "a CFLState, which jfcl.cfl leaves")
     shape = np.shape(state.cluster)
@@ -83,6 +84,8 @@ def check_state(state: CFLState) -> None:
 
 
 def check_model(task: Task, params: PyTree) -> None:
+    """Checks that the models `params` `[K, ...]` have the shapes of the task's model, or raises `ValueError`."""
+
     def shapes(tree, of_one):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
