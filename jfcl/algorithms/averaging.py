@@ -15,25 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, divide_rows, robust_cluster_mean, where_rows
-from jfcl.algorithms.round import (
-    WEIGHTS,
-    Cohort,
-    add_updates,
-    check_at_most_clients,
-    client_weight,
-    initial_models,
-    initial_optimizers,
-    loss_of_all,
-    put_rows,
-    round_metrics,
-    select_cohort,
-    server_update,
-    share,
-    shared_flags,
-    take_rows,
-    train_clients,
-)
 from jfcl.client import local, noise
 from jfcl.core import (
     Adversary,
@@ -81,25 +64,6 @@ class AveragingState(NamedTuple):
     client: PyTree
 
 
-class Averaging(NamedTuple):
-    """The checked arguments of `averaging`."""
-
-    task: Task
-    training: local.LocalTraining
-    num_clusters: int
-    start: Callable[[PyTree, Clients], jax.Array]
-    choose: Choose
-    weights: str
-    divide_by: str
-    shared: Callable[[str], bool] | None
-    server_optimizer: optax.GradientTransformation
-    cohort: int | None
-    init_params: PyTree | None
-    adversary: Adversary | None
-    aggregator: Callable[..., PyTree] | None
-    client_axis: mapping.Mapping
-
-
 class Report(NamedTuple):
     """The results of the cohort's training besides the updates, `[C, ...]` each.
 
@@ -120,31 +84,20 @@ class Report(NamedTuple):
     opt_state: PyTree
 
 
+def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
+    """Returns the start `[N]` int32 with all clients in the first cluster."""
+    return jnp.zeros(num_clients(clients), jnp.int32)
+
+
 def keep_cluster(params: PyTree) -> Choice:
     """Returns the choice of methods with fixed clusters."""
     return lambda key, examples, size, cluster, quiet: (cluster, jnp.zeros((), bool), None)
 
 
-def averaging(
-    task: Task,
-    training: local.LocalTraining,
-    *,
-    num_clusters: int,
-    start: Callable[[PyTree, Clients], jax.Array],
-    choose: Choose = keep_cluster,
-    weights: str = "size",
-    divide_by: str = "cluster",
-    shared: Callable[[str], bool] | None = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
-) -> Algorithm:
-    """Builds an `Algorithm` of that round, for authors of methods; users call `fedavg`, `oracle` or `ifca`.
+class Averaging(NamedTuple):
+    """The arguments of `averaging`.
 
-    Args:
+    Attributes:
       task, training: the model and the local training.
       num_clusters: `K`.
       start: `(params, clients) -> [N]` int32, the clusters before the first round.
@@ -161,55 +114,58 @@ def averaging(
       aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; clients
         then have equal weights. With it or an adversary a round holds all updates: `O(N D)` memory.
       client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
+    """
+
+    task: Task
+    training: local.LocalTraining
+    num_clusters: int
+    start: Callable[[PyTree, Clients], jax.Array]
+    choose: Choose = keep_cluster
+    weights: str = "size"
+    divide_by: str = "cluster"
+    shared: Callable[[str], bool] | None = None
+    server_optimizer: optax.GradientTransformation | None = None
+    cohort: int | None = None
+    init_params: PyTree | None = None
+    adversary: Adversary | None = None
+    aggregator: Callable[..., PyTree] | None = None
+    client_axis: mapping.Mapping | None = None
+
+
+def averaging(rules: Averaging) -> Algorithm:
+    """Builds an `Algorithm` of this round, for authors of methods; users call `fedavg`, `oracle` or `ifca`.
 
     Returns:
-      An `Algorithm` whose metrics are `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
+      An `Algorithm` with the metrics `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
       `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`.
 
     Raises:
       ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
         with `shared` or another divisor than `"cluster"`.
     """
-    local.check_parts(task, training)
-    check_count("num_clusters", num_clusters)
-    check_choice("weights", weights, WEIGHTS)
-    check_choice("divide_by", divide_by, DIVIDE_BY)
-    if cohort is not None:
-        check_count("cohort", cohort)
-    check(
-        shared is None or server_optimizer is None,
-        "server_optimizer",
-        server_optimizer,
-        "left out where parameters are shared: its state would differ between the copies of a shared layer",
-    )
-    alone = aggregator is None or (shared is None and divide_by == "cluster")
+    local.check_parts(rules.task, rules.training)
+    check_count("num_clusters", rules.num_clusters)
+    check_choice("weights", rules.weights, phases.WEIGHTS)
+    check_choice("divide_by", rules.divide_by, DIVIDE_BY)
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
+    accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
+    fits = rules.shared is None or rules.server_optimizer is None
+    check(fits, "server_optimizer", rules.server_optimizer, accepted)
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
-    check(alone, "aggregator", aggregator, accepted)
-    rules = Averaging(
-        task,
-        training,
-        num_clusters,
-        start,
-        choose,
-        weights,
-        divide_by,
-        shared,
-        optax.sgd(1.0) if server_optimizer is None else server_optimizer,
-        cohort,
-        init_params,
-        adversary,
-        aggregator,
-        mapping.or_auto(client_axis),
-    )
-    return Algorithm(partial(init, rules), partial(step, rules), task, adversary_check(adversary))
+    fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
+    check(fits, "aggregator", rules.aggregator, accepted)
+    optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
+    rules = rules._replace(server_optimizer=optimizer, client_axis=mapping.or_auto(rules.client_axis))
+    return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))
 
 
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     """Returns the state before the first round."""
-    check_at_most_clients("cohort", rules.cohort, clients)
-    params = initial_models(rules.task, key, rules.num_clusters, rules.init_params)
+    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    params = phases.initial_models(rules.task, key, rules.num_clusters, rules.init_params)
     if rules.shared is not None:  # all copies of a shared parameter start, and so stay, alike
-        flags = shared_flags(rules.shared, params)
+        flags = phases.shared_flags(rules.shared, params)
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
     return AveragingState(
         params=params,
@@ -217,43 +173,43 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         unchanged=jnp.zeros(num_clients(clients), jnp.int32),
         round=jnp.zeros((), jnp.int32),
         server=noise.as_data(jax.vmap(rules.server_optimizer.init)(params)),
-        client=initial_optimizers(rules.training, params, clients),
+        client=phases.initial_optimizers(rules.training, params, clients),
     )
 
 
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
     # Select the cohort.
-    cohort = select_cohort(key, clients, rules.cohort)
+    cohort = phases.select_cohort(key, clients, rules.cohort)
     kept = state.cluster, state.unchanged, state.client
-    last, unchanged, opt_states = take_rows(cohort, kept)
+    last, unchanged, opt_states = phases.take_rows(cohort, kept)
     real = jnp.asarray(cohort.clients.size) > 0
 
     # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
     client = train_client(rules, state, clients)
     if rules.adversary is None and rules.aggregator is None:
-        sent, report = train_clients(rules.client_axis, client, cohort, last, opt_states, sum_into=state.params)
+        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states, sum_into=state.params)
         usable = report.finite
     else:
-        sent, report = train_clients(rules.client_axis, client, cohort, last, opt_states)
+        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states)
         sent, usable = attack(rules, cohort, sent, report.finite & real)
 
     # Aggregate.
     mean, changed, weight = aggregate(rules, state.params, sent, clients.size)
 
     # Update the server's models.
-    params, server = server_update(rules.server_optimizer, cohort, state.params, state.server, mean, changed)
+    params, server = phases.server_update(rules.server_optimizer, cohort, state.params, state.server, mean, changed)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
     opt_states = where_rows(report.finite & real, report.opt_state, opt_states)
-    cluster, unchanged, opt_states = put_rows(cohort, kept, (report.cluster, unchanged, opt_states))
+    cluster, unchanged, opt_states = phases.put_rows(cohort, kept, (report.cluster, unchanged, opt_states))
     server = where_rows(weight > 0, server, state.server)
     new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states)
 
     # Report.
     up, down = bytes_sent(rules, state.params, report.compared)
-    metrics = round_metrics(real, report.loss, usable, report.num_steps, up, down)
-    return new, metrics | {"loss": loss_of_all(cohort, metrics["loss"], num_clients(clients))}
+    metrics = phases.round_metrics(real, report.loss, usable, report.num_steps, up, down)
+    return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
 
 
 def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> Callable:
@@ -274,7 +230,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         )
         update = jax.tree.map(jnp.subtract, trained.params, begin)
         finite = is_finite(update)
-        weight = client_weight(rules.weights, size) * finite.astype(jnp.float32)
+        weight = phases.client_weight(rules.weights, size) * finite.astype(jnp.float32)
         return (update, chosen, weight), Report(
             chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state
         )
@@ -282,7 +238,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def attack(rules: Averaging, cohort: Cohort, sent: tuple, usable: jax.Array) -> tuple[tuple, jax.Array]:
+def attack(rules: Averaging, cohort: phases.Cohort, sent: tuple, usable: jax.Array) -> tuple[tuple, jax.Array]:
     """Returns `(sent, usable)` after the adversary has changed its clients' updates.
 
     Args:
@@ -310,8 +266,8 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
       `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
       the clients in each.
     """
-    sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
-    total = client_weight(rules.weights, jnp.asarray(size)) if rules.divide_by == "all" else weight
+    sums, weight = sent if len(sent) == 2 else phases.add_updates(rules.client_axis, *sent, params)
+    total = phases.client_weight(rules.weights, jnp.asarray(size)) if rules.divide_by == "all" else weight
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
     changed = jax.tree.map(lambda _: weight > 0, params)
     if rules.aggregator is not None:
@@ -320,8 +276,8 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
         return mean, changed, weight
     mean = divide_rows(sums, weight if rules.divide_by == "cluster" else of_all, params)
     if rules.shared is not None:
-        flags = shared_flags(rules.shared, params)
-        mean, changed = share(flags, mean, changed, sums, of_all, params)
+        flags = phases.shared_flags(rules.shared, params)
+        mean, changed = phases.share(flags, mean, changed, sums, of_all, params)
     return mean, changed, weight
 
 
@@ -332,6 +288,6 @@ def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[i
     """
     model, common = num_bytes(jax.tree.map(lambda p: p[0], params)), 0
     if rules.shared is not None:
-        flags = jax.tree.leaves(shared_flags(rules.shared, params))
+        flags = jax.tree.leaves(phases.shared_flags(rules.shared, params))
         common = sum(num_bytes(p[0]) for flag, p in zip(flags, jax.tree.leaves(params), strict=True) if flag)
     return model, common + (model - common) * jnp.where(compared, float(rules.num_clusters), 1.0)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
-from jfcl.algorithms.personal import initial_state
-from jfcl.algorithms.round import select_cohort, train_clients
+from jfcl.algorithms.personal import initial_state, next_personal, train_personal
+from jfcl.algorithms.round import select_cohort
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -24,7 +23,6 @@ from jfcl.core import (
     Task,
     check,
     is_concrete,
-    is_finite,
 )
 from jfcl.execution import mapping
 
@@ -111,22 +109,11 @@ def ditto(
     def step(key: jax.Array, state: DittoState, clients: Clients):
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
-        def client(key, examples, size, params, opt_state):
-            trained = local.train_round(task, near, key, params, examples, size, opt_state, state.round, anchor=middle)
-            return trained, is_finite(trained.params)
-
         everyone = select_cohort(key, clients)  # both models are trained on the same batches
-        trained, finite = train_clients(client_axis, client, everyone, state.params, state.client)
+        trained, finite = train_personal(task, near, client_axis, everyone, state, anchor=middle)
         shared, metrics = common.step(key, state.common, clients)
         present = ~jnp.isnan(metrics["loss"])  # NaN for absent clients alone
-        keep = present & finite
-        new = DittoState(
-            where_rows(keep, trained.params, state.params),
-            state.cluster,
-            state.round + 1,
-            where_rows(keep, trained.opt_state, state.client),
-            shared,
-        )
+        new = next_personal(state, trained, present & finite)._replace(common=shared)
         metrics |= {
             "loss": jnp.where(present, trained.loss, jnp.full_like(trained.loss, jnp.nan)),
             "client_steps": 2 * metrics["client_steps"],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
 from jfcl.client.local import LocalTraining
-from jfcl.core import Adversary, Algorithm, PyTree, Task, num_clients
+from jfcl.core import Adversary, Algorithm, PyTree, Task
 from jfcl.execution.mapping import Mapping
 
 
@@ -59,15 +58,17 @@ def fedavg(
       [[1.0, -1.0]]
     """
     return averaging(
-        task,
-        training,
-        num_clusters=1,
-        start=lambda params, clients: jnp.zeros(num_clients(clients), jnp.int32),
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
+        Averaging(
+            task,
+            training,
+            num_clusters=1,
+            start=one_cluster,
+            weights=weights,
+            server_optimizer=server_optimizer,
+            cohort=cohort,
+            init_params=init_params,
+            adversary=adversary,
+            aggregator=aggregator,
+            client_axis=client_axis,
+        )
     )

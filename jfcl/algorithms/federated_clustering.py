@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.personal import PersonalState, initial_state
-from jfcl.algorithms.round import WEIGHTS, check_at_most_clients, client_weight, round_metrics
 from jfcl.client import local, losses
 from jfcl.core import (
     Adversary,
@@ -167,13 +167,13 @@ def federated_clustering(
     if radius is None and quantile is None:
         quantile = 0.2
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check_one_gradient(training)
     if subgroup_size is not None:
         check_count("subgroup_size", subgroup_size, least=2)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        check_at_most_clients("subgroup_size", subgroup_size, clients)
+        phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
         return initial_state(task, training, key, clients, init_params)
 
     check_adversary = adversary_check(adversary)
@@ -192,10 +192,10 @@ def federated_clustering(
         has_examples = size > 0
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
-        counts = client_weight(weights, size)
+        counts = phases.client_weight(weights, size)
         batches, real = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
-        common = Common(batches, real, groups, has_examples, client_ids(clients), counts)
+        common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
 
         # Train.
         client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round)
@@ -209,7 +209,7 @@ def federated_clustering(
         # Keep the models that are finite, and report.
         keep = finite & has_examples
         sent = compared.astype(jnp.float32) * model
-        metrics = round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
+        metrics = phases.round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
         new = PersonalState(
             where_rows(keep, params, state.params),
             state.cluster,
@@ -219,26 +219,6 @@ def federated_clustering(
         return new, metrics
 
     return Algorithm(init, step, task, check_quantile)
-
-
-class Common(NamedTuple):
-    """The input that all clients of a round share. It is an argument, as a device holds only its own clients.
-
-    Attributes:
-      batches: pytree of `[N, B, ...]`, a batch of each client.
-      real: `[N, B]` bool, real examples in it.
-      groups: `Groups`, or None: all clients together.
-      has_examples: `[N]` bool.
-      ids: `[N]` int32.
-      counts: `[N]`, the clients' weights.
-    """
-
-    batches: Batch
-    real: jax.Array
-    groups: Groups | None
-    has_examples: jax.Array
-    ids: jax.Array
-    counts: jax.Array
 
 
 def train_client(
@@ -253,29 +233,30 @@ def train_client(
 
     Returns:
       `(common, row, key, params, opt_state, examples, size) -> (params, opt_state, loss, finite, gradients compared)`.
+      `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their real examples
+      `[N, B]`, `Groups` or None, and `[N]` each: which clients have examples, their ids and weights.
     """
     # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
     rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def client(common, i, key, params, opt_state, examples, size):
         # The gradients of the client's group at its model.
-        if common.groups is None:
-            rows, real, own_row = jnp.arange(len(common.ids)), common.has_examples, i
-            batches, in_batch = common.batches, common.real
+        batches, in_batch, groups, has_examples, ids, counts = common
+        if groups is None:
+            rows, real, own_row = jnp.arange(len(ids)), has_examples, i
         else:
-            groups = common.groups
             rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
-            own_row = jnp.argmax((rows == i) & (real | ~common.has_examples[i]))
-            batches, in_batch = jax.tree.map(lambda x: x[rows], (common.batches, common.real))
+            own_row = jnp.argmax((rows == i) & (real | ~has_examples[i]))
+            batches, in_batch = jax.tree.map(lambda x: x[rows], (batches, in_batch))
         losses, points = jax.vmap(lambda batch, real: gradient(task, params, batch, real))(batches, in_batch)
 
         # Their centre, from the client's own gradient.
         own = jax.tree.map(lambda z: z[own_row], points)
         finite = is_finite(own)
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
-        own_lies = jax.random.fold_in(lies_key, common.ids[i])
-        sent, usable = attacked(adversary, own_lies, points, common.ids[rows], real)
-        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), common.counts[rows], usable)
+        own_lies = jax.random.fold_in(lies_key, ids[i])
+        sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
+        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable)
 
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]

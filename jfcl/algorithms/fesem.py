@@ -5,18 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.personal import PersonalState
-from jfcl.algorithms.round import (
-    WEIGHTS,
-    check_at_most_clients,
-    client_weight,
-    round_metrics,
-    select_cohort,
-    train_clients,
-)
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -77,19 +70,19 @@ def fesem(
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_count("local_rounds", local_rounds)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
     client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        check_at_most_clients("num_clusters", num_clusters, clients)
+        phases.check_at_most_clients("num_clusters", num_clusters, clients)
         params, cluster = cluster_local_models(
             task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        cohort, size = select_cohort(key, clients), jnp.asarray(clients.size)
+        cohort, size = phases.select_cohort(key, clients), jnp.asarray(clients.size)
 
         def train(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
@@ -99,7 +92,7 @@ def fesem(
         def join(model, size, cluster, usable):
             away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, model, state.params)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            return (model, nearest, client_weight(weights, size) * usable.astype(jnp.float32)), nearest
+            return (model, nearest, phases.client_weight(weights, size) * usable.astype(jnp.float32)), nearest
 
         def train_and_join(key, examples, size, cluster):
             model, finite, loss, steps = train(key, examples, size, cluster)
@@ -108,16 +101,16 @@ def fesem(
 
         real, last = size > 0, state.cluster
         if adversary is None:
-            (sums, weight), found = train_clients(client_axis, train_and_join, cohort, last, sum_into=state.params)
-            cluster, finite, loss, steps = found
+            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, sum_into=state.params)
+            (sums, weight), (cluster, finite, loss, steps) = sent, found
         else:
-            sent, finite, loss, steps = train_clients(client_axis, train, cohort, last)
+            sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
             begin = jax.tree.map(lambda p: p[last], state.params)
             sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
             joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
             (sums, weight), cluster = joined(sent, size, last, finite)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = round_metrics(real, loss, finite, steps, model, model)
+        metrics = phases.round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
 from jfcl.client import local
@@ -76,7 +76,7 @@ def hypcluster(
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
-        warm = averaging(task, training, start=lambda *_: parts, init_params=init_params, **common)
+        warm = averaging(Averaging(task, training, start=lambda *_: parts, init_params=init_params, **common))
 
         def one_round(t, state):
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
@@ -146,7 +146,7 @@ def ifca(
         check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=client_axis)
 
-    algorithm = averaging(
+    rules = Averaging(
         task,
         training,
         num_clusters=num_clusters,
@@ -161,7 +161,8 @@ def ifca(
         adversary=adversary,
         aggregator=aggregator,
         client_axis=client_axis,
-    )._replace(by_loss=True)
+    )
+    algorithm = averaging(rules)._replace(by_loss=True)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.aggregate import where_rows
-from jfcl.algorithms.personal import PersonalState, initial_state
-from jfcl.algorithms.round import round_metrics, select_cohort, train_clients
+from jfcl.algorithms.personal import PersonalState, initial_state, next_personal, train_personal
+from jfcl.algorithms.round import round_metrics, select_cohort
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, is_finite
+from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.execution import mapping
 
 
@@ -47,17 +46,9 @@ def local_only(
         return initial_state(task, training, key, clients, init_params)
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        def client(key, examples, size, params, opt_state):
-            trained = local.train_round(task, training, key, params, examples, size, opt_state, state.round)
-            return trained, is_finite(trained.params)
-
-        trained, finite = train_clients(client_axis, client, select_cohort(key, clients), state.params, state.client)
+        trained, finite = train_personal(task, training, client_axis, select_cohort(key, clients), state)
         real = jnp.asarray(clients.size) > 0
-        state = state._replace(
-            params=where_rows(finite & real, trained.params, state.params),
-            round=state.round + 1,
-            client=where_rows(finite & real, trained.opt_state, state.client),
-        )
-        return state, round_metrics(real, trained.loss, finite, trained.num_steps, 0, 0)
+        metrics = round_metrics(real, trained.loss, finite, trained.num_steps, 0, 0)
+        return next_personal(state, trained, finite & real), metrics
 
     return Algorithm(init, step, task)

@@ -9,17 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.personal import initial_state
-from jfcl.algorithms.round import (
-    WEIGHTS,
-    check_at_most_clients,
-    client_weight,
-    round_metrics,
-    select_cohort,
-    train_clients,
-)
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -218,7 +211,7 @@ def centers_of(
     if radius is None and quantile is None:
         quantile = 1 / (2 * num_clusters)
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check_choice("centers", centers, CENTERS)
     carry = centers == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
@@ -227,7 +220,7 @@ def centers_of(
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
-        check_at_most_clients("num_clusters", num_clusters, clients)
+        phases.check_at_most_clients("num_clusters", num_clusters, clients)
         start = initial_state(task, training, key, clients, init_params)
         momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
@@ -237,12 +230,12 @@ def centers_of(
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
         has_examples = size > 0
-        cohort = select_cohort(key, clients)
+        cohort = phases.select_cohort(key, clients)
 
         def client(key, examples, size, params):
             return gradient(task, params, *local.draw_batch(training, key, examples, size))
 
-        loss, gradients = train_clients(client_axis, client, cohort, state.params)
+        loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
         points, usable = attacked(adversary, attack_key(cohort.key), points, client_ids(clients), finite, state.group)
@@ -255,7 +248,7 @@ def centers_of(
         else:
             starts = densest(points, usable, rule, num_clusters)
         form = "auto" if len(size) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = rule.centers(points, starts, client_weight(weights, size), usable, form=form)
+        centers = rule.centers(points, starts, phases.client_weight(weights, size), usable, form=form)
         group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
         def move(key, params, opt_state, k):
@@ -266,7 +259,7 @@ def centers_of(
 
         params, opt_states = client_axis(move)(client_keys(cohort.key, clients), state.params, state.client, group)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = round_metrics(has_examples, loss, usable, 1, model, model)
+        metrics = phases.round_metrics(has_examples, loss, usable, 1, model, model)
         new = CentersState(
             params=where_rows(usable, params, state.params),
             cluster=state.cluster,

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes
 
 
 def with_first_costs(
@@ -60,13 +60,7 @@ def clustered_once(
       options: of `averaging`: `weights`, `server_optimizer`, `cohort`, `adversary`, `aggregator`, `client_axis`.
     """
     check_count("num_clusters", num_clusters)
-    inner = averaging(
-        task,
-        training,
-        num_clusters=num_clusters,
-        start=lambda params, clients: jnp.zeros(num_clients(clients), jnp.int32),
-        **options,
-    )
+    inner = averaging(Averaging(task, training, num_clusters, one_cluster, **options))
 
     def init(key: jax.Array, clients: Clients):
         check_at_most_clients("num_clusters", num_clusters, clients)

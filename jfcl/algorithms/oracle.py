@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.execution.mapping import Mapping
@@ -68,15 +68,17 @@ def oracle(
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
     return averaging(
-        task,
-        training,
-        num_clusters=num_clusters,
-        start=start,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
+        Averaging(
+            task,
+            training,
+            num_clusters=num_clusters,
+            start=start,
+            weights=weights,
+            server_optimizer=server_optimizer,
+            cohort=cohort,
+            init_params=init_params,
+            adversary=adversary,
+            aggregator=aggregator,
+            client_axis=client_axis,
+        )
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.cfl.rounds import rounds
+from jfcl.algorithms.cfl.rounds import Options, rounds
 from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.client import local
@@ -70,17 +70,9 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    made = rounds(
-        task,
-        training,
-        Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator),
-        weights=weights,
-        privacy=privacy,
-        privacy_seed=privacy_seed,
-        init_params=init_params,
-        adversary=adversary,
-        client_axis=client_axis,
-    )
+    rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
+    hidden = privacy, privacy_seed
+    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)
@@ -102,4 +94,4 @@ def exclude_minority(rules: Rules, state: CFLState, sent: Sent, found: Found) ->
     leaves = minority | (sent.present & ~sent.usable)
     state = state._replace(excluded=jnp.where(leaves, state.round + 1, state.excluded))
     into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)
-    return Decision(state, into, full, jnp.where(leaves, 0.0, sent.weight), {})
+    return state, into, full, jnp.where(leaves, 0.0, sent.weight), {}

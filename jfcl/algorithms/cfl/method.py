@@ -11,17 +11,15 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.algorithms.cfl.bipartitions import Splits
-from jfcl.algorithms.cfl.rounds import rounds
+from jfcl.algorithms.cfl.rounds import Options, rounds
 from jfcl.algorithms.cfl.server import Rules
 from jfcl.algorithms.cfl.splits import split_clusters
-from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.theory import max_noise_of_split
 from jfcl.client import local
 from jfcl.core import (
@@ -40,41 +38,6 @@ from jfcl.execution import mapping
 from jfcl.kernels.bipartition import LINKAGES
 
 LEAST_SHARE = 0.25  # of the first round's longest update: the least unit of ε₁
-
-
-class Thresholds(NamedTuple):
-    """The conditions of a split.
-
-    Attributes:
-      eps_1, eps_2, gamma_max, min_size: as in `cfl`.
-      in_units: whether `eps_1` and `eps_2` are relative.
-      patience: rounds before a cluster may be split, counted from its own split.
-    """
-
-    eps_1: Any
-    eps_2: Any
-    in_units: tuple[bool, bool]
-    gamma_max: Any
-    min_size: int
-    patience: int
-
-    def norms(self, state: CFLState) -> jax.Array:
-        """Returns `[2]`: the thresholds for the norm of the mean update and for the longest update."""
-        mean, longest = state.scale
-        units = jnp.maximum(mean, LEAST_SHARE * longest), longest
-        units = [unit if relative else jnp.ones(()) for unit, relative in zip(units, self.in_units, strict=True)]
-        return jnp.stack([self.eps_1 * units[0], self.eps_2 * units[1]])
-
-    def ripe(self, state: CFLState, mean_norm: jax.Array, max_norm: jax.Array, members: jax.Array):
-        """Returns `(stationary [K], wanted [K])` bool, see `Rules`."""
-        below, above = self.norms(state)
-        stationary = (mean_norm < below) & (state.round + 1 - state.since >= self.patience)
-        return stationary, stationary & (max_norm > above) & (members >= 2 * self.min_size)
-
-    def accept(self, splits: Splits) -> jax.Array:
-        """Returns `[K]` bool: the bipartitions to carry out (equation 39)."""
-        accepted = max_noise_of_split(splits.cross_similarity) > self.gamma_max
-        return accepted & (splits.smaller >= self.min_size)
 
 
 def cfl(
@@ -220,11 +183,25 @@ def cfl(
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
     _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters)
     patience = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before it is split again
-    thresholds = Thresholds(eps_1, eps_2, in_units, gamma_max, min_size, patience)
+
+    def thresholds(state):
+        mean, longest = state.scale
+        units = jnp.maximum(mean, LEAST_SHARE * longest), longest
+        units = [unit if relative else jnp.ones(()) for unit, relative in zip(units, in_units, strict=True)]
+        return jnp.stack([eps_1 * units[0], eps_2 * units[1]])
+
+    def ripe(state, mean_norm, max_norm, members):
+        below, above = thresholds(state)
+        stationary = (mean_norm < below) & (state.round + 1 - state.since >= patience)
+        return stationary, stationary & (max_norm > above) & (members >= 2 * min_size)
+
+    def accept(splits):  # equation 39
+        return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
+
     rules = Rules(
         max_clusters,
-        thresholds.ripe,
-        thresholds.accept,
+        ripe,
+        accept,
         split_clusters,
         similarity=similarity,
         aggregator=aggregator,
@@ -235,21 +212,10 @@ def cfl(
         min_examples=min_examples,
         linkage=linkage,
         cohort=cohort,
-        thresholds=thresholds.norms,
+        thresholds=thresholds,
     )
-    made = rounds(
-        task,
-        training,
-        rules,
-        weights=weights,
-        privacy=privacy,
-        privacy_seed=privacy_seed,
-        validation=validation,
-        patience=fallback_rounds,
-        init_params=init_params,
-        adversary=adversary,
-        client_axis=client_axis,
-    )
+    hidden, judging = (privacy, privacy_seed), (validation, fallback_rounds)
+    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *judging))
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 

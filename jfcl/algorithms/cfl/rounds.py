@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.cfl import server
 from jfcl.algorithms.cfl.bipartitions import DENSE_UP_TO
@@ -22,20 +23,6 @@ from jfcl.algorithms.cfl.privacy import hide, privacy_code, reveal
 from jfcl.algorithms.cfl.server import Rules, Sent
 from jfcl.algorithms.cfl.sides import Sides, missed_splits, no_sides
 from jfcl.algorithms.cfl.state import CFLState, ParameterTree
-from jfcl.algorithms.round import (
-    WEIGHTS,
-    Cohort,
-    check_at_most_clients,
-    client_weight,
-    initial_models,
-    initial_optimizers,
-    loss_of_all,
-    put_rows,
-    round_metrics,
-    select_cohort,
-    take_rows,
-    train_clients,
-)
 from jfcl.client import local, losses
 from jfcl.core import (
     Adversary,
@@ -60,7 +47,7 @@ SIMILARITIES = ("updates", "gradients")
 
 
 class Options(NamedTuple):
-    """The arguments of `rounds`, checked."""
+    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's; `patience` is its `fallback_rounds`."""
 
     task: Task
     training: local.LocalTraining
@@ -68,11 +55,11 @@ class Options(NamedTuple):
     weights: str
     privacy: str | None
     privacy_seed: int
-    validation: float
-    patience: int
     init_params: PyTree | None
     adversary: Adversary | None
-    client_axis: mapping.Mapping
+    client_axis: mapping.Mapping | None
+    validation: float = 0.0
+    patience: int = 0
 
     def hide(self, update: PyTree) -> PyTree:
         """Returns the message with one client's update."""
@@ -98,21 +85,9 @@ class TakingPart(NamedTuple):
     pending: jax.Array
 
 
-def rounds(
-    task: Task,
-    training: local.LocalTraining,
-    rules: Rules,
-    *,
-    weights: str,
-    privacy: str | None,
-    privacy_seed: int,
-    init_params: PyTree | None,
-    adversary: Adversary | None,
-    client_axis: mapping.Mapping | None,
-    validation: float = 0.0,
-    patience: int = 0,
-) -> Algorithm:
-    """Returns the `Algorithm` of these rules; the arguments are those of `cfl`, `patience` is its `fallback_rounds`."""
+def rounds(options: Options) -> Algorithm:
+    """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
+    rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
     if rules.max_clusters is not None:
         check_count("max_clusters", rules.max_clusters)
     check_choice("similarity", rules.similarity, SIMILARITIES)
@@ -120,23 +95,22 @@ def rounds(
         check_count("cohort", rules.cohort)
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", options.weights, phases.WEIGHTS)
     check_count("tree_dim", rules.tree_dim, least=0)
-    if privacy is not None:
-        check_choice("privacy", privacy, OPERATORS)
-    axis = mapping.or_auto(client_axis)
-    secret = privacy, privacy_seed
-    options = Options(task, training, rules, weights, *secret, validation, patience, init_params, adversary, axis)
-    refresh = (lambda state, clients: in_active_clusters(state)) if validation else None
-    return Algorithm(partial(init, options), partial(step, options), task, adversary_check(adversary), refresh)
+    if options.privacy is not None:
+        check_choice("privacy", options.privacy, OPERATORS)
+    options = options._replace(client_axis=client_axis)
+    refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
+    check_clients = adversary_check(options.adversary)
+    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh)
 
 
 def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
     rules, n, m = options.rules, num_clients(clients), max_examples(clients)
     capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
-    check_at_most_clients("max_clusters", capacity, clients)
-    check_at_most_clients("cohort", rules.cohort, clients)
+    phases.check_at_most_clients("max_clusters", capacity, clients)
+    phases.check_at_most_clients("cohort", rules.cohort, clients)
     accepted = f"at most the {m} examples of the largest client; clients with fewer have no voice"
     check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
     if rules.true_cluster is not None:
@@ -144,7 +118,7 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
-    one = initial_models(options.task, key, 1, options.init_params)
+    one = phases.initial_models(options.task, key, 1, options.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
     sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
     can_split = capacity > 1
@@ -168,7 +142,7 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         scale=jnp.zeros(2),
         excluded=jnp.zeros(n, jnp.int32),
         tree=tree,
-        client=initial_optimizers(options.training, params, clients),
+        client=phases.initial_optimizers(options.training, params, clients),
         sides=no_sides(sent, capacity, n, small=rules.min_examples > 1) if can_split else (),
         heard=no_updates(sent, n) if rules.cohort is not None else (),
     )
@@ -187,21 +161,21 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
     part = taking_part(options, state, clients)
     here = part.present & (jnp.asarray(clients.size) > 0)
-    cohort = select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
+    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
     kept = here, (state.cluster, part.missed, part.pending), state.client
-    here, place, opt_states = take_rows(cohort, kept)
+    here, place, opt_states = phases.take_rows(cohort, kept)
 
     # Train it.
     client = train_client(options, state)
-    updates, finite, loss, steps, trained = train_clients(client_axis, client, cohort, place, opt_states)
+    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, opt_states)
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
     updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
-    opt_states = put_rows(cohort, state.client, where_rows(here & finite, trained, opt_states))
+    opt_states = phases.put_rows(cohort, state.client, where_rows(here & finite, trained, opt_states))
 
     # Report what was sent.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
-    metrics |= round_metrics(here, loss, usable, steps, size, size)
-    metrics["loss"] = loss_of_all(cohort, metrics["loss"], num_clients(clients))
+    metrics |= phases.round_metrics(here, loss, usable, steps, size, size)
+    metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
 
     # The server decides and averages, without the models.
     sent, last = messages(options, state, part, cohort, updates, here, usable)
@@ -266,7 +240,7 @@ def messages(
     options: Options,
     state: CFLState,
     part: TakingPart,
-    cohort: Cohort,
+    cohort: phases.Cohort,
     updates: PyTree,
     here: jax.Array,
     usable: jax.Array,
@@ -291,7 +265,7 @@ def messages(
         updates, expected = last.update, ~last.mute
         comparable = is_current(last, state.since[state.cluster]) & ~part.pending
         usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
-    voice_weight = client_weight(options.weights, part.learns)
+    voice_weight = phases.client_weight(options.weights, part.learns)
     weight = voice_weight * (usable & ~part.pending).astype(jnp.float32)
     of_splits = able, comparable, expected, part.missed, part.pending
     return Sent(updates, usable, present, weight, voice_weight, *of_splits, gradients=None), last

@@ -107,22 +107,9 @@ class Found(NamedTuple):
     accepted: jax.Array
 
 
-class Decision(NamedTuple):
-    """The outcome of `Rules.decide`.
-
-    Attributes:
-      state: after the decision.
-      into: `[K]` int32, by cluster: the slot of the new cluster, `K` where there is no split.
-      full: `[]` bool: there were too few free slots.
-      weight: `[N]`, `Sent.weight` with 0 for clients that do not count in the means of this round.
-      metrics: further ones.
-    """
-
-    state: CFLState
-    into: jax.Array
-    full: jax.Array
-    weight: jax.Array
-    metrics: dict[str, jax.Array]
+# What `Rules.decide` returns: the state; `[K]` int32, by cluster, the slot of the new cluster (`K`: no split); `[]` bool,
+# whether there were too few slots; `[N]`, `Sent.weight` with 0 for clients that do not count now; further metrics.
+Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 class Served(NamedTuple):

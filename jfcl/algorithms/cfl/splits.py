@@ -42,7 +42,7 @@ def split_clusters(rules: Rules, state: CFLState, sent: Sent, found: Found) -> D
         final = final | (found.stationary & (into == len(state.active)))
     state, relocated = carry_out(rules, state._replace(final=final), found.vectors, sent, found.splits, into)
     metrics = {"ended": _has_ended(state, sent)} if rules.recursive else {}
-    return Decision(state, into, full, jnp.where(relocated, 0.0, sent.weight), metrics)
+    return state, into, full, jnp.where(relocated, 0.0, sent.weight), metrics
 
 
 def carry_out(
