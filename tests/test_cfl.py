@@ -226,7 +226,7 @@ def test_slots_are_given_in_order_and_never_twice():
         jnp.array([True, False, True, True, False, False]), jnp.array([True, False, True, True, False, True])
     )
     assert into.tolist() == [1, 6, 4, 6, 6, 6] and full
-    assert not allot(jnp.zeros(3, bool), jnp.ones(3, bool)).full
+    assert not allot(jnp.zeros(3, bool), jnp.ones(3, bool))[1]
 
 
 def test_identical_clients_are_not_split_by_rounding():

@@ -73,6 +73,23 @@ def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
     return jax.tree.map(lambda x, p: (x / _per_row(safe, x)).astype(p.dtype), sums, like)
 
 
+def add_updates(
+    client_axis: mapping.Mapping, updates: PyTree, cluster: jax.Array, weight: jax.Array, like: PyTree
+) -> tuple[PyTree, jax.Array]:
+    """Adds up the updates of each cluster.
+
+    Args:
+      client_axis: the clients' mapping.
+      updates, cluster, weight: pytree of `[C, ...]`, `[C]` int32 and `[C]`.
+      like: pytree of `[K, ...]`.
+
+    Returns:
+      `(sums [K, ...], weight [K])`, as `train_clients` with `sum_into`.
+    """
+    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
+    return add_up(updates, cluster, weight)[0]
+
+
 def cluster_mean(
     tree: PyTree,
     cluster: jax.Array,
@@ -99,9 +116,7 @@ def cluster_mean(
       [2.0, 0.0, 5.0]
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_clusters, *x.shape[1:]), x.dtype), tree)
-    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
-    total, _ = add_up(tree, cluster, weights.astype(jnp.float32))
-    return divide_rows(*total, like)
+    return divide_rows(*add_updates(client_axis, tree, cluster, weights.astype(jnp.float32), like), like)
 
 
 def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:

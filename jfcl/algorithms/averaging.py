@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import adversary_check, attacked, divide_rows, robust_cluster_mean, where_rows
+from jfcl.algorithms.aggregate import (
+    add_updates,
+    adversary_check,
+    attacked,
+    divide_rows,
+    robust_cluster_mean,
+    where_rows,
+)
 from jfcl.client import local, noise
 from jfcl.core import (
     Adversary,
@@ -191,8 +198,10 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         sent, report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states, sum_into=state.params)
         usable = report.finite
     else:
-        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states)
-        sent, usable = attack(rules, cohort, sent, report.finite & real)
+        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states)
+        key, ids, usable = attack_key(cohort.key), client_ids(cohort.clients), report.finite & real
+        updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
+        sent = updates, cluster, counts * usable.astype(jnp.float32)
 
     # Aggregate.
     mean, changed, weight = aggregate(rules, state.params, sent, clients.size)
@@ -238,21 +247,6 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def attack(rules: Averaging, cohort: phases.Cohort, sent: tuple, usable: jax.Array) -> tuple[tuple, jax.Array]:
-    """Returns `(sent, usable)` after the adversary has changed its clients' updates.
-
-    Args:
-      rules: the arguments of the method.
-      cohort: of the round.
-      sent: `(updates [C, ...], cluster [C], weight [C])`.
-      usable: `[C]` bool, clients whose update counts.
-    """
-    updates, cluster, weight = sent
-    key, ids = attack_key(cohort.key), client_ids(cohort.clients)
-    updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
-    return (updates, cluster, weight * usable.astype(jnp.float32)), usable
-
-
 def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
@@ -266,7 +260,7 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
       `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
       the clients in each.
     """
-    sums, weight = sent if len(sent) == 2 else phases.add_updates(rules.client_axis, *sent, params)
+    sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
     total = phases.client_weight(rules.weights, jnp.asarray(size)) if rules.divide_by == "all" else weight
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
     changed = jax.tree.map(lambda _: weight > 0, params)

@@ -89,16 +89,14 @@ def flhc(
     check_count("rounds_before", rounds_before, least=0)
     if is_concrete(distance_threshold) and distance_threshold is not None:
         check(distance_threshold >= 0, "distance_threshold", distance_threshold, "0 or more")
-    common = fedavg(
-        task,
-        training,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    options = {
+        "weights": weights,
+        "server_optimizer": server_optimizer,
+        "adversary": adversary,
+        "aggregator": aggregator,
+        "client_axis": client_axis,
+    }
+    common = fedavg(task, training, init_params=init_params, **options)
 
     def find(key: jax.Array, clients: Clients):
         start_key, rounds_key = jax.random.split(key)
@@ -139,10 +137,6 @@ def flhc(
         messages=rounds_before + 1,
         rounds=rounds_before + 1,
         num_clusters=num_clusters,
-        weights=weights,
-        server_optimizer=server_optimizer,
         cohort=cohort,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
+        **options,
     )

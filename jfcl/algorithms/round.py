@@ -162,23 +162,6 @@ def client_weight(weights: str, size: jax.Array) -> jax.Array:
     return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
 
 
-def add_updates(
-    client_axis: mapping.Mapping, updates: PyTree, cluster: jax.Array, weight: jax.Array, like: PyTree
-) -> tuple[PyTree, jax.Array]:
-    """Adds up the updates of each cluster.
-
-    Args:
-      client_axis: the clients' mapping.
-      updates, cluster, weight: pytree of `[C, ...]`, `[C]` int32 and `[C]`.
-      like: pytree of `[K, ...]`.
-
-    Returns:
-      `(sums [K, ...], weight [K])`, as `train_clients` with `sum_into`.
-    """
-    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
-    return add_up(updates, cluster, weight)[0]
-
-
 def shared_flags(shared: Callable[[str], bool], params: PyTree) -> PyTree:
     """Returns the structure of `params` with `shared(path)`, a bool, in the place of each array."""
     return jax.tree_util.tree_map_with_path(lambda path, _: bool(shared(path_name(path))), params)

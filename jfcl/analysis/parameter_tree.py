@@ -22,7 +22,9 @@ from jfcl.algorithms.cfl.splits import sketch
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.round import initial_optimizers
 from jfcl.analysis import metrics
-from jfcl.analysis.tree_file import check_model, check_state, load_tree, save_tree
+from jfcl.analysis.tree_file import check_model, check_state
+from jfcl.analysis.tree_file import load_tree as load_tree
+from jfcl.analysis.tree_file import save_tree as save_tree
 from jfcl.client import local
 from jfcl.core import (
     Clients,
@@ -38,21 +40,6 @@ from jfcl.core import (
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
-
-__all__ = [
-    "Assignment",
-    "Node",
-    "PathEvaluation",
-    "assign_newcomer",
-    "enrol",
-    "evaluate_paths",
-    "leave",
-    "load_tree",
-    "models",
-    "nodes",
-    "path",
-    "save_tree",
-]
 
 
 class Node(NamedTuple):

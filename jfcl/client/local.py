@@ -394,20 +394,18 @@ def train_round(
     size: jax.Array,
     opt_state: PyTree,
     rounds: jax.Array,
-    *,
-    anchor: PyTree | None = None,
-    products: jax.Array | None = None,
+    **options: PyTree,
 ) -> Trained:
     """Trains one client's model in a round of a method: `train`, between two optimiser states of the method.
 
     Args:
       opt_state: the client's last, as in the method's state; `()` unless `keep="everything"`.
       rounds: `[]` int32, rounds done before this one.
-      task, training, key, params, examples, size, anchor, products: as in `train`.
+      task, training, key, params, examples, size, options: as in `train`.
 
     Returns:
       `Trained`; its `opt_state` is the client's next one in the method's state.
     """
     opt_state = optimizer_at(training, params, opt_state, rounds, size, jax.tree.leaves(examples)[0].shape[0])
-    trained = train(task, training, key, params, examples, size, opt_state, anchor=anchor, products=products)
+    trained = train(task, training, key, params, examples, size, opt_state, **options)
     return trained._replace(opt_state=carried(training, trained.opt_state))

@@ -181,13 +181,13 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     sent, last = messages(options, state, part, cohort, updates, here, usable)
     sent = sent._replace(gradients=lambda: gradients(options, state, part, clients, lies_key, usable))
     record = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
-    record, served = server.serve(rules, client_axis, record, sent)
+    record, into, means, decided = server.serve(rules, client_axis, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
-    means = reveal(served.means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
-    new, metrics["overflowed"] = new_models(state, record, served.into, means)
+    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
+    new, metrics["overflowed"] = new_models(state, record, into, means)
     last = forget_moved(last, new.cluster != state.cluster)
-    return new._replace(client=opt_states, heard=last), metrics | served.metrics
+    return new._replace(client=opt_states, heard=last), metrics | decided
 
 
 def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPart:

@@ -107,24 +107,17 @@ class Found(NamedTuple):
     accepted: jax.Array
 
 
-# What `Rules.decide` returns: the state; `[K]` int32, by cluster, the slot of the new cluster (`K`: no split); `[]` bool,
+# The result of `Rules.decide`: the state; `[K]` int32, by cluster the slot of the new cluster (`K`: no split); `[]` bool,
 # whether there were too few slots; `[N]`, `Sent.weight` with 0 for clients that do not count now; further metrics.
 Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]
 
 
-class Served(NamedTuple):
-    """The server's output: `into` `[K]` (see `Decision`), each cluster's mean update `[K, ...]`, and metrics."""
-
-    into: jax.Array
-    means: PyTree
-    metrics: dict[str, jax.Array]
-
-
-def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sent) -> tuple[CFLState, Served]:
+def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sent):
     """Decides on splits and averages, from `sent` and `state`, which comes without models.
 
     Returns:
-      `(state, Served)`; the caller puts the models back into the state.
+      `(state, into [K], means [K, ...], metrics)`: `into` as in `Decision`, each cluster's mean update. The caller puts
+      the models back into the state.
     """
     capacity = len(state.active)
 
@@ -187,5 +180,4 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         "num_excluded": (state.excluded > 0).sum().astype(jnp.int32),
         "capacity_reached": full,
     }
-    served = Served(into, means(sent.updates, state.cluster, weight), metrics)
-    return state._replace(round=state.round + 1), served
+    return state._replace(round=state.round + 1), into, means(sent.updates, state.cluster, weight), metrics

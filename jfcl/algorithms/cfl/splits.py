@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.cfl.bipartitions import Splits
 from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.sides import Sides, missed_splits, place_pending, split_sides
-from jfcl.algorithms.cfl.state import CFLState, ParameterTree
+from jfcl.algorithms.cfl.state import CFLState
 from jfcl.core import PyTree
 from jfcl.kernels.base import rows_of
 from jfcl.kernels.similarity import signed_sums
@@ -18,20 +16,18 @@ from jfcl.kernels.similarity import signed_sums
 SKETCH_COLUMNS = 4096  # columns of one block of a sketch; signs are drawn per block, so another number changes sketches
 
 
-class Accepted(NamedTuple):
-    """`into` `[K]` int32: the slot of the new cluster, `K` where there is no split; `full` `[]` bool: too few slots."""
+def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives every accepted split (`[K]` bool) a slot that is not `used`, lowest first, while there are any.
 
-    into: jax.Array
-    full: jax.Array
-
-
-def allot(accept: jax.Array, used: jax.Array) -> Accepted:
-    """Gives every accepted split (`[K]` bool) a slot that is not `used`, lowest first, while there are any."""
+    Returns:
+      `(into [K] int32, full [] bool)`: the slot of the new cluster, `K` where there is no split; whether there were too
+      few slots.
+    """
     capacity = len(used)
     free = jnp.argsort(used, stable=True).astype(jnp.int32)
     turn = jnp.cumsum(accept).astype(jnp.int32) - 1
     fits = accept & (turn < (~used).sum())
-    return Accepted(jnp.where(fits, free[jnp.clip(turn, 0, capacity - 1)], capacity), (accept & ~fits).any())
+    return jnp.where(fits, free[jnp.clip(turn, 0, capacity - 1)], capacity), (accept & ~fits).any()
 
 
 def split_clusters(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:
@@ -56,7 +52,7 @@ def carry_out(
       vectors: pytree of `[N, ...]`, the updates or gradients that were compared.
       sent: the clients' messages.
       splits: the bipartitions.
-      into: `[K]` int32, as in `Accepted`.
+      into: `[K]` int32, from `allot`.
 
     Returns:
       `(state, relocated [N] bool)`: clients that changed their cluster otherwise than in a split of this round, so that
@@ -72,9 +68,16 @@ def carry_out(
     moves = splits.side & split_here
 
     def record():
+        parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
+        side = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
         updates = sketch(sent.updates, voice, rules.tree_dim)
-        cross = splits.cross_similarity
-        recorded = record_splits(tree, updates, cross, state.cluster, voice, moves, into, new_round)
+        kept = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
+        recorded = tree._replace(
+            born=tree.born.at[into].set(new_round, mode="drop"),
+            cross_similarity=tree.cross_similarity.at[into].set(splits.cross_similarity, mode="drop"),
+            side=tree.side.at[into].set(side, mode="drop"),
+            updates=tree.updates.at[into].set(kept, mode="drop"),
+        )
         return recorded, *split_sides(state, vectors, voice, silent, moves, into)
 
     tree, sides, moves = jax.lax.cond(was_split.any(), record, lambda: (tree, state.sides, moves))
@@ -93,38 +96,6 @@ def _has_ended(state: CFLState, sent: Sent) -> jax.Array:
     """Returns `[]` bool: all clusters are final, and no client that could still be placed waits for its side."""
     waits = missed_splits(state)[1] & sent.able & sent.expected
     return (state.final | ~state.active).all() & ~waits.any()
-
-
-def record_splits(
-    tree: ParameterTree,
-    updates: jax.Array,
-    cross_similarity: jax.Array,
-    cluster: jax.Array,
-    voice: jax.Array,
-    moves: jax.Array,
-    into: jax.Array,
-    new_round: jax.Array,
-) -> ParameterTree:
-    """Returns the parameter tree with this round's splits.
-
-    Args:
-      tree: before them.
-      updates: `[N, S]`, from `sketch`.
-      cross_similarity: `[K]`, of the bipartitions.
-      cluster: `[N]` int32, before the splits.
-      voice, moves: `[N]` bool, clients that a bipartition placed, and those on the side that moves.
-      into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
-      new_round: `[]` int32.
-    """
-    parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
-    side = jnp.where(cluster[None, :] == jnp.arange(len(into))[:, None], parts[None, :], jnp.int8(0))
-    kept = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
-    return tree._replace(
-        born=tree.born.at[into].set(new_round, mode="drop"),
-        cross_similarity=tree.cross_similarity.at[into].set(cross_similarity, mode="drop"),
-        side=tree.side.at[into].set(side, mode="drop"),
-        updates=tree.updates.at[into].set(kept, mode="drop"),
-    )
 
 
 def sketch(updates: PyTree, usable: jax.Array, dim: int) -> jax.Array:
