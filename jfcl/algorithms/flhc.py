@@ -130,13 +130,6 @@ def flhc(
             cluster = jnp.where(free.max() < num_clusters, free, cluster)
         return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
 
-    return clustered_once(
-        task,
-        training,
-        find,
-        messages=rounds_before + 1,
-        rounds=rounds_before + 1,
-        num_clusters=num_clusters,
-        cohort=cohort,
-        **options,
-    )
+    rounds = rounds_before + 1
+    options |= {"num_clusters": num_clusters, "cohort": cohort}
+    return clustered_once(task, training, find, messages=rounds, rounds=rounds, **options)

@@ -107,7 +107,7 @@ class Found(NamedTuple):
     accepted: jax.Array
 
 
-# The result of `Rules.decide`: the state; `[K]` int32, by cluster the slot of the new cluster (`K`: no split); `[]` bool,
+# Result of `Rules.decide`: the state; `[K]` int32, by cluster the slot of the new cluster (`K`: no split); `[]` bool,
 # whether there were too few slots; `[N]`, `Sent.weight` with 0 for clients that do not count now; further metrics.
 Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]
 
