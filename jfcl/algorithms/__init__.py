@@ -40,7 +40,7 @@ class Method(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """Returns the names of the factory's keyword arguments."""
+        """The names of the factory's keyword arguments."""
         return [p.name for p in inspect.signature(self.make).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 

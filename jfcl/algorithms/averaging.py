@@ -48,7 +48,7 @@ DIVIDE_BY = ("cluster", "participants", "all")
 # (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster)
 # -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
 Choice = Callable[[jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
-Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; what all clients need of them is computed once
+Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
 
 
 class AveragingState(NamedTuple):
@@ -110,7 +110,7 @@ class Averaging(NamedTuple):
       start: `(params, clients) -> [N]` int32, the clusters before the first round.
       choose: how one client finds its cluster at the start of a round.
       weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean.
-      divide_by: the clients whose weights divide the sum of a cluster's updates. `"cluster"`: those in the sum;
+      divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
       shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those averaged over all clients.

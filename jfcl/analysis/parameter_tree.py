@@ -49,7 +49,7 @@ class Node(NamedTuple):
       parent: index of the parent in the list of nodes; -1 for the root.
       children: indices of the two children, the one that kept the slot first; `()` for a leaf.
       slot: the cluster's row in `state.params` and value in `state.cluster` (for leaves).
-      round: the round in which it was made, 0 for the root.
+      round: the round of the split that created it, 0 for the root.
       clients: `[n]` indices of the clients in it (of inner nodes: of those that the bipartition compared).
       cross_similarity: of the bipartition that divided it; `nan` for a leaf.
       split: the slot under which `state.tree` keeps its division; -1 for a leaf.
@@ -90,10 +90,9 @@ def nodes(state: CFLState) -> list[Node]:
     check_state(state)
     cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
     born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
-    made = [k for k in np.flatnonzero(active & (born > 0))]
     found = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
     at = {0: 0}  # the node that is in a slot now
-    for k in sorted(made, key=lambda k: (born[k], parent[k])):
+    for k in sorted(np.flatnonzero(active & (born > 0)), key=lambda k: (born[k], parent[k])):
         p = int(parent[k])
         above, left = at[p], len(found)
         found[above] = found[above]._replace(

@@ -1,6 +1,6 @@
 """Random numbers of optimisers: `optax.add_noise`, for one, keeps a random key in its state.
 
-`optimizer.init` knows neither client nor round: each state begins with the key that the optimiser was made with.
+`optimizer.init` depends on neither client nor round: each state begins with the key of the optimiser itself.
 `rekeyed` replaces it, at the beginning of each round of a client, by one that is derived from the client's key of the
 round. Between rounds a method keeps the state `as_data`: plain integers, which stack, select and save as any array.
 """

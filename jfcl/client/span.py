@@ -183,7 +183,7 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, nu
                         return False
                     moved |= bool(np.any(get_parameter(u, kernel)))
             return moved
-    except (AssertionError, TypeError, ValueError):  # it is made for other shapes, or needs more than gradients
+    except (AssertionError, TypeError, ValueError):  # an optimiser for other shapes, or that needs more than gradients
         return False
 
 

@@ -78,7 +78,7 @@ def cfl(
       task, training: the model and how a client trains it.
       eps_1: `ε₁`, above 0; default 0.4, relative. With infinity and a tiny `eps_2`, `min_rounds` and `gamma_max` alone
         decide.
-      eps_2: `ε₂`, above 0; a cluster whose clients' updates are all shorter is finished. Default: 0.5 of the longest
+      eps_2: `ε₂`, above 0; a cluster with shorter updates only is not split. Default: 0.5 of the longest
         update of the first round; 1.6 with `relative=False` (with 0.4 those of the authors' demonstration, 10 clients
         with EMNIST). A default is relative, whatever the other threshold is.
       relative: measure both thresholds in update norms of the first round, which hardly depend on model, data and
@@ -88,7 +88,7 @@ def cfl(
         where all clients agree. Cold starts have a mean of 0.3 to 0.8 of the largest, and are not affected.
       gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients the updates
         of which differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
-      max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` says so. Default:
+      max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` is set. Default:
         8, or as many as there are clients.
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
       min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
@@ -126,10 +126,10 @@ def cfl(
       client_axis: a mapping of `jfcl.mapping`.
 
     Returns:
-      `Algorithm` with a `CFLState`, whose `tree` is the parameter tree (`jfcl.parameter_tree`). Metrics beside the
+      `Algorithm` with a `CFLState`; its `tree` is the parameter tree (`jfcl.parameter_tree`). Metrics beside the
       common ones: `mean_norm`, `max_norm`, `cross_similarity` `[K]` (`inf` where no bipartition was computed),
       `thresholds` `[2]` that the norms are compared with, `decisions` `[]` (bipartitions computed), `split_from` `[K]`
-      (of clusters made in this round: from which; else -1), `num_clusters`, `capacity_reached` `[]`, `overflowed`
+      (of new clusters: the parent; else -1), `num_clusters`, `capacity_reached` `[]`, `overflowed`
       `[K]`, `undone` `[]` with `validation`, and `ended` `[]` with `recursive`. (A record of `simulate` holds splits,
       full capacity and overflows of any round since the record before, and counts decisions and undone splits so far.)
 
@@ -227,7 +227,7 @@ def _check_sizes(
     Cohorts, which have ids, pass.
 
     Raises:
-      ValueError: too few clients have a voice for two sides of `min_size`; what `check_adversary` refuses.
+      ValueError: too few clients have a voice for two sides of `min_size`; as from `check_adversary`.
     """
     if check_adversary is not None:
         check_adversary(clients)

@@ -172,7 +172,7 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
     opt_states = phases.put_rows(cohort, state.client, where_rows(here & finite, trained, opt_states))
 
-    # Report what was sent.
+    # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
     metrics |= phases.round_metrics(here, loss, usable, steps, size, size)
     metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))

@@ -68,7 +68,7 @@ class Sent(NamedTuple):
       weight: `[N]` float32, of each client in the means of the models; 0 for clients that are not usable or pending.
       voice_weight: `[N]` float32, of each client where it has a voice.
       able: `[N]` bool: clients that have a voice in their cluster if their update is known.
-      comparable: `[N]` bool: clients whose update is known and was computed at their cluster's model.
+      comparable: `[N]` bool: clients with a known update that was computed at their cluster's model.
       expected: `[N]` bool: clients that sent a finite update last, or none yet.
       missed, pending: of `sides.missed_splits`; pending clients trained the model before the split that they missed.
       gradients: `() -> ` the gradients in the form of `updates`.
