@@ -121,7 +121,7 @@ def models(state: CFLState) -> PyTree:
 
 
 def path(state: CFLState, cluster: int) -> list[int]:
-    """Indices into `nodes(state)` from the root to the leaf of a cluster.
+    """Returns the indices into `nodes(state)` from the root to the leaf of a cluster.
 
     Raises:
       ValueError: a cluster that does not exist.
