@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfcl.algorithms.aggregate import cluster_mean, ravel_clients, weighted_mean
+from jfcl.algorithms.aggregate import cluster_mean, ravel_clients
 from jfcl.core import is_finite, num_bytes
 
 
@@ -34,14 +34,15 @@ def test_mean_ignores_order_and_scale_of_weights(n, seed):
     rng = np.random.default_rng(seed)
     x, w = rng.normal(size=(n, 5)).astype(np.float32), rng.uniform(0.5, 2, n).astype(np.float32)
     order = rng.permutation(n)
-    mean = weighted_mean(x, jnp.asarray(w))
-    np.testing.assert_allclose(mean, weighted_mean(x[order], jnp.asarray(3 * w[order])), rtol=1e-4, atol=1e-5)
+    one = jnp.zeros(n, jnp.int32)
+    mean = cluster_mean(x, one, jnp.asarray(w), 1)
+    np.testing.assert_allclose(mean, cluster_mean(x[order], one, jnp.asarray(3 * w[order]), 1), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_weight_may_hold_anything():
     x = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
-    assert weighted_mean(x, jnp.array([2.0, 0.0, 0.0])).tolist() == [1.0]
-    assert weighted_mean(x, jnp.zeros(3)).tolist() == [0.0]
+    assert cluster_mean(x, jnp.zeros(3, jnp.int32), jnp.array([2.0, 0.0, 0.0]), 1).tolist() == [[1.0]]
+    assert cluster_mean(x, jnp.zeros(3, jnp.int32), jnp.zeros(3), 1).tolist() == [[0.0]]
 
 
 def test_ravel_and_back():

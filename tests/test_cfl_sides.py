@@ -23,7 +23,7 @@ from test_cfl import (
 
 import jfcl
 from jfcl.algorithms.attacks import UPDATE_ATTACKS
-from jfcl.algorithms.splitting import keep_finite
+from jfcl.algorithms.cfl.rounds import keep_finite
 from jfcl.analysis.metrics import cluster_recovery
 from jfcl.analysis.parameter_tree import enrol
 

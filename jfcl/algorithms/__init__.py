@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jfcl.algorithms.byzantine_cfl import byzantine_cfl
-from jfcl.algorithms.cfl import cfl
+from jfcl.algorithms.cfl import byzantine_cfl, cfl
 from jfcl.algorithms.ditto import ditto
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.federated_clustering import federated_clustering

@@ -1,4 +1,4 @@
-"""What a server does with what clients send: weighted means, means per cluster, and stacked pytrees as matrices."""
+"""Server-side aggregation: weighted and robust means of each cluster, attacks on updates, pytrees as matrices."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jfcl.execution import mapping
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """`scale` `[n]` shaped and typed to multiply `x` `[n, ...]`."""
+    """Returns `scale` `[n]` in the shape and type to multiply `x` `[n, ...]`."""
     return scale.reshape(scale.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
 
 
 def where_rows(keep: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Row `i` of `new` where `keep[i]`, else of `old`; both pytrees of `[n, ...]`, `keep` `[n]` bool."""
+    """Returns row `i` of `new` where `keep[i]`, else of `old`; pytrees of `[n, ...]`, `keep` `[n]` bool."""
     return jax.tree.map(lambda a, b: jnp.where(_per_row(keep, a).astype(bool), a, b), new, old)
 
 
 def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
-    """What `add_sent` begins with: zeros for `like` `[K, ...]`, and the weight `[K]`.
+    """Returns the initial sums of `add_sent`: zeros in the shapes of `like` `[K, ...]`, and the weight `[K]`.
 
-    In float32 at least: a sum of bfloat16 numbers stops growing after a few hundred of them.
+    They are float32 at least: a sum of bfloat16 numbers stops growing after a few hundred of them.
     """
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype if p.dtype.itemsize >= 4 else jnp.float32), like)
     return zeros, jnp.zeros(len(jax.tree.leaves(like)[0]))
@@ -57,9 +57,10 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
 
 
 def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
-    """A fold for `mapping.map_reduce`: `(sums [K, ...], weight [K])` and what clients sent, `(tree, cluster, weights)`.
+    """Adds the messages `(tree, cluster, weights)` of clients to `(sums [K, ...], weight [K])`.
 
-    It begins with `nothing_sent`; `divide_rows` of the result is each cluster's weighted mean.
+    This is the fold of `mapping.map_reduce`, from `nothing_sent` on; `divide_rows` of the result is each cluster's
+    weighted mean.
     """
     tree, cluster, weights = sent
     ones = (weights > 0).astype(jnp.float32)
@@ -67,9 +68,26 @@ def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax
 
 
 def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
-    """`sums[k] / weights[k]` in the types of `like`, and zeros where `weights[k]` is 0; `[K, ...]`, `weights` `[K]`."""
+    """Returns `sums[k] / weights[k]` in the types of `like`, zeros where `weights[k]` is 0; pytrees of `[K, ...]`."""
     safe = jnp.where(weights > 0, weights, jnp.ones_like(weights))
     return jax.tree.map(lambda x, p: (x / _per_row(safe, x)).astype(p.dtype), sums, like)
+
+
+def add_updates(
+    client_axis: mapping.Mapping, updates: PyTree, cluster: jax.Array, weight: jax.Array, like: PyTree
+) -> tuple[PyTree, jax.Array]:
+    """Adds up the updates of each cluster.
+
+    Args:
+      client_axis: the clients' mapping.
+      updates, cluster, weight: pytree of `[C, ...]`, `[C]` int32 and `[C]`.
+      like: pytree of `[K, ...]`.
+
+    Returns:
+      `(sums [K, ...], weight [K])`, as `train_clients` with `sum_into`.
+    """
+    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
+    return add_up(updates, cluster, weight)[0]
 
 
 def cluster_mean(
@@ -79,15 +97,15 @@ def cluster_mean(
     num_clusters: int,
     client_axis: mapping.Mapping = jax.vmap,
 ) -> PyTree:
-    """The weighted mean of the rows of each cluster; zeros for a cluster without weight.
+    """Returns the weighted mean of the rows of each cluster; zeros for a cluster without weight.
 
     Args:
       tree: pytree of `[N, ...]` floats.
       cluster: `[N]` int32 in `0..K-1`.
       weights: `[N]`, at least 0; rows of weight 0 are never part of a mean, NaN or not.
       num_clusters: `K`.
-      client_axis: the clients' mapping. Where it takes one at a time they are added up in their order, and clients of
-        weight 0 behind the others do not change a bit.
+      client_axis: the clients' mapping. One that takes a client at a time adds them up in their order, so that clients
+        of weight 0 behind the others do not change a bit.
 
     Returns:
       Pytree of `[K, ...]`.
@@ -98,36 +116,22 @@ def cluster_mean(
       [2.0, 0.0, 5.0]
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_clusters, *x.shape[1:]), x.dtype), tree)
-    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
-    total, _ = add_up(tree, cluster, weights.astype(jnp.float32))
-    return divide_rows(*total, like)
-
-
-def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
-    """The mean over the leading axis of `tree` (`[N, ...]` floats), row `i` counting `weights[i]`.
-
-    Rows of weight 0 are never part of it, NaN or not; all weights 0 gives zeros.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> weighted_mean(jnp.array([[1.0, 2.0], [3.0, 6.0], [jnp.nan, 0.0]]), jnp.array([1.0, 3.0, 0.0])).tolist()
-      [2.5, 5.0]
-    """
-    return jax.tree.map(lambda x: x[0], cluster_mean(tree, jnp.zeros(weights.shape, jnp.int32), weights, 1))
+    return divide_rows(*add_updates(client_axis, tree, cluster, weights.astype(jnp.float32), like), like)
 
 
 def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
-    """The `Algorithm.check` of a method with this adversary: `ValueError` unless `malicious` says of every client."""
+    """Returns the `Algorithm.check` of a method with this adversary: `malicious` must have an entry for each client."""
 
-    def look(clients: Clients) -> None:
-        told, n = np.shape(adversary.malicious), num_clients(clients)
+    def check_malicious(clients: Clients) -> None:
+        shape, n = np.shape(adversary.malicious), num_clients(clients)
         if clients.id is None and jax.process_count() == 1:
-            check(told == (n,), "malicious", told, f"of shape ({n},)")
+            check(shape == (n,), "malicious", shape, f"of shape ({n},)")
         else:  # part of all clients
             largest = np.asarray(client_ids(clients))[np.asarray(clients.size) > 0].max(initial=-1)
-            check(len(told) == 1 and told[0] > largest, "malicious", told, f"one for each client, also for {largest}")
+            fits = len(shape) == 1 and shape[0] > largest
+            check(fits, "malicious", shape, f"one for each client, also for {largest}")
 
-    return None if adversary is None else look
+    return None if adversary is None else check_malicious
 
 
 def attacked(
@@ -138,13 +142,15 @@ def attacked(
     usable: jax.Array,
     cluster: jax.Array | None = None,
 ):
-    """`updates` `[N, ...]` as the server gets them, and which of them count, `[N]` bool: usable, and finite then.
+    """Returns the updates `[N, ...]` after the adversary's attack, and which of them count, `[N]` bool.
 
-    `usable` `[N]` bool: whose do without the adversary, clients without examples not among them.
-
-    `ids` `[N]` says which clients they are from; padding clients' ids may lie beyond `adversary.malicious`.
-
-    `cluster` `[N]` int32: whose updates are averaged with whose; default: all. For attacks that ask.
+    Args:
+      adversary: None changes nothing.
+      key: the attackers' key of the round.
+      updates: pytree of `[N, ...]`.
+      ids: `[N]` int32, the clients of the updates; ids of padding clients may lie beyond `adversary.malicious`.
+      usable: `[N]` bool, updates that count without the adversary. After it they count where they are still finite.
+      cluster: `[N]` int32; updates of one cluster are averaged together; default: all. For attacks with this argument.
 
     Raises:
       ValueError: `adversary.malicious` is no mask.
@@ -170,7 +176,7 @@ def attacked_models(
     usable: jax.Array,
     cluster: jax.Array | None = None,
 ) -> tuple[PyTree, jax.Array]:
-    """`attacked` where clients send `models` `[N, ...]`: the attack is on what these add to `begin`."""
+    """Returns `attacked` for clients that send `models` `[N, ...]`: the attack is on their differences to `begin`."""
     if adversary is None:
         return models, usable
     updates = jax.tree.map(jnp.subtract, models, begin)
@@ -181,7 +187,7 @@ def attacked_models(
 def robust_cluster_mean(
     aggregator: Callable[..., PyTree], updates: PyTree, cluster: jax.Array, usable: jax.Array, num_clusters: int
 ) -> PyTree:
-    """`aggregator(updates, mask=members)` for every cluster, one after the other: pytree of `[K, ...]`."""
+    """Returns `aggregator(updates, mask=members)` of each cluster, computed one after the other: `[K, ...]`."""
 
     def one(k):
         return aggregator(updates, mask=usable & (cluster == k))
@@ -190,7 +196,7 @@ def robust_cluster_mean(
 
 
 def ravel_clients(tree: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
-    """A stacked pytree `[N, ...]` as one matrix `[N, D]`, and the way back (for any number of rows).
+    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`, and the inverse function for any number of rows.
 
     Example:
       >>> import jax.numpy as jnp

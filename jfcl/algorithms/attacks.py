@@ -1,10 +1,10 @@
 """Hostile clients: attacks on their data, and on the updates they send.
 
 An attack on data changes the malicious clients' examples once, before the simulation (`poison`). An attack on updates
-is a function `(key, updates, malicious, usable) -> updates` that methods call in every round on what all clients are
-about to send: pytrees of `[N, ...]`, who is malicious and whose update counts, `[N]` bool each. The attackers know
-all good updates and act together, which is the worst case of the literature. Those aimed at clustering have a fifth
-argument, `cluster` `[N]` int32: whose updates the server averages with whose.
+is a function `(key, updates, malicious, usable) -> updates` that methods call in every round before all clients send:
+`updates` is a pytree of `[N, ...]`, `malicious` and `usable` (updates that count) are `[N]` bool. The attackers know
+all good updates and act together, which is the worst case of the literature. Attacks aimed at clustering have a fifth
+argument, `cluster` `[N]` int32: the server averages the updates of one cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DataAttack = Callable[[np.random.Generator, np.ndarray, np.ndarray, int], tuple[
 
 
 def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarray:
-    """`[count]` bool: `round(fraction * count)` clients drawn at random.
+    """Draws `round(fraction * count)` of `count` clients at random: `[count]` bool.
 
     Raises:
       ValueError: a fraction outside [0, 1).
@@ -44,7 +44,7 @@ def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarra
 
 
 def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
-    """An attack from `(key, x [N, ...], malicious, good) -> what the malicious send`, leaf by leaf."""
+    """Returns the attack in which malicious clients send `make(key, x [N, ...], malicious, good)` of each leaf `x`."""
 
     def attack(key, updates, malicious, usable):
         good = usable & ~malicious
@@ -59,7 +59,7 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
 
 
 def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
-    """An attack from what the good of the sender's own cluster send together, their number and the attackers' there."""
+    """Returns the attack in which malicious clients send `make(good_sum, num_good, num_malicious)` of their cluster."""
 
     def attack(key, updates, malicious, usable, cluster):
         good = usable & ~malicious
@@ -70,7 +70,7 @@ def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -
 
         def lie(x):
             num_good, num_malicious = (
-                within(who.astype(x.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for who in (good, malicious)
+                within(kind.astype(x.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for kind in (good, malicious)
             )
             return make(within(where_rows(good, x, jnp.zeros_like(x))), num_good, num_malicious)
 
@@ -80,13 +80,13 @@ def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -
 
 
 def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
-    """`[1, ...]`: the mean of the good rows."""
+    """Returns the mean of the good rows, `[1, ...]`."""
     kept = where_rows(good, x, jnp.zeros_like(x))
     return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 
 def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
-    """Normal numbers instead of an update (Byzantine CFL: standard deviation 1).
+    """Returns the attack that sends normal numbers instead of an update (Byzantine CFL: standard deviation 1).
 
     Cost: on a CPU, numbers are drawn for the malicious only, one client after another; elsewhere for all at once.
 
@@ -101,7 +101,7 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
         def draw(i):
             return mean + std * jax.random.normal(jax.random.fold_in(key, i), x.shape[1:], x.dtype)
 
-        # Normal numbers take a CPU longer than anything else here, and Federated-Clustering asks for N of every client.
+        # On a CPU, drawing normal numbers takes longest here, and Federated-Clustering needs N updates of every client.
         def of_client(i, hostile):
             return jax.lax.cond(hostile, draw, lambda i: jnp.zeros(x.shape[1:], x.dtype), i)
 
@@ -111,7 +111,7 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
 
 
 def far() -> UpdateAttack:
-    """Every coordinate normal about 10^6, with standard deviation 200 (Federated-Clustering, figure 6).
+    """Returns the attack with coordinates normal about 10^6, standard deviation 200 (Federated-Clustering, figure 6).
 
     Example:
       >>> sent = far()(jax.random.key(0), jnp.zeros((2, 1)), jnp.array([False, True]), jnp.ones(2, bool))
@@ -122,7 +122,7 @@ def far() -> UpdateAttack:
 
 
 def sign_flip(scale: float = 1.0) -> UpdateAttack:
-    """The own update turned round, `-scale` times.
+    """Returns the attack that sends the own update times `-scale`.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
@@ -133,7 +133,7 @@ def sign_flip(scale: float = 1.0) -> UpdateAttack:
 
 
 def scaled(scale: float = 10.0) -> UpdateAttack:
-    """The own update, `scale` times.
+    """Returns the attack that sends the own update times `scale`.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
@@ -144,7 +144,7 @@ def scaled(scale: float = 10.0) -> UpdateAttack:
 
 
 def zero() -> UpdateAttack:
-    """Nothing.
+    """Returns the attack that sends zeros.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
@@ -155,7 +155,7 @@ def zero() -> UpdateAttack:
 
 
 def nan() -> UpdateAttack:
-    """Not a number, everywhere.
+    """Returns the attack that sends NaN in every coordinate.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([False, True])
@@ -166,7 +166,7 @@ def nan() -> UpdateAttack:
 
 
 def ipm(strength: float = 0.5) -> UpdateAttack:
-    """Inner-product manipulation: `-strength` times the mean of the good (Xie, Koyejo, Gupta 2020).
+    """Returns inner-product manipulation: `-strength` times the good mean (Xie, Koyejo, Gupta 2020).
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
@@ -177,10 +177,10 @@ def ipm(strength: float = 0.5) -> UpdateAttack:
 
 
 def alie(deviations: float | None = None) -> UpdateAttack:
-    """A little is enough: the mean of the good less so many standard deviations (Baruch, Baruch, Goldberg 2019).
+    """Returns "a little is enough": the good mean less some standard deviations (Baruch, Baruch, Goldberg 2019).
 
-    By default as many as still look like a good client to a majority: the quantile `(n − f − s) / (n − f)` of the
-    normal distribution, with `s = ⌊n/2⌋ + 1 − f`; of the `n` clients that take part.
+    The default is the largest number with which a majority still supports the attackers: the quantile
+    `(n − f − s) / (n − f)` of the normal distribution, with `s = ⌊n/2⌋ + 1 − f`, of the `n` clients that take part.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
@@ -205,7 +205,7 @@ def _alie_quantile(num_good: jax.Array, num_malicious: jax.Array) -> jax.Array:
 
 
 def mimic() -> UpdateAttack:
-    """All send what the first good client sends, so that it counts too much (Karimireddy, He, Jaggi 2022).
+    """Returns the attack that repeats the first good client's update (Karimireddy, He, Jaggi 2022).
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
@@ -216,7 +216,7 @@ def mimic() -> UpdateAttack:
 
 
 def opposite() -> UpdateAttack:
-    """All attackers send minus the update of the first good client (Federated-Clustering, figure 6).
+    """Returns the attack that sends minus the first good client's update (Federated-Clustering, figure 6).
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
@@ -227,9 +227,9 @@ def opposite() -> UpdateAttack:
 
 
 def force_split() -> UpdateAttack:
-    """Aimed at CFL: those in a cluster cancel the mean of its updates, so that it seems to stand still and is split.
+    """Returns an attack on CFL: the malicious clients of a cluster cancel its mean update, so that it is split.
 
-    Where all clients count alike; about so where they count by size.
+    The mean is exactly zero where all clients have equal weights, nearly zero where they are weighted by size.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0], [5.0]]), jnp.array([False, False, True, False])
@@ -241,9 +241,9 @@ def force_split() -> UpdateAttack:
 
 
 def hijack(scale: float = 10.0) -> UpdateAttack:
-    """Aimed at clustering by cosine: the direction of the good mean of the own cluster, so that nothing looks amiss.
+    """Returns an attack on clustering by cosine: the good mean of the own cluster, `scale` times as long.
 
-    It is `scale` times as long, so that the cluster's model goes where the attackers push it: too far.
+    Its direction is that of good updates, and the cluster's model moves too far.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0], [5.0]]), jnp.array([False, False, True, False])
@@ -274,7 +274,7 @@ UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
 
 
 def label_zero(rng, x, y, num_classes):
-    """Every label becomes 0 (Byzantine CFL's label flip).
+    """Sets every label to 0 (Byzantine CFL's label flip).
 
     Example:
       >>> x, y = label_zero(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
@@ -285,7 +285,7 @@ def label_zero(rng, x, y, num_classes):
 
 
 def label_reverse(rng, x, y, num_classes):
-    """Label y becomes (number of classes − 1) − y.
+    """Replaces label y by (number of classes − 1) − y.
 
     Example:
       >>> x, y = label_reverse(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
@@ -296,7 +296,7 @@ def label_reverse(rng, x, y, num_classes):
 
 
 def noisy_inputs(rng, x, y, num_classes):
-    """Every input becomes uniform noise in (−10, 10) (Byzantine CFL).
+    """Replaces every input by uniform noise in (−10, 10) (Byzantine CFL).
 
     Example:
       >>> x, y = noisy_inputs(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
@@ -307,7 +307,7 @@ def noisy_inputs(rng, x, y, num_classes):
 
 
 def backdoor(rng, x, y, num_classes):
-    """A bright 3 x 3 patch in the corner of half of the images, and label 0 for those (Gu et al. 2017).
+    """Puts a bright 3 x 3 patch in the corner of half of the images, with label 0 for those (Gu et al. 2017).
 
     Example:
       >>> x, y = backdoor(np.random.default_rng(0), np.zeros((2, 4, 4, 1)), np.array([3, 4]), 10)
@@ -331,7 +331,7 @@ DATA_ATTACKS: dict[str, DataAttack] = {
 
 
 def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: int, seed: int = 0) -> Clients:
-    """`clients` with the real examples of the malicious ones attacked.
+    """Returns `clients` after an attack on the real examples of the malicious ones.
 
     Args:
       clients: with examples `{"x": inputs, "y": labels}`, on the host.
@@ -341,7 +341,7 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
       seed: for attacks that draw.
 
     Returns:
-      New `Clients`; the given arrays are left alone.
+      New `Clients`; the arrays of `clients` are not changed.
 
     Raises:
       ValueError: an unknown attack, `malicious` of another length.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights
-from jfcl.algorithms.personal import initial_state
+from jfcl.algorithms.personal import initial_state, next_personal, train_personal
+from jfcl.algorithms.round import select_cohort
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -23,10 +23,7 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    client_keys,
     is_concrete,
-    is_finite,
-    max_examples,
 )
 from jfcl.core.options import Interval, Real
 from jfcl.execution import mapping
@@ -63,21 +60,21 @@ def ditto(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every round, besides FedAvg on the global `w`, each client trains its own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
+    """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
 
     Args:
       lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
         with (Algorithm 1 of the paper).
       training: of both models; a proximal term in it is that of the global model.
       task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`. An
-        adversary sends lies about the global model; nobody else sees a personal one. Who is not in the cohort keeps
+        adversary attacks updates of the global model; personal models are not sent. A client outside the cohort keeps
         its personal model.
 
     Returns:
       `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
 
     Raises:
-      ValueError: `λ < 0`, and what `jfcl.fedavg` refuses.
+      ValueError: `λ < 0`, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -92,7 +89,7 @@ def ditto(
     local.check_parts(task, training)
     if is_concrete(lam):
         check(0 <= lam < np.inf, "lam", lam, "0 or more, and finite")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     common = fedavg(
         task,
         training,
@@ -112,30 +109,15 @@ def ditto(
         return DittoState(*initial_state(task, training, key, clients, one), state)
 
     def step(key: jax.Array, state: DittoState, clients: Clients):
-        m = max_examples(clients)
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
-        def client(key, params, examples, size, opt_state):
-            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, m)
-            trained = local.train(task, near, key, params, examples, size, opt_state, anchor=middle)
-            return trained.params, is_finite(trained.params), trained.loss, local.carried(training, trained.opt_state)
-
-        _, clients_key = jax.random.split(key)  # both models see the same batches
-        params, finite, loss, opt_states = client_axis(client)(
-            client_keys(clients_key, clients), state.params, clients.examples, jnp.asarray(clients.size), state.client
-        )
+        everyone = select_cohort(key, clients)  # both models are trained on the same batches
+        trained, finite = train_personal(task, near, client_axis, everyone, state, anchor=middle)
         shared, metrics = common.step(key, state.common, clients)
-        present = ~jnp.isnan(metrics["loss"])  # only the absent have none
-        keep = present & finite
-        new = DittoState(
-            where_rows(keep, params, state.params),
-            state.cluster,
-            state.round + 1,
-            where_rows(keep, opt_states, state.client),
-            shared,
-        )
+        present = ~jnp.isnan(metrics["loss"])  # NaN for absent clients alone
+        new = next_personal(state, trained, present & finite)._replace(common=shared)
         metrics |= {
-            "loss": jnp.where(present, loss, jnp.full_like(loss, jnp.nan)),
+            "loss": jnp.where(present, trained.loss, jnp.full_like(trained.loss, jnp.nan)),
             "client_steps": 2 * metrics["client_steps"],
             "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
         }

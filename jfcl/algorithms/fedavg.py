@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
 from jfcl.algorithms.options import Weights
 from jfcl.client.local import LocalTraining
-from jfcl.core import Adversary, Algorithm, PyTree, Task, num_clients
+from jfcl.core import Adversary, Algorithm, PyTree, Task
 from jfcl.execution.mapping import Mapping
 
 
@@ -26,7 +25,7 @@ def fedavg(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
-    """Every round each client of the cohort trains the global model; the server averages what comes back.
+    """Trains one global model: each round the cohort's clients train it, and the server averages their models.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -38,8 +37,8 @@ def fedavg(
       init_params: a model to start from.
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
       aggregator: `(updates, mask=...) -> update`, a robust one from `jfcl.kernels` in place of the mean; clients then
-        count alike.
-      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: what suits the backend.
+        have equal weights.
+      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: `jfcl.mapping.auto()`.
 
     Returns:
       `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.
@@ -60,15 +59,17 @@ def fedavg(
       [[1.0, -1.0]]
     """
     return averaging(
-        task,
-        training,
-        num_clusters=1,
-        start=lambda params, clients: jnp.zeros(num_clients(clients), jnp.int32),
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
+        Averaging(
+            task,
+            training,
+            num_clusters=1,
+            start=one_cluster,
+            weights=weights,
+            server_optimizer=server_optimizer,
+            cohort=cohort,
+            init_params=init_params,
+            adversary=adversary,
+            aggregator=aggregator,
+            client_axis=client_axis,
+        )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.client import local, losses
@@ -31,7 +32,6 @@ from jfcl.core import (
     client_keys,
     is_concrete,
     is_finite,
-    max_examples,
     num_bytes,
     num_clients,
     random_order,
@@ -41,11 +41,11 @@ from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.threshold import QUANTILE_RULES
 
-MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if the mapping is left to us
+MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if no mapping is given
 
 
 class Threshold(NamedTuple):
-    """How gradients are clustered: the arguments of `jfcl.kernels.threshold_clustering`, checked by `threshold`."""
+    """The arguments of `jfcl.kernels.threshold_clustering`, checked by `threshold`."""
 
     radius: Any
     quantile: Any
@@ -55,12 +55,12 @@ class Threshold(NamedTuple):
     def centers(
         self, points: PyTree, start: PyTree, weights: jax.Array, usable: jax.Array, *, form: str = "auto"
     ) -> PyTree:
-        """Where `start` (`[K, ...]`) ends among `points` (`[N, ...]`)."""
+        """Returns the centres `[K, ...]` of `points` `[N, ...]`, from `start` `[K, ...]`."""
         return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable, form=form)
 
 
 def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
-    """`Threshold`, or `ValueError` for what the kernel would refuse once everything is compiled."""
+    """Returns a `Threshold`; `ValueError` for arguments that the kernel refuses, before anything compiles."""
     check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "one given, and not both")
     check_count("threshold_rounds", num_rounds)
     check_choice("quantile_rule", quantile_rule, QUANTILE_RULES)
@@ -72,16 +72,16 @@ def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -
 
 
 def gradient(task: Task, params: PyTree, batch: Batch, real: jax.Array) -> tuple[jax.Array, PyTree]:
-    """`(loss [], gradient)` of one model on one client's batch."""
+    """Returns `(loss [], gradient)` of one model on one client's batch; `real` `[B]` bool marks its examples."""
     return jax.value_and_grad(lambda p: losses.masked_mean(task.loss(p, batch), real))(params)
 
 
 class Groups(NamedTuple):
-    """Random subgroups of clients, drawn anew each round.
+    """Random subgroups of clients, drawn in each round.
 
     Attributes:
-      rows: `[G, S]` int32, the clients of each.
-      real: `[G, S]` bool, which of those entries stand for a client with examples.
+      rows: `[G, S]` int32, the clients of each group.
+      real: `[G, S]` bool, the entries of `rows` with a client that has examples.
       of: `[N]` int32, the group of each client.
     """
 
@@ -91,7 +91,7 @@ class Groups(NamedTuple):
 
 
 def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
-    """Groups of `size` clients; the last is smaller where there are not enough."""
+    """Draws groups of `size` clients; the last is smaller where `size` does not divide `N`."""
     n = num_clients(clients)
     has_examples = jnp.asarray(clients.size) > 0
     order = random_order(key, clients)
@@ -116,42 +116,43 @@ def federated_clustering(
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every client has a model and, every round, steps along the mean of the gradients that are like its own there.
+    """Moves each client's model along the mean of the gradients, at that model, that are similar to the client's own.
 
     For client `i`: all clients' gradients `g_j(x_i)` at *its* model are threshold-clustered with one centre, which
-    starts at `g_i(x_i)`; then `x_i ← x_i − η v_i`. Nothing is assigned for ever, so no mistake lasts.
+    starts at `g_i(x_i)`; then `x_i ← x_i − η v_i`. No assignment is permanent, so no mistake lasts.
 
     Args:
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training`, by `num_steps`. The first local step of a round goes along the clustered
-        gradient, any others along the client's own (clustering only every s-th step). The optimiser gets the clustered
-        gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, client `j`
-        shows all models the same batch in a round.
+        gradient, the others along the client's own (clustering only every s-th step). The optimiser gets the clustered
+        gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, all models
+        have the same batch of client `j` in a round.
       radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
         within a cluster and the separation of clusters. A number, `[1]`, `[threshold_rounds, 1]`, or "three_means".
       quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
         cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's.
       threshold_rounds: rounds of Threshold-Clustering, `L`.
       quantile_rule: see `jfcl.kernels.threshold_clustering`.
-      subgroup_size: cluster only random groups of so many clients, drawn anew each round (section 4.2); the last is
-        smaller where `N` is no multiple (one left over steps along its own gradient). Default: all together.
-      weights: what a client counts in a mean: `"equal"` (the paper) or `"size"`.
+      subgroup_size: clusters only random groups of `S` clients, drawn in each round (section 4.2); the last group is
+        smaller where `S` does not divide `N` (a single client steps along its own gradient). Default: all together.
+      weights: the weight of a client in a mean: `"equal"` (the paper) or `"size"`.
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
-      adversary: hostile clients; their attack is on the gradients that they send, for each model anew.
-      client_axis: mapping over the clients' models, of which each compares `S · D` numbers; default: one at a time on a
+      adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
+      client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
         CPU, as many as fit 1 GB on an accelerator.
 
     Returns:
-      `Algorithm` with a `PersonalState`. `S` being the size of a group: `N S` gradients a round, those of a group at
-      one model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
+      `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
+      model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
       `S − 1` gradients, and gets `S − 1` models and its centre.
 
     Raises:
       ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
-        or of more than there are, epochs instead of steps, a proximal term.
+        or of more than `N`, epochs instead of steps, a proximal term.
 
     Warns:
-      UserWarning: from `simulate`, where the quantile leaves every client alone, as 0.2 does with two to five clients.
+      UserWarning: from `simulate`, where with this quantile every client trains alone, as with 0.2 and two to five
+        clients.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -168,79 +169,49 @@ def federated_clustering(
     if radius is None and quantile is None:
         quantile = 0.2
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check_one_gradient(training)
     if subgroup_size is not None:
         check_count("subgroup_size", subgroup_size, least=2)
-    # Momentum comes in from the step along the centre, which is outside of the span of the client's own examples.
-    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        n = num_clients(clients)
-        fits = subgroup_size is None or subgroup_size <= n
-        check(fits, "subgroup_size", subgroup_size, f"at most the {n} clients there are")
+        phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
         return initial_state(task, training, key, clients, init_params)
 
-    known = adversary_check(adversary)
+    check_adversary = adversary_check(adversary)
 
-    def look(clients: Clients) -> None:
-        """Warns where the quantile leaves every client alone."""
-        if known is not None:
-            known(clients)
+    def check_quantile(clients: Clients) -> None:
+        """Warns of a quantile with which every client trains alone."""
+        if check_adversary is not None:
+            check_adversary(clients)
         if jax.process_count() == 1:
             compared = int((np.asarray(clients.size) > 0).sum())
             warn_if_alone(quantile, min(compared, subgroup_size or compared), quantile_rule)
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
+        # Draw the groups, and a batch of each client.
         n, size = num_clients(clients), jnp.asarray(clients.size)
         has_examples = size > 0
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
-        lies_key = attack_key(clients_key)
-        ids = client_ids(clients)
-        counts = client_weight(weights, size)
-        batches, seen = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
+        counts = phases.client_weight(weights, size)
+        batches, real = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
-        width = n if groups is None else subgroup_size
+        common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
 
-        # Shared by all clients, and given to them as an argument: a device has no part in what is on the others.
-        common = (batches, seen, groups, has_examples, ids, counts)
-
-        def client(common, i, key, params, opt_state, examples, size):
-            batches, seen, groups, has_examples, ids, counts = common
-            if groups is None:
-                rows, real, mine = jnp.arange(n), has_examples, i
-                shown, shown_real = batches, seen
-            else:
-                rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
-                mine = jnp.argmax((rows == i) & (real | ~has_examples[i]))
-                shown, shown_real = jax.tree.map(lambda x: x[rows], (batches, seen))
-            losses, points = jax.vmap(lambda batch, real: gradient(task, params, batch, real))(shown, shown_real)
-            own = jax.tree.map(lambda z: z[mine], points)
-            finite = is_finite(own)
-            own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
-            sent, usable = attacked(adversary, jax.random.fold_in(lies_key, ids[i]), points, ids[rows], real)
-            start = jax.tree.map(lambda g: g[None], own)
-            center = rule.centers(sent, start, counts[rows], usable)
-            along = jax.tree.map(lambda v: v[0], center)
-            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, max_examples(clients))
-            opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
-            updates, opt_state = training.optimizer.update(along, opt_state, params)
-            new, loss = optax.apply_updates(params, updates), losses[mine]
-            if rest is not None:
-                trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
-                new, opt_state = trained.params, trained.opt_state
-                loss = (loss + trained.loss * rest.num_steps) / training.num_steps
-            return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()
-
+        # Train.
+        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        width = n if groups is None else subgroup_size
         axis = models_at_once(width * model) if client_axis is None else client_axis
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
             common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
         )
+
+        # Keep the models that are finite, and report.
         keep = finite & has_examples
         sent = compared.astype(jnp.float32) * model
-        metrics = round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
+        metrics = phases.round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
         new = PersonalState(
             where_rows(keep, params, state.params),
             state.cluster,
@@ -249,37 +220,93 @@ def federated_clustering(
         )
         return new, metrics
 
-    return Algorithm(init, step, task, look)
+    return Algorithm(init, step, task, check_quantile)
+
+
+def train_client(
+    task: Task,
+    training: local.LocalTraining,
+    rule: Threshold,
+    adversary: Adversary | None,
+    lies_key: jax.Array,
+    rounds: jax.Array,
+) -> Callable:
+    """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
+
+    Returns:
+      `(common, row, key, params, opt_state, examples, size) -> (params, opt_state, loss, finite, gradients compared)`.
+      `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their real examples
+      `[N, B]`, `Groups` or None, and `[N]` each: which clients have examples, their ids and weights.
+    """
+    # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
+    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
+
+    def client(common, i, key, params, opt_state, examples, size):
+        # The gradients of the client's group at its model.
+        batches, in_batch, groups, has_examples, ids, counts = common
+        if groups is None:
+            rows, real, own_row = jnp.arange(len(ids)), has_examples, i
+        else:
+            rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
+            own_row = jnp.argmax((rows == i) & (real | ~has_examples[i]))
+            batches, in_batch = jax.tree.map(lambda x: x[rows], (batches, in_batch))
+        losses, points = jax.vmap(lambda batch, real: gradient(task, params, batch, real))(batches, in_batch)
+
+        # Their centre, from the client's own gradient.
+        own = jax.tree.map(lambda z: z[own_row], points)
+        finite = is_finite(own)
+        own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
+        own_lies = jax.random.fold_in(lies_key, ids[i])
+        sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
+        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable)
+
+        # A step along it, and the remaining steps.
+        m = jax.tree.leaves(examples)[0].shape[0]
+        opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
+        opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
+        updates, opt_state = training.optimizer.update(jax.tree.map(lambda v: v[0], center), opt_state, params)
+        new, loss = optax.apply_updates(params, updates), losses[own_row]
+        if rest is not None:
+            trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
+            new, opt_state = trained.params, trained.opt_state
+            loss = (loss + trained.loss * rest.num_steps) / training.num_steps
+        return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()
+
+    return client
 
 
 def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
-    """Warns where this quantile of `count` different distances, the client's own 0 among them, has only that inside."""
+    """Warns where only the client's own distance, 0, of `count` different ones is within the quantile."""
     if quantile is None or not is_concrete(quantile) or count < 2:
         return
-    needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the place in order that lets the nearest other in
+    needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the least place that includes another gradient
     among = count - 1 if rule == "linear" else count
     place = np.float32(np.max(quantile)) * np.float32(among)
     possible = needed < count  # the last place is that of the farthest
     if possible and place >= needed * (1 - 4 * np.finfo(np.float32).eps):  # 0.2 of 5 is 1, as in the kernel
         return
     least = math.ceil(1000 * needed / among) / 1000
-    advice = f"a quantile of {least:g} lets the nearest other in" if possible else "no quantile lets another in"
+    advice = f"a quantile of {least:g} includes the nearest other" if possible else "no quantile includes another"
     warnings.warn(
-        f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: none but"
-        f" its own is within it, so that every client trains alone; {advice}",
+        f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only its"
+        f" own is within it, so that every client trains alone; {advice}",
         stacklevel=1,
     )
 
 
 def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:
-    """What the methods that cluster gradients need of `training`, or `ValueError`."""
+    """Checks that `training` suits methods that cluster gradients: by steps, without a proximal term.
+
+    Raises:
+      ValueError: epochs; more than one step, unless `steps`; a proximal term.
+    """
     ok = training.num_steps is not None and (steps or training.num_steps == 1)
-    given = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
-    check(ok, "training", given, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
+    values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
+    check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
     if is_concrete(training.prox):
         check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
 
 
 def models_at_once(num_bytes: int) -> mapping.Mapping:
-    """One client's model after the other on a CPU; as many at once on an accelerator as `MEMORY` holds."""
+    """Returns the default mapping: one model at a time on a CPU, on an accelerator as many as `MEMORY` holds."""
     return mapping.chunked(1 if jax.default_backend() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
 from jfcl.algorithms.options import Rounds, Weights
@@ -21,11 +21,8 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
-    client_keys,
     is_finite,
-    max_examples,
     num_bytes,
-    num_clients,
 )
 from jfcl.execution import mapping
 from jfcl.kernels.base import rows_of, squared_norms
@@ -42,20 +39,20 @@ def fesem(
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """EM in parameter space: a client trains its cluster's model and joins the model nearest to what came out.
+    """Runs EM in parameter space: a client trains its cluster's model and joins the cluster nearest to the result.
 
     E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
 
     Args:
       num_clusters: `K`.
       local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
-        From random models nobody would ever leave its own. Their cost is in the metrics of the first round.
+        From random models no client would ever change its cluster. Their cost is in the metrics of the first round.
       init_params: one model that all start from.
-      adversary: attacks what clients' models add to the model that they began with.
+      adversary: hostile clients; the attack is on the difference of a client's model to the one it started from.
       task, training, weights, client_axis: as in `jfcl.fedavg`.
 
     Returns:
-      `Algorithm` whose state has `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
+      `Algorithm` with the state `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
       memory `O(chunk D)`, with an adversary `O(N D)`.
 
     Raises:
@@ -74,51 +71,47 @@ def fesem(
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_count("local_rounds", local_rounds)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        phases.check_at_most_clients("num_clusters", num_clusters, clients)
         params, cluster = cluster_local_models(
             task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        m, size = max_examples(clients), jnp.asarray(clients.size)
-        _, clients_key = jax.random.split(key)
+        cohort, size = phases.select_cohort(key, clients), jnp.asarray(clients.size)
 
         def train(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            opt_state = local.optimizer_at(training, begin, (), state.round, size, m)
-            trained = local.train(task, training, key, begin, examples, size, opt_state)
+            trained = local.train_round(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
         def join(model, size, cluster, usable):
             away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, model, state.params)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            return (model, nearest, client_weight(weights, size) * usable.astype(jnp.float32)), nearest
+            return (model, nearest, phases.client_weight(weights, size) * usable.astype(jnp.float32)), nearest
 
         def train_and_join(key, examples, size, cluster):
             model, finite, loss, steps = train(key, examples, size, cluster)
             sent, nearest = join(model, size, cluster, finite)
             return sent, (nearest, finite, loss, steps)
 
-        real, zero = size > 0, nothing_sent(state.params)
-        given = client_keys(clients_key, clients), clients.examples, size, state.cluster
+        real, last = size > 0, state.cluster
         if adversary is None:
-            rounds = mapping.map_reduce(client_axis, train_and_join, add_sent, zero)
-            (sums, weight), (cluster, finite, loss, steps) = rounds(*given)
+            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, sum_into=state.params)
+            (sums, weight), (cluster, finite, loss, steps) = sent, found
         else:
-            sent, finite, loss, steps = client_axis(train)(*given)
-            begin = jax.tree.map(lambda p: p[state.cluster], state.params)
-            sent, finite = attacked_models(adversary, clients_key, begin, sent, clients, finite & real, state.cluster)
-            joined = mapping.map_reduce(client_axis, join, add_sent, zero)
-            (sums, weight), cluster = joined(sent, size, state.cluster, finite)
+            sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
+            begin = jax.tree.map(lambda p: p[last], state.params)
+            sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
+            joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
+            (sums, weight), cluster = joined(sent, size, last, finite)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = round_metrics(real, loss, finite, steps, model, model)
+        metrics = phases.round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 

@@ -33,7 +33,7 @@ from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.execution import mapping
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
-FARTHEST = 1e30  # stands for a distance whose square overflows, which the kernels would take for a missing one
+FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
 
 LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
 DISTANCES = ("cosine", "euclidean")
@@ -56,12 +56,12 @@ def flhc(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """A few rounds of FedAvg, one update of every client, a dendrogram of these; then FedAvg inside each cluster.
+    """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
 
     Args:
       num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
-      distance_threshold: clients whose updates are nearer than this stay together; more than `K` clusters that way are
-        merged until there are `K`.
+      distance_threshold: clients with updates nearer than this stay together; more than `K` clusters are merged until
+        there are `K`.
       rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`; their
         cost is in the metrics of the first round.
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
@@ -74,7 +74,7 @@ def flhc(
       trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
 
     Raises:
-      ValueError: an unknown distance or linkage, `K` larger than the number of clients, what `jfcl.fedavg` refuses.
+      ValueError: an unknown distance or linkage, `K` larger than the number of clients, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -91,16 +91,14 @@ def flhc(
     check_count("rounds_before", rounds_before, least=0)
     if is_concrete(distance_threshold) and distance_threshold is not None:
         check(distance_threshold >= 0, "distance_threshold", distance_threshold, "0 or more")
-    common = fedavg(
-        task,
-        training,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    options = {
+        "weights": weights,
+        "server_optimizer": server_optimizer,
+        "adversary": adversary,
+        "aggregator": aggregator,
+        "client_axis": client_axis,
+    }
+    common = fedavg(task, training, init_params=init_params, **options)
 
     def find(key: jax.Array, clients: Clients):
         start_key, rounds_key = jax.random.split(key)
@@ -122,11 +120,11 @@ def flhc(
         else:
             apart = jnp.sqrt(squared_distances(updates, mask=real))
             similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
-        # Clients without (finite) updates are twins of the first that has one, so that they are nobody's cluster.
+        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
         n = num_clients(clients)
-        who = jnp.where(real, jnp.arange(n), jnp.argmax(real))
-        similarity = similarity[who][:, who]
-        twins = (who[:, None] == who[None, :]) & ~jnp.eye(n, dtype=bool)
+        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
+        similarity = similarity[twin][:, twin]
+        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
         tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
         cluster = cut(tree, num_clusters=num_clusters)
         if distance_threshold is not None:
@@ -134,17 +132,6 @@ def flhc(
             cluster = jnp.where(free.max() < num_clusters, free, cluster)
         return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
 
-    return clustered_once(
-        task,
-        training,
-        find,
-        messages=rounds_before + 1,
-        rounds=rounds_before + 1,
-        num_clusters=num_clusters,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    rounds = rounds_before + 1
+    options |= {"num_clusters": num_clusters, "cohort": cohort}
+    return clustered_once(task, training, find, messages=rounds, rounds=rounds, **options)

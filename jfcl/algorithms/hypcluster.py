@@ -1,4 +1,4 @@
-"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg then trains."""
+"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.options import Weights
@@ -34,12 +34,12 @@ def hypcluster(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """IFCA's model averaging, clients counting by their data, usually with local epochs, a cohort and a warm start.
+    """Runs IFCA's model averaging with clients weighted by size, usually with epochs, a cohort and a warm start.
 
     Args:
       num_clusters: `K`.
-      warm_rounds: rounds of FedAvg inside `K` random parts of the clients from which the models start: models that
-        differ, and that none of them finds useless. Their cost is in the metrics of the first round. Default: none.
+      warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
+        differ and are of some use to every client. Their cost is in the metrics of the first round. Default: none.
       task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
         `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm start.
 
@@ -47,7 +47,7 @@ def hypcluster(
       `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
 
     Raises:
-      ValueError: what `jfcl.ifca` refuses.
+      ValueError: as in `jfcl.ifca`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -62,7 +62,7 @@ def hypcluster(
     """
     local.check_parts(task, training)
     check_count("warm_rounds", warm_rounds, least=0)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     common = {
         "num_clusters": num_clusters,
         "weights": weights,
@@ -79,7 +79,7 @@ def hypcluster(
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
-        warm = averaging(task, training, start=lambda *_: parts, init_params=init_params, **common)
+        warm = averaging(Averaging(task, training, start=lambda *_: parts, init_params=init_params, **common))
 
         def one_round(t, state):
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]

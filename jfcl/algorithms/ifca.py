@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import Rounds, Weights
 from jfcl.algorithms.restarts import with_restarts
+from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
 from jfcl.client.losses import blank_padding, lowest_loss, under_all
 from jfcl.core import (
@@ -24,7 +25,6 @@ from jfcl.core import (
     check_count,
     dense_start,
     get_parameter,
-    num_clients,
 )
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Needs, OneOf, Range
 from jfcl.execution import mapping
@@ -53,7 +53,7 @@ def ifca(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every round each client picks the model of lowest loss on its data and trains it; models are averaged by choice.
+    """Trains `K` models: each round every client trains the one of lowest loss on its data; the server averages them.
 
     Args:
       task: from `jfcl.models`, or your own.
@@ -62,18 +62,18 @@ def ifca(
       num_clusters: `K`, the number of models.
       average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
         (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
-      divide_by: what `m` is with `average="gradients"`: `"all"` clients with examples, in the cohort or not (line 14 of
-        Algorithm 2), a client whose update is not finite included; or the round's `"participants"`, of all clusters,
-        whose updates are in a sum. With `weights="size"` it is their examples. In a population
-        (`jfcl.simulate_population`) a round knows the clients of the cohort alone, and `"all"` are those that answered.
-      weights: what a client counts: `"equal"` (the paper) or `"size"`.
+      divide_by: `m` for `average="gradients"`. `"all"`: all clients with examples, in the cohort or not, with finite
+        updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
+        clusters. With `weights="size"` it is the number of their examples. In a population
+        (`jfcl.simulate_population`) a round has the clients of the cohort alone, and `"all"` are those that answered.
+      weights: the weight of a client: `"equal"` (the paper) or `"size"`.
       shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
         true are averaged over all clients.
-      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for so many rounds, clients
-        are sent their own model only and no longer look at the others. Default: never.
-      identity_batch: examples, drawn anew each round, on which a client compares the models; default: all of its own
-        (the paper). Under `num_steps` and a batch size as large it is the first trained on.
-      restarts: random initialisations to try; the one of lowest training loss after `restart_rounds` rounds is kept.
+      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for this number of rounds,
+        clients get their own model only and no longer compare the others. Default: never.
+      identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
+        its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
+      restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
       server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`; `init_params` may
@@ -81,14 +81,13 @@ def ifca(
 
     Returns:
       `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
-      forward passes over each client's data (whose first dense layers are one product, and which begin its training in
-      the span of its examples, see `jfcl.client.span`) plus its local training; memory `O(chunk D + K D)`. Bytes: each
-      client
-      is sent `K` models (shared layers once) and sends one.
+      forward passes over each client's data plus its local training; memory `O(chunk D + K D)`. The first dense layers
+      of the `K` passes are one product, with which training in the span of the examples begins (`jfcl.client.span`).
+      Bytes: each client gets `K` models (shared layers once) and sends one.
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
-        `"gradients"`, a shortcut that could begin while restarts are still compared, and what `jfcl.fedavg` refuses.
+        `"gradients"`, a shortcut that could begin while restarts are still compared, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -115,7 +114,7 @@ def ifca(
         check_count("stable_rounds", stable_rounds)
         late = restarts == 1 or stable_rounds > restart_rounds
         check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     estimate = training
     if identity_batch is not None:
         check_count("identity_batch", identity_batch)
@@ -125,7 +124,7 @@ def ifca(
         find = under_all(task, params)
 
         def choice(key, examples, size, cluster, quiet):
-            def look():
+            def compare():
                 if identity_batch is None:
                     losses, products = find(examples, size)
                 else:  # with the key of the training, hence its first batch under num_steps
@@ -142,16 +141,15 @@ def ifca(
                     products = first.inputs(blank_padding(examples, size)).astype(kernel.dtype) @ kernel
                 return cluster, jnp.zeros((), bool), products
 
-            return look() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, look, stay)
+            return compare() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, compare, stay)
 
         return choice
 
     def start(params, clients):
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=client_axis)
 
-    algorithm = averaging(
+    rules = Averaging(
         task,
         training,
         num_clusters=num_clusters,
@@ -166,7 +164,8 @@ def ifca(
         adversary=adversary,
         aggregator=aggregator,
         client_axis=client_axis,
-    )._replace(by_loss=True)
+    )
+    algorithm = averaging(rules)._replace(by_loss=True)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,22 @@ from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights
 from jfcl.client import local, losses
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+from jfcl.core import Adversary, Algorithm, Batch, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
 from jfcl.core.options import Excludes, Interval, Range, Real
 from jfcl.execution import mapping
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
-LEAST = 1e-7  # no probability is smaller: neighbours alone may give a label none
+LEAST = 1e-7  # the least probability of a label: neighbours alone may give it 0
 
 
 class Neighbours(NamedTuple):
-    """What a client predicts with, `[N, ...]` of each.
+    """The models that clients predict with, `[N, ...]` each.
 
     Attributes:
       model: the global model.
-      memory: `[M, H]`, the client's examples as the model represents them.
-      label: `[M]` int32, theirs.
-      size: `[]` int32, how many there are.
+      memory: `[M, H]`, the model's representations of the client's examples.
+      label: `[M]` int32, their labels.
+      size: `[]` int32, their number.
       mixing: `[]`, the weight of the neighbours, `λ`.
     """
 
@@ -74,32 +75,32 @@ def knn_per(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """FedAvg; each client predicts with `λ p_kNN(y | x) + (1 − λ) p_global(y | x)`, `λ` its own.
+    """Trains a model by FedAvg; each client predicts with `λ p_kNN(y | x) + (1 − λ) p_global(y | x)`, `λ` its own.
 
     `p_kNN` gives the labels of the `k` nearest of the client's own training examples the weights `exp(−d² / scale)`,
-    `d` being the distance in the global model's representation.
+    where `d` is the distance in the global model's representation.
 
     Args:
       task: a classification.
       num_neighbours: `k`, at most the number of training examples of any client.
       mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `mixings` (the first of equals) on
         its validation examples.
-      mixings: see there.
-      validation: the share of a client's training examples, its last, that choose its `λ` and are kept out of FedAvg
-        and of the neighbours for that; afterwards they are neighbours too. Unused where `mixing` is given.
-      scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs that
-        the authors of Federated-Clustering take.)
+      mixings: the candidates for `λ`.
+      validation: the share of a client's training examples, its last ones, that choose its `λ`. FedAvg does not train
+        on them; they are neighbours once `λ` is chosen. Unused with `mixing`.
+      scale: of squared distances; default: the number of dimensions of the representation. (10 for the 10 outputs in
+        the experiments of Federated-Clustering.)
       represent: `(params, x [B, ...]) -> [B, H]`; default: the inputs of the last dense layer where the task is made
         from a flax module, else its outputs.
       training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with a `KnnPerState`, and a task of its own: the mixture. Cost of a round: FedAvg's and a pass over
-      all examples, whose representations are kept: `O(N (D + M H))` memory, with the global model once per client.
+      all examples; their representations are kept: `O(N (D + M H))` memory, with the global model once per client.
 
     Raises:
       ValueError: `λ` outside [0, 1], `k` larger than the smallest client's data, a scale not above 0, a validation
-        share outside (0, 1), a task without labels, what `jfcl.fedavg` refuses.
+        share outside (0, 1), a task without labels, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -120,9 +121,9 @@ def knn_per(
         check(scale > 0, "scale", scale, "above 0")
     check(0 < validation < 1, "validation", validation, "in (0, 1)")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     represent = represent or task.represent or task.predict
-    shares = jnp.asarray(mixings, jnp.float32)
+    method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
     common = fedavg(
         task,
         training,
@@ -135,69 +136,25 @@ def knn_per(
         client_axis=client_axis,
     )
 
-    def learns_from(size):
-        """How many of a client's examples FedAvg trains on; the others choose `λ`."""
-        if mixing is not None:
-            return size
-        kept = size - jnp.floor(validation * size.astype(jnp.float32)).astype(size.dtype)
-        return jnp.where(size > 1, jnp.minimum(kept, size - 1), size)
-
-    def neighbours(memory, label, size, x, num_classes):
-        """`[B, C]`: what the `k` nearest of the first `size` of `memory` say about `x` `[B, H]`."""
-        squares = jnp.square(x).sum(axis=1)[:, None] + jnp.square(memory).sum(axis=1)[None, :]
-        squares = jnp.maximum(squares - 2.0 * jnp.matmul(x, memory.T, precision=jax.lax.Precision.HIGHEST), 0.0)
-        squares = jnp.where(jnp.arange(len(memory))[None, :] < size, squares, jnp.inf)
-        near, rows = jax.lax.top_k(-squares, min(num_neighbours, len(memory)))
-        width = float(memory.shape[1]) if scale is None else scale
-        shares = jax.nn.softmax(jnp.where(jnp.isfinite(near), near / width, -jnp.inf), axis=1)
-        return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)
-
-    def probabilities(params: Neighbours, x):
-        outputs = task.predict(params.model, x)
-        own = neighbours(params.memory, params.label, params.size, represent(params.model, x), outputs.shape[1])
-        return params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
-
-    def mixture_loss(params, batch):
-        chosen = jnp.take_along_axis(probabilities(params, batch["x"]), batch["y"][:, None], axis=1)[:, 0]
-        return -jnp.log(jnp.maximum(chosen, LEAST))
-
-    def mixture_right(params, batch):
-        return (jnp.argmax(probabilities(params, batch["x"]), axis=1) == batch["y"]).astype(jnp.float32)
-
-    def personal(model, clients: Clients) -> Neighbours:
-        def client(examples, size):
-            examples = losses.blank_padding(examples, size)
-            memory, label = represent(model, examples["x"]), examples["y"]
-            if mixing is not None:
-                return memory, label, jnp.asarray(mixing, jnp.float32)
-            outputs = task.predict(model, examples["x"])
-            m, first = len(label), learns_from(size)
-            own = neighbours(memory, label, first, memory, outputs.shape[1])
-            judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
-
-            def num_right(share):
-                guess = jnp.argmax(share * own + (1 - share) * jax.nn.softmax(outputs), axis=1)
-                return ((guess == label) & judged).sum()
-
-            return memory, label, shares[jnp.argmax(jax.vmap(num_right)(shares))]
-
+    def personal(model: PyTree, clients: Clients) -> Neighbours:
+        """Returns every client's neighbours under the global model."""
         size = jnp.asarray(clients.size)
-        memory, label, weight = client_axis(client)(clients.examples, size)
+        memory, label, weight = client_axis(partial(remember, method, model))(clients.examples, size)
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (len(size), *p.shape)), model)
         return Neighbours(copies, memory, label.astype(jnp.int32), size, weight)
 
     def training_part(clients: Clients) -> Clients:
-        return clients._replace(size=learns_from(jnp.asarray(clients.size)))
+        return clients._replace(size=num_training(method, jnp.asarray(clients.size)))
 
     def enough_neighbours(clients: Clients) -> None:
         if common.check is not None:
             common.check(clients)
         sizes = np.asarray(clients.size)
-        least, what = int(sizes[sizes > 0].min()), "the smallest client's examples"
+        least, source = int(sizes[sizes > 0].min()), "the smallest client's examples"
         if mixing is None:
             kept = least - int(validation * least)
-            least, what = min(kept, max(least - 1, 1)), what + " less those that choose its mixing weight"
-        check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {what}")
+            least, source = min(kept, max(least - 1, 1)), source + " less those that choose its mixing weight"
+        check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {source}")
 
     def init(key: jax.Array, clients: Clients) -> KnnPerState:
         n = num_clients(clients)
@@ -217,10 +174,77 @@ def knn_per(
         model = jax.tree.map(lambda p: p[0], state.common.params)
         return state._replace(params=personal(model, clients))
 
-    mixed = Task(
-        init=task.init,
-        loss=mixture_loss,
-        predict=lambda params, x: jnp.log(jnp.maximum(probabilities(params, x), LEAST)),
-        correct=mixture_right,
-    )
-    return Algorithm(init, step, mixed, enough_neighbours, refresh)
+    return Algorithm(init, step, mixture_task(method), enough_neighbours, refresh)
+
+
+class Mixture(NamedTuple):
+    """The arguments of `knn_per` that define predictions; `shares` `[S]` are the candidates for `λ`."""
+
+    task: Task
+    represent: Callable[[PyTree, jax.Array], jax.Array]
+    num_neighbours: int
+    mixing: Any
+    shares: jax.Array
+    validation: float
+    scale: Any
+
+
+def num_training(method: Mixture, size: jax.Array) -> jax.Array:
+    """Returns how many of a client's examples FedAvg trains on; the others choose `λ`."""
+    if method.mixing is not None:
+        return size
+    kept = size - jnp.floor(method.validation * size.astype(jnp.float32)).astype(size.dtype)
+    return jnp.where(size > 1, jnp.minimum(kept, size - 1), size)
+
+
+def neighbours(
+    method: Mixture, memory: jax.Array, label: jax.Array, size: jax.Array, x: jax.Array, num_classes: int
+) -> jax.Array:
+    """Returns `[B, C]`: the label probabilities of `x` `[B, H]` by the `k` nearest of the first `size` of `memory`."""
+    squares = jnp.square(x).sum(axis=1)[:, None] + jnp.square(memory).sum(axis=1)[None, :]
+    squares = jnp.maximum(squares - 2.0 * jnp.matmul(x, memory.T, precision=jax.lax.Precision.HIGHEST), 0.0)
+    squares = jnp.where(jnp.arange(len(memory))[None, :] < size, squares, jnp.inf)
+    near, rows = jax.lax.top_k(-squares, min(method.num_neighbours, len(memory)))
+    width = float(memory.shape[1]) if method.scale is None else method.scale
+    shares = jax.nn.softmax(jnp.where(jnp.isfinite(near), near / width, -jnp.inf), axis=1)
+    return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)
+
+
+def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
+    """Returns one client's `(memory [M, H], label [M], λ [])` under the global model, see `Neighbours`."""
+    examples = losses.blank_padding(examples, size)
+    memory, label = method.represent(model, examples["x"]), examples["y"]
+    if method.mixing is not None:
+        return memory, label, jnp.asarray(method.mixing, jnp.float32)
+    outputs = method.task.predict(model, examples["x"])
+    m, first = len(label), num_training(method, size)
+    own = neighbours(method, memory, label, first, memory, outputs.shape[1])
+    judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
+
+    def num_right(share):
+        guess = jnp.argmax(share * own + (1 - share) * jax.nn.softmax(outputs), axis=1)
+        return ((guess == label) & judged).sum()
+
+    return memory, label, method.shares[jnp.argmax(jax.vmap(num_right)(method.shares))]
+
+
+def mixture_task(method: Mixture) -> Task:
+    """Returns the task of the mixture, with `Neighbours` as parameters."""
+
+    def probabilities(params: Neighbours, x):
+        outputs = method.task.predict(params.model, x)
+        represented = method.represent(params.model, x)
+        own = neighbours(method, params.memory, params.label, params.size, represented, outputs.shape[1])
+        return params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
+
+    def loss(params, batch):
+        chosen = jnp.take_along_axis(probabilities(params, batch["x"]), batch["y"][:, None], axis=1)[:, 0]
+        return -jnp.log(jnp.maximum(chosen, LEAST))
+
+    def correct(params, batch):
+        return (jnp.argmax(probabilities(params, batch["x"]), axis=1) == batch["y"]).astype(jnp.float32)
+
+    def predict(params, x):
+        return jnp.log(jnp.maximum(probabilities(params, x), LEAST))
+
+    return Task(init=method.task.init, loss=loss, predict=predict, correct=correct)

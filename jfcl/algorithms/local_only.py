@@ -1,15 +1,14 @@
-"""Local training: every client on its own, nothing sent; what federation has to beat."""
+"""Local training: every client trains alone, without any communication; the baseline of federated methods."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.aggregate import where_rows
-from jfcl.algorithms.averaging import round_metrics
-from jfcl.algorithms.personal import PersonalState, initial_state
+from jfcl.algorithms.personal import PersonalState, initial_state, next_personal, train_personal
+from jfcl.algorithms.round import round_metrics, select_cohort
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, is_finite, max_examples
+from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.execution import mapping
 
 
@@ -20,7 +19,7 @@ def local_only(
     init_params: PyTree | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Client `i` trains model `i`; a round is one local training of each, from where the last one ended.
+    """Trains a model for each client alone; a round is one local training of each, from the result of the last.
 
     Args:
       task, training, client_axis: as in `jfcl.fedavg`.
@@ -41,31 +40,15 @@ def local_only(
       ([1.0, 5.0], 0.0)
     """
     local.check_parts(task, training)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         return initial_state(task, training, key, clients, init_params)
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
-        m = max_examples(clients)
-
-        def client(key, params, examples, size, opt_state):
-            opt_state = local.optimizer_at(training, params, opt_state, state.round, size, m)
-            trained = local.train(task, training, key, params, examples, size, opt_state)
-            finite = is_finite(trained.params)
-            return trained.params, finite, trained.loss, trained.num_steps, local.carried(training, trained.opt_state)
-
-        size = jnp.asarray(clients.size)
-        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
-        params, finite, loss, steps, opt_states = client_axis(client)(
-            client_keys(clients_key, clients), state.params, clients.examples, size, state.client
-        )
-        real = size > 0
-        state = state._replace(
-            params=where_rows(finite & real, params, state.params),
-            round=state.round + 1,
-            client=where_rows(finite & real, opt_states, state.client),
-        )
-        return state, round_metrics(real, loss, finite, steps, 0, 0)
+        trained, finite = train_personal(task, training, client_axis, select_cohort(key, clients), state)
+        real = jnp.asarray(clients.size) > 0
+        metrics = round_metrics(real, trained.loss, finite, trained.num_steps, 0, 0)
+        return next_personal(state, trained, finite & real), metrics
 
     return Algorithm(init, step, task)

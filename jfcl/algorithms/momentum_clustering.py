@@ -32,10 +32,10 @@ def momentum_clustering(
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """As Myopic-Clustering, but clusters the clients' momenta, which change slowly and are less noisy: `N` messages.
+    """Clusters the clients' momenta, which change slowly and are less noisy than gradients: `N` messages a round.
 
-    `m_i ← α g_i(x_i) + (1 − α) m_i`, the first `m_i` being the first gradient (equation 29); the server
-    threshold-clusters all `m_i` into `K` centres; `x_i ← x_i − η v_{k(i)}` (equation 30).
+    Otherwise it is Myopic-Clustering: `m_i ← α g_i(x_i) + (1 − α) m_i`, where the first `m_i` is the first gradient
+    (equation 29); the server threshold-clusters all `m_i` into `K` centres; `x_i ← x_i − η v_{k(i)}` (equation 30).
 
     Args:
       momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
@@ -47,7 +47,7 @@ def momentum_clustering(
       `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
 
     Raises:
-      ValueError: a momentum outside [0, 1), and what `jfcl.myopic_clustering` refuses.
+      ValueError: a momentum outside [0, 1), and as in `jfcl.myopic_clustering`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax

@@ -1,4 +1,4 @@
-"""Myopic-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 1), and what it shares with Algorithm 4."""
+"""Myopic-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 1); its round is also Algorithm 4's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
-from jfcl.algorithms.averaging import WEIGHTS, client_weight, round_metrics
 from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import initial_state
@@ -46,9 +46,9 @@ class CentersState(NamedTuple):
     Attributes:
       params: pytree of `[N, ...]`: client `i`'s model is row `i`.
       cluster: `[N]` int32, `0 .. N-1`.
-      group: `[N]` int32 in `0..K-1`: the centre along which each client last went.
+      group: `[N]` int32 in `0..K-1`: the centre along which each client moved last.
       round: `[]` int32, rounds done.
-      begun: `[N]` bool: who has sent something finite, and so has a momentum.
+      begun: `[N]` bool: clients that have sent a finite vector, and so have a momentum.
       momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
       centers: pytree of `[K, ...]`, the last round's centres, under `centers="carry"`, else `()`.
@@ -80,17 +80,17 @@ def myopic_clustering(
     adversary: Adversary | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Every client sends its gradient at its own model; the server clusters them and returns each cluster's centre.
+    """Clusters the gradients that clients send, each at its own model, and moves each model along its cluster's centre.
 
-    The paper's motivating first try: clients that are at different models are compared all the same, so mistakes
-    accumulate, and at their optima all clients look alike.
+    The paper's motivating example: gradients at different models are compared, so that mistakes accumulate, and at
+    their optima all clients have the same gradient.
 
     Args:
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training` with `num_steps=1`; its optimiser steps along the centre.
       num_clusters: `K` centres.
-      centers: where they start, which the paper leaves open. `"densest"`: every round at the gradients with most others
-        about them, see `densest`. `"carry"`: where the last round's ended; in the first round at `init_centers`, or as
+      centers: their starts, which the paper leaves open. `"densest"`: in every round the gradients with most others
+        around them, see `densest`. `"carry"`: the last round's centres; in the first round `init_centers`, or as
         `"densest"` without them.
       init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
       radius, quantile, threshold_rounds, quantile_rule: as in `jfcl.federated_clustering`; `radius` may be `[K]` or
@@ -138,11 +138,12 @@ def myopic_clustering(
 
 
 def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
-    """`K` of the points `[N, ...]` to start centres from: each time the one with most about it, which then are out.
+    """Returns `K` of the points `[N, ...]` as starts of centres: one after the other, those with most points around.
 
-    With a radius: the point with most others within it, of those that no earlier centre holds. With a quantile `q`: the
-    one whose `q N` nearest of them are nearest. Unlike the farthest points, these are not outliers. Of more than
-    `DENSE_UP_TO` points, so many at random can be starts, and no `[N, N]` is held.
+    A start takes the points around it out of the choice of the next. With a radius, it is the point with most of the
+    remaining points within the radius; with a quantile `q`, the one with the smallest distance to its `q N` nearest
+    remaining points. Unlike the farthest points, these are not outliers. Of more than `DENSE_UP_TO` points, only that
+    number, at random, can be starts, and no `[N, N]` is held.
     """
     rows, distances = distances_of_candidates(points, usable)
     n = len(usable)
@@ -152,13 +153,13 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
     can_start = usable if rows is None else usable[rows]
 
-    # Of equals the one nearest to all, so that the order of the clients is no matter.
+    # Of equals the one nearest to all, so that the order of the clients has no effect.
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
     def choose(k, carry):
         chosen, left = carry
         free = left if rows is None else left[rows]
-        left = jnp.where(free.any(), left, usable)  # all are held: the next centre may share
+        left = jnp.where(free.any(), left, usable)  # no point remains: the next centre may share
         free = jnp.where(free.any(), free, can_start)
         among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
         radius = jnp.broadcast_to(reach, (len(among),)) if by_radius else jnp.sort(among, axis=1)[:, few]
@@ -173,7 +174,7 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
 
 
 def distances_of_candidates(points: PyTree, usable: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """Which of the points `[N, ...]` can be starts (`[S]`, None: all of them), and their distances to all, `[S, N]`."""
+    """Returns the rows of the points `[N, ...]` that can be starts, `[S]` (None: all), and their distances `[S, N]`."""
     n = len(usable)
     if n <= DENSE_UP_TO:
         return None, jnp.sqrt(squared_distances(points, mask=usable))
@@ -201,21 +202,27 @@ def centers_of(
     client_axis: mapping.Mapping | None,
     momentum: bool = False,
 ) -> Algorithm:
-    """The round of Algorithms 1 and 4: `send(state, gradients) -> (what is clustered, momenta)`, all `[N, ...]`."""
+    """Returns the method of Algorithms 1 and 4.
+
+    Args:
+      send: `(state, gradients) -> (points, momenta)`, pytrees of `[N, ...]`; the server clusters the points.
+      momentum: whether the state has momenta.
+      task, training and the others: as in `myopic_clustering`.
+    """
     check_count("num_clusters", num_clusters)
     if radius is None and quantile is None:
         quantile = 1 / (2 * num_clusters)
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, WEIGHTS)
+    check_choice("weights", weights, phases.WEIGHTS)
     check_choice("centers", centers, CENTERS)
     carry = centers == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        phases.check_at_most_clients("num_clusters", num_clusters, clients)
         start = initial_state(task, training, key, clients, init_params)
         momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
@@ -225,15 +232,15 @@ def centers_of(
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
         has_examples = size > 0
-        _, clients_key = jax.random.split(key)  # as in `averaging`: the same clients see the same randomness
+        cohort = phases.select_cohort(key, clients)
 
-        def client(key, params, examples, size):
+        def client(key, examples, size, params):
             return gradient(task, params, *local.draw_batch(training, key, examples, size))
 
-        loss, gradients = client_axis(client)(client_keys(clients_key, clients), state.params, clients.examples, size)
+        loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
-        points, usable = attacked(adversary, attack_key(clients_key), points, client_ids(clients), finite, state.group)
+        points, usable = attacked(adversary, attack_key(cohort.key), points, client_ids(clients), finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         if carry and init_centers is not None:
             starts = state.centers
@@ -243,7 +250,7 @@ def centers_of(
         else:
             starts = densest(points, usable, rule, num_clusters)
         form = "auto" if len(size) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = rule.centers(points, starts, client_weight(weights, size), usable, form=form)
+        centers = rule.centers(points, starts, phases.client_weight(weights, size), usable, form=form)
         group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
         def move(key, params, opt_state, k):
@@ -252,9 +259,9 @@ def centers_of(
             updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
-        params, opt_states = client_axis(move)(client_keys(clients_key, clients), state.params, state.client, group)
+        params, opt_states = client_axis(move)(client_keys(cohort.key, clients), state.params, state.client, group)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = round_metrics(has_examples, loss, usable, 1, model, model)
+        metrics = phases.round_metrics(has_examples, loss, usable, 1, model, model)
         new = CentersState(
             params=where_rows(usable, params, state.params),
             cluster=state.cluster,
@@ -271,7 +278,11 @@ def centers_of(
 
 
 def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int) -> PyTree:
-    """`init_centers` in the types of models `[N, ...]`, or zeros `[K, ...]`; `ValueError` for other shapes."""
+    """Returns `init_centers` in the types of models `[N, ...]`, or zeros `[K, ...]`.
+
+    Raises:
+      ValueError: `init_centers` of other shapes.
+    """
     zeros = jax.tree.map(lambda p: jnp.zeros((num_clusters, *p.shape[1:]), p.dtype), params)
     if init_centers is None:
         return zeros

@@ -8,22 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
+from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, check_count, max_examples, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes
 
 
 def with_first_costs(
     algorithm: Algorithm, training: local.LocalTraining, *, messages: int, rounds: int, cohort: int | None = None
 ) -> Algorithm:
-    """`algorithm` whose first round's metrics also count what its `init` had the clients send and compute.
+    """Returns `algorithm` with the communication and computation of its `init` in the first round's metrics.
 
     Args:
       algorithm: its state counts its rounds in `round` `[]` and stacks models of one size in `params`.
-      training: what clients did in each of `rounds`.
-      messages: models that a client got, and sent.
-      rounds: rounds of local training that a client did.
-      cohort: how many clients took part in each, if not all.
+      training: the local training of each of these rounds.
+      messages: number of models that a client got, and sent.
+      rounds: rounds of local training of a client.
+      cohort: clients that took part in each; default: all.
     """
 
     def step(key: jax.Array, state, clients: Clients):
@@ -51,24 +52,18 @@ def clustered_once(
     num_clusters: int,
     **options: Any,
 ) -> Algorithm:
-    """FedAvg inside the clusters that `find(key, clients) -> (params [K, ...], cluster [N])` finds in `init`.
+    """Returns FedAvg inside the clusters that `find` finds in `init`.
 
     Args:
-      messages, rounds: what that costs, as in `with_first_costs`.
+      find: `(key, clients) -> (params [K, ...], cluster [N])`.
+      messages, rounds: its cost, as in `with_first_costs`.
       options: of `averaging`: `weights`, `server_optimizer`, `cohort`, `adversary`, `aggregator`, `client_axis`.
     """
     check_count("num_clusters", num_clusters)
-    inner = averaging(
-        task,
-        training,
-        num_clusters=num_clusters,
-        start=lambda params, clients: jnp.zeros(num_clients(clients), jnp.int32),
-        **options,
-    )
+    inner = averaging(Averaging(task, training, num_clusters, one_cluster, **options))
 
     def init(key: jax.Array, clients: Clients):
-        n = num_clients(clients)
-        check(num_clusters <= n, "num_clusters", num_clusters, f"at most the {n} clients there are")
+        check_at_most_clients("num_clusters", num_clusters, clients)
         start_key, find_key = jax.random.split(key)
         params, cluster = find(find_key, clients)
         return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients
-from jfcl.algorithms.averaging import client_weight
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
 from jfcl.algorithms.options import Rounds, Weights
+from jfcl.algorithms.round import client_weight
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.execution import mapping
@@ -33,7 +33,7 @@ def one_shot(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """Clients train alone, their models are clustered by k-means once and for all; then FedAvg inside each cluster.
+    """Clusters the clients once, by k-means of models trained alone; then runs FedAvg inside each cluster.
 
     Args:
       num_clusters: `K`.
@@ -47,7 +47,7 @@ def one_shot(
       `local_rounds` local trainings of all, k-means of `N` points, `O(N D)` memory; of a round: FedAvg's.
 
     Raises:
-      ValueError: `K` larger than the number of clients, and what `jfcl.fedavg` refuses.
+      ValueError: `K` larger than the number of clients, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -95,9 +95,9 @@ def cluster_local_models(
     adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
 ) -> tuple[PyTree, jax.Array]:
-    """`(means [K, ...], cluster [N])`: k-means (Lloyd) on the parameters of the models that clients reach alone.
+    """Returns `(means [K, ...], cluster [N])` by k-means (Lloyd) on the parameters of models that clients train alone.
 
-    An `adversary` attacks what they send: how far they came from the common model.
+    The attack of an `adversary` is on the difference of a client's model to the common first one.
     """
     alone = local_only(task, training, init_params=init_params, client_axis=client_axis)
     start_key, rounds_key, means_key = jax.random.split(key, 3)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from jfcl.algorithms.averaging import WEIGHTS
+from jfcl.algorithms.round import WEIGHTS
 from jfcl.core.options import MOST_REPEATED, Excludes, Interval, Needs, OneOf, Range, Real
 from jfcl.kernels import OPERATORS
 from jfcl.kernels.threshold import QUANTILE_RULES

@@ -1,4 +1,4 @@
-"""The oracle: FedAvg inside the true clusters; what every clustering method would reach if it made no mistake."""
+"""The oracle: FedAvg inside the true clusters, the result of a clustering method without any mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.algorithms.averaging import averaging
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import Weights
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
@@ -29,7 +29,7 @@ def oracle(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
-    """FedAvg with one model per true cluster ("ground truth" in the FC paper).
+    """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
 
     Args:
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
@@ -41,7 +41,7 @@ def oracle(
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
 
     Raises:
-      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and what `jfcl.fedavg` refuses.
+      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -69,15 +69,17 @@ def oracle(
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
     return averaging(
-        task,
-        training,
-        num_clusters=num_clusters,
-        start=start,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
+        Averaging(
+            task,
+            training,
+            num_clusters=num_clusters,
+            start=start,
+            weights=weights,
+            server_optimizer=server_optimizer,
+            cohort=cohort,
+            init_params=init_params,
+            adversary=adversary,
+            aggregator=aggregator,
+            client_axis=client_axis,
+        )
     )

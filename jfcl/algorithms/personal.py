@@ -1,15 +1,17 @@
-"""What methods with one model per client share: their state, and how the models start."""
+"""The state of methods with one model per client, and its initial value."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import initial_models, initial_optimizers
-from jfcl.client.local import LocalTraining
-from jfcl.core import Clients, PyTree, Task, num_clients
+from jfcl.algorithms.aggregate import where_rows
+from jfcl.algorithms.round import Cohort, initial_models, initial_optimizers, train_clients
+from jfcl.client.local import LocalTraining, Trained, train_round
+from jfcl.core import Clients, PyTree, Task, is_finite, num_clients
+from jfcl.execution.mapping import Mapping
 
 
 class PersonalState(NamedTuple):
@@ -31,7 +33,7 @@ class PersonalState(NamedTuple):
 def initial_state(
     task: Task, training: LocalTraining, key: jax.Array, clients: Clients, init_params: PyTree | None
 ) -> PersonalState:
-    """One random model that all start from; or `init_params`, one model or `N` stacked."""
+    """Returns the initial state: one random model for all clients, or `init_params`, one model or `N` stacked."""
     n = num_clients(clients)
     if init_params is None:
         one = initial_models(task, key, 1, None)
@@ -40,3 +42,30 @@ def initial_state(
         params = initial_models(task, key, n, init_params)
     every = jnp.arange(n, dtype=jnp.int32)
     return PersonalState(params, every, jnp.zeros((), jnp.int32), initial_optimizers(training, params, clients))
+
+
+def train_personal(
+    task: Task,
+    training: LocalTraining,
+    client_axis: Mapping,
+    cohort: Cohort,
+    state: Any,
+    *,
+    anchor: PyTree | None = None,
+) -> tuple[Trained, jax.Array]:
+    """Trains every client's own model: `(Trained of [N, ...], finite [N] bool)`; `anchor` as in `local.train`."""
+
+    def client(key, examples, size, params, opt_state):
+        trained = train_round(task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
+        return trained, is_finite(trained.params)
+
+    return train_clients(client_axis, client, cohort, state.params, state.client)
+
+
+def next_personal(state: Any, trained: Trained, keep: jax.Array) -> Any:
+    """Returns `state` after a round: with the trained models and optimisers of the clients to `keep`, `[N]` bool."""
+    return state._replace(
+        params=where_rows(keep, trained.params, state.params),
+        round=state.round + 1,
+        client=where_rows(keep, trained.opt_state, state.client),
+    )

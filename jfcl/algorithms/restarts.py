@@ -1,4 +1,4 @@
-"""Random restarts: run a method a little from several initialisations and go on from the best (IFCA, section 6.1)."""
+"""Random restarts: a few rounds from several initialisations, of which the best is kept (IFCA, section 6.1)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ COSTS = ("bytes_up", "bytes_down", "client_steps")
 
 
 def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -> Algorithm:
-    """`algorithm`, started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
+    """Returns `algorithm` started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
 
-    The best is the one with the lowest mean training loss, every client counting its number of examples, among those
-    that brought the fewest clients to infinite losses or updates: nothing but what a server may know. The rounds spent
-    are paid for: the first round's `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
+    The best has the lowest mean training loss, with clients weighted by their number of examples, among the
+    initialisations with the fewest infinite losses or updates; a server knows all of these. The cost of the restarts is
+    in the metrics: the first round's `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
     times that round's own.
 
     Args:
       algorithm: its state must count its rounds in `round` `[]`.
       num_restarts: initialisations to try, at least 1.
-      num_rounds: rounds that each is given before they are compared, at least 1.
+      num_rounds: rounds of each before they are compared, at least 1.
 
     Returns:
       `Algorithm` of the same state and metrics. Cost of `init`: `num_restarts * num_rounds` rounds; memory: two states.
@@ -59,15 +59,15 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
 
 
 def num_failed(metrics: dict[str, jax.Array]) -> jax.Array:
-    """`[]` int32: clients whose loss or update was not finite in this round."""
+    """Returns the number of clients with a loss or an update in this round that was not finite, `[]` int32."""
     infinite = jnp.isinf(metrics["loss"]).sum().astype(jnp.int32)
     return infinite + jnp.asarray(metrics.get("nonfinite", 0)).astype(jnp.int32)
 
 
 def mean_over_examples(loss: jax.Array, size: jax.Array) -> jax.Array:
-    """`[]`: the mean of `loss` `[N]` weighted by `size` `[N]`, over the clients whose loss is finite; else infinity.
+    """Returns the mean of the finite entries of `loss` `[N]`, weighted by `size` `[N]`; infinity if there are none.
 
-    In float32 at least.
+    It is `[]`, float32 at least.
     """
     loss = loss.astype(sum_dtype(loss))
     size = jnp.asarray(size).astype(loss.dtype)

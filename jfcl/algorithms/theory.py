@@ -1,4 +1,4 @@
-"""The papers' bounds: when Clustered Federated Learning must split correctly, what Threshold-Clustering must reach.
+"""The papers' bounds: correct splits of Clustered Federated Learning, and the error of Threshold-Clustering.
 
 `γ` (`gamma`) is a client's approximation noise, `‖∇R − ∇r_i‖ / ‖∇R‖`: how far its gradient is from that of its true
 distribution (Clustered Federated Learning, equation 16). All functions take numbers or arrays, broadcast, and work
@@ -23,7 +23,7 @@ Number = Any  # a number or an array
 
 
 def _numbers(name: str, value: Number, accepted: str, ok) -> jax.Array:
-    """`value` as floats, checked outside `jit`."""
+    """Returns `value` as floats, checked outside `jit`."""
     value = jnp.asarray(value, jnp.float32)
     if is_computable(value):
         check(ok(value).all(), name, value.tolist(), accepted)
@@ -39,7 +39,7 @@ def _clusters(num_clusters: Number) -> jax.Array:
 
 
 def intra_similarity_bound(gamma_i: Number, gamma_j: Number) -> jax.Array:
-    """The least cosine similarity of the gradients of two clients with one distribution (CFL, equations 20 and 21).
+    """Returns the least cosine similarity of gradients of two clients with one distribution (CFL, equations 20 and 21).
 
         H = −γ_i γ_j + sqrt(1 − γ_i²) sqrt(1 − γ_j²)
 
@@ -57,13 +57,13 @@ def intra_similarity_bound(gamma_i: Number, gamma_j: Number) -> jax.Array:
 
 
 def _widest_angle(gamma_i: Number, gamma_j: Number) -> jax.Array:
-    """Between two clients of one distribution: noise turns a gradient by at most `asin γ`. Its cosine is `H`."""
+    """Returns the widest angle between two clients of one distribution: noise turns a gradient by at most `asin γ`."""
     i, j = jnp.broadcast_arrays(_noise("gamma_i", gamma_i), _noise("gamma_j", gamma_j))
     return jnp.arcsin(i) + jnp.arcsin(j)
 
 
 def cross_similarity_bound(gamma_i: Number, gamma_j: Number, num_clusters: Number) -> jax.Array:
-    """The most that the optimal cross similarity can be at a stationary solution (CFL, Theorem 1, equation 19).
+    """Returns the largest optimal cross similarity possible at a stationary solution (CFL, Theorem 1, equation 19).
 
         cos(π/(k−1)) H + sin(π/(k−1)) sqrt(1 − H²)   if H ≥ cos(π/(k−1)), else 1
 
@@ -78,14 +78,14 @@ def cross_similarity_bound(gamma_i: Number, gamma_j: Number, num_clusters: Numbe
       >>> float(cross_similarity_bound(0.0, 0.0, 2)), round(float(cross_similarity_bound(0.0, 0.0, 4)), 3)
       (-1.0, 0.5)
     """
-    # The same as an angle: π/(k−1) between clusters, less what noise can turn. Through H, `sqrt(1 − H²)` would lose
-    # half of the digits of small noise (3e-4 in float32, and too low for a bound), and its slope at 0 would be NaN.
+    # The same as an angle: π/(k−1) between clusters minus the angle by noise. Through H, `sqrt(1 − H²)` would lose half
+    # of the digits of small noise (3e-4 in float32, and too low for a bound), and its slope at 0 would be NaN.
     angle, k = jnp.broadcast_arrays(_widest_angle(gamma_i, gamma_j), _clusters(num_clusters))
     return jnp.cos(jnp.maximum(jnp.pi / (k - 1.0) - angle, 0.0))
 
 
 def max_noise(num_clusters: Number) -> jax.Array:
-    """The noise below which every client may be for the split to be certainly correct (Byzantine CFL, Corollary 1).
+    """Returns the noise of all clients below which the split is certainly correct (Byzantine CFL, Corollary 1).
 
         γ_max < sin(π / (4 (k − 1)))
 
@@ -103,14 +103,14 @@ def max_noise(num_clusters: Number) -> jax.Array:
 
 
 def max_noise_of_split(cross_similarity: Number) -> jax.Array:
-    """The noise below which a split with this cross similarity is certainly correct (CFL, equation 39).
+    """Returns the noise below which a split with this cross similarity is certainly correct (CFL, equation 39).
 
         γ_max < sqrt((1 − α_cross) / 2)
 
     CFL splits a cluster only where this exceeds its assumed `γ_max`.
 
     Args:
-      cross_similarity: `α_cross`, at most 1; `inf` (nothing to split) gives 0.
+      cross_similarity: `α_cross`, at most 1; `inf` (no bipartition) gives 0.
 
     Raises:
       ValueError: a similarity below -1.
@@ -124,7 +124,7 @@ def max_noise_of_split(cross_similarity: Number) -> jax.Array:
 
 
 def threshold_radius(noise: Number, separation: Number) -> jax.Array:
-    """The radius for which Theorem 3.1 of Federated-Clustering holds, up to a constant: `τ = sqrt(σ Δ)`.
+    """Returns the radius for which Theorem 3.1 of Federated-Clustering holds, up to a constant: `τ = sqrt(σ Δ)`.
 
     Args:
       noise: `σ`, the standard deviation within a cluster, at least 0.
@@ -143,7 +143,7 @@ def threshold_radius(noise: Number, separation: Number) -> jax.Array:
 def threshold_error_bound(
     noise: Number, separation: Number, cluster_size: Number, malicious_fraction: Number = 0.0
 ) -> jax.Array:
-    """What Threshold-Clustering's squared error is at most, up to a constant (Federated-Clustering, Theorem 3.1).
+    """Returns the bound of Threshold-Clustering's squared error, up to a constant (Federated-Clustering, Theorem 3.1).
 
         E‖v − E z_i‖² ≲ σ²/n_i + σ³/Δ + β_i σ Δ
 
@@ -167,7 +167,7 @@ def threshold_error_bound(
 
 
 def threshold_error_lower_bound(noise: Number, separation: Number, cluster_size: Number) -> jax.Array:
-    """What no algorithm's squared error can be below, up to a constant (Federated-Clustering, Theorem 3.2).
+    """Returns the lower bound of any algorithm's squared error, up to a constant (Federated-Clustering, Theorem 3.2).
 
         Ω(σ²/n_i + σ⁴/Δ²)
 
@@ -188,7 +188,7 @@ def threshold_error_lower_bound(noise: Number, separation: Number, cluster_size:
 
 
 def threshold_rounds(noise: Number, separation: Number, cluster_fraction: Number) -> jax.Array:
-    """How many rounds Threshold-Clustering needs for Theorem 3.1, `⌈max(1, log(σ/Δ) / log(1 − p_i/2))⌉`.
+    """Returns the rounds that Threshold-Clustering needs for Theorem 3.1, `⌈max(1, log(σ/Δ) / log(1 − p_i/2))⌉`.
 
     Args:
       noise: `σ`, above 0 (at 0 the bound is infinite).
@@ -243,11 +243,11 @@ def split_probability(
     clients_per_cluster: int = 3,
     num_trials: int = 100,
 ) -> SplitProbability:
-    """How often the optimal bipartition is correct for random gradients (the experiment of CFL's figure 3).
+    """Estimates how often the optimal bipartition is correct for random gradients (the experiment of CFL's figure 3).
 
     In every trial the `k` clusters have Gaussian gradients that sum to zero, as at a stationary solution, and each
     client's differs from its cluster's by Gaussian noise of exactly `γ` times its cluster's length. (The paper gives
-    the dimension, the number of clients and "normally distributed"; the rest is our reading.)
+    the dimension, the number of clients and "normally distributed"; the rest is an interpretation.)
 
     Args:
       key: for the trials.

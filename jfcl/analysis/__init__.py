@@ -1,1 +1,1 @@
-"""What comes out of a simulation: metrics, the parameter tree of CFL, plots."""
+"""The analysis of results: metrics, the parameter tree of CFL, plots."""

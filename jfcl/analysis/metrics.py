@@ -1,9 +1,8 @@
-"""How good the models are, and whether the clusters were found.
+"""Metrics of models and of found clusters.
 
-`evaluate` runs on the device, for one model per client. Which model that is, the caller says through `cluster`:
-`state.cluster` for what the method serves (a *cluster* model, or under local training the client's own), zeros for one
-*global* model, `None` for the model of lowest loss on the evaluated data (IFCA's inference for clients never seen).
-Everything else is NumPy on the host.
+`evaluate` runs on the device, for one model per client. The argument `cluster` chooses it: `state.cluster` for the
+method's own choice (a *cluster* model, or with local training the client's own), zeros for one *global* model, `None`
+for the model of lowest loss on the evaluated data (IFCA's inference for new clients). The rest is NumPy on the host.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ def evaluate(
     *,
     client_axis: mapping.Mapping | None = None,
 ) -> dict[str, jax.Array]:
-    """Loss and accuracy of every client's model on that client's examples.
+    """Evaluates every client's model on that client's examples: loss and accuracy.
 
     Args:
-      task: says what a loss and a correct prediction is.
+      task: defines the loss and correct predictions.
       params: pytree of `[K, ...]`, the models.
       clients: the data to evaluate on, e.g. held-out examples; any number of clients.
       cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
-      client_axis: a mapping; default: what suits the backend.
+      client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
-      `loss` `[N]`, `accuracy` `[N]` (where the task knows one), `perplexity` `[N]` (of language models: the exponential
+      `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: the exponential
       of the client's loss) and `cluster` `[N]`; NaN for clients without examples.
       Cost: one forward pass over all examples, `K + 1` if `cluster` is None. Compiled once for a task and a mapping.
 
@@ -49,8 +48,7 @@ def evaluate(
       >>> jfcl.evaluate(task, {"b": jnp.array([0.0, 1.0])}, clients, np.array([0, 1, 1]))["loss"].tolist()
       [1.0, 0.0, 0.0]
     """
-    client_axis = mapping.auto() if client_axis is None else client_axis
-    return _evaluate(params, clients, cluster, task=task, client_axis=client_axis)
+    return _evaluate(params, clients, cluster, task=task, client_axis=mapping.or_auto(client_axis))
 
 
 @partial(jax.jit, static_argnames=("task", "client_axis"))
@@ -76,10 +74,10 @@ def _evaluate(params, clients, cluster, *, task, client_axis):
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:
-    """One number each for a client evaluation.
+    """Summarises the evaluation of all clients by one number for each metric.
 
     Args:
-      evaluation: what `evaluate` returned, for one seed.
+      evaluation: from `evaluate`, for one seed.
       size: `[N]`, the number of examples each client was evaluated on; clients with none are left out.
 
     Returns:
@@ -109,7 +107,7 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
 
 
 def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[int, dict[str, float]]:
-    """The mean loss, accuracy and perplexity over the clients of each cluster, and how many they are.
+    """Returns the mean loss, accuracy and perplexity over the clients of each cluster, and their number.
 
     Example:
       >>> per_cluster({"loss": [1.0, 2.0, 6.0]}, [0, 1, 1])
@@ -125,7 +123,7 @@ def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[
 
 
 def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """`[found clusters, true clusters]` int: how many clients they share; ascending, empty ones left out."""
+    """Counts the clients that clusters share: `[found clusters, true clusters]` int; ascending, without empty ones."""
     _, rows = np.unique(found, return_inverse=True)
     _, columns = np.unique(true, return_inverse=True)
     table = np.zeros((rows.max() + 1, columns.max() + 1), np.int64)
@@ -134,7 +132,7 @@ def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """How well found clusters agree with the true ones; names of clusters do not matter.
+    """Measures the agreement of found clusters with the true ones; names of clusters have no effect.
 
     Args:
       found, true: `[N]` integers; clients whose true cluster is -1 do not count.
@@ -157,7 +155,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
     in_use, counts = len(np.unique(found)), true >= 0
     if not counts.any():
-        raise ValueError("true must say the cluster of one client at least, got -1 for all")
+        raise ValueError("true must have the cluster of one client at least, got -1 for all")
     found, true = found[counts], true[counts]
     table = contingency(found, true)
     matched = table[linear_sum_assignment(table, maximize=True)].sum()
@@ -171,7 +169,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = 0.99) -> int | None:
-    """The first evaluated round from which on `cluster_accuracy` never falls below `level`; `None` if there is none.
+    """Returns the first evaluated round from which `cluster_accuracy` stays at `level` or above; `None` without one.
 
     Example:
       >>> rounds_to_recovery([1, 2, 3, 4], [1.0, 0.5, 0.99, 1.0])

@@ -1,27 +1,30 @@
 """The parameter tree of Clustered Federated Learning (Sattler et al. 2021, section V-C): newcomers, leavers, paths.
 
-Every split that `jfcl.cfl` carries out leaves a node with the model before it, and what its clients had sent. A client
-that comes later is led from the root to a leaf by the similarity of its updates to those (Algorithm 4), and every
-client can be served any model on its path, from the most general to its own cluster's.
+Every split that `jfcl.cfl` carries out leaves a node with the model before it and the updates of its clients. A
+newcomer goes from the root to a leaf by the similarity of its updates to those (Algorithm 4), and every client can use
+any model on its path, from the most general one to its own cluster's.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jfcl.algorithms.aggregate import where_rows
-from jfcl.algorithms.averaging import initial_optimizers
-from jfcl.algorithms.heard import Heard
-from jfcl.algorithms.sides import Sides
-from jfcl.algorithms.splitting import CFLState, ParameterTree, hidden, sketch
+from jfcl.algorithms.cfl.last_updates import LastUpdates
+from jfcl.algorithms.cfl.privacy import hide
+from jfcl.algorithms.cfl.sides import Sides
+from jfcl.algorithms.cfl.splits import sketch
+from jfcl.algorithms.cfl.state import CFLState
+from jfcl.algorithms.round import initial_optimizers
 from jfcl.analysis import metrics
+from jfcl.analysis.tree_file import check_model, check_state
+from jfcl.analysis.tree_file import load_tree as load_tree
+from jfcl.analysis.tree_file import save_tree as save_tree
 from jfcl.client import local
 from jfcl.core import (
     Clients,
@@ -40,14 +43,14 @@ from jfcl.kernels import OPERATORS
 
 
 class Node(NamedTuple):
-    """A cluster that exists or has existed; everything on the host.
+    """A cluster that exists or has existed, on the host.
 
     Attributes:
       parent: index of the parent in the list of nodes; -1 for the root.
       children: indices of the two children, the one that kept the slot first; `()` for a leaf.
       slot: the cluster's row in `state.params` and value in `state.cluster` (for leaves).
-      round: the round in which it was made, 0 for the root.
-      clients: `[n]` indices of the clients in it (of inner nodes: of those whose updates were looked at).
+      round: the round of the split that created it, 0 for the root.
+      clients: `[n]` indices of the clients in it (of inner nodes: of those that the bipartition compared).
       cross_similarity: of the bipartition that divided it; `nan` for a leaf.
       split: the slot under which `state.tree` keeps its division; -1 for a leaf.
     """
@@ -62,7 +65,7 @@ class Node(NamedTuple):
 
 
 def nodes(state: CFLState) -> list[Node]:
-    """The tree as a list, parents before children: clusters in the order in which they were made.
+    """Returns the tree as a list, parents before children: clusters in the order of their rounds.
 
     Args:
       state: of `jfcl.cfl`, of one seed, outside `jit`.
@@ -84,13 +87,12 @@ def nodes(state: CFLState) -> list[Node]:
       >>> [(node.children, node.clients.tolist()) for node in nodes(state)]
       [((1, 2), [0, 1, 2]), ((), [0, 2]), ((), [1])]
     """
-    _check_state(state)
+    check_state(state)
     cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
     born, side, cross = (np.asarray(x) for x in (state.tree.born, state.tree.side, state.tree.cross_similarity))
-    made = [k for k in np.flatnonzero(active & (born > 0))]
     found = [Node(-1, (), 0, 0, np.arange(0), np.nan, -1)]
     at = {0: 0}  # the node that is in a slot now
-    for k in sorted(made, key=lambda k: (born[k], parent[k])):
+    for k in sorted(np.flatnonzero(active & (born > 0)), key=lambda k: (born[k], parent[k])):
         p = int(parent[k])
         above, left = at[p], len(found)
         found[above] = found[above]._replace(
@@ -108,15 +110,8 @@ def nodes(state: CFLState) -> list[Node]:
     return found
 
 
-def _check_state(state: CFLState) -> None:
-    ok = isinstance(getattr(state, "tree", None), ParameterTree)
-    check(ok, "state", type(state).__name__, "a CFLState, which jfcl.cfl leaves")
-    shape = np.shape(state.cluster)
-    check(len(shape) == 1, "state", f"cluster of shape {shape}", "of one seed: jax.tree.map(lambda x: x[s], state)")
-
-
 def models(state: CFLState) -> PyTree:
-    """The models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
+    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
     found = nodes(state)
     inner = jnp.asarray([n.split >= 0 for n in found])
     slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])
@@ -126,7 +121,7 @@ def models(state: CFLState) -> PyTree:
 
 
 def path(state: CFLState, cluster: int) -> list[int]:
-    """Indices into `nodes(state)` from the root to the leaf of a cluster.
+    """Returns the indices into `nodes(state)` from the root to the leaf of a cluster.
 
     Raises:
       ValueError: a cluster that does not exist.
@@ -151,7 +146,7 @@ class PathEvaluation(NamedTuple):
 def evaluate_paths(
     task: Task, state: CFLState, clients: Clients, *, client_axis: mapping.Mapping | None = None
 ) -> PathEvaluation:
-    """How well every client would be served by each model on its path, from the most general one to its own.
+    """Evaluates every client with each model on its path, from the most general one to its own.
 
     Args:
       task: of the run.
@@ -164,7 +159,7 @@ def evaluate_paths(
     Cost: a forward pass over all examples for every level.
     """
     n = num_clients(clients)
-    _check_model(task, state.params)
+    check_model(task, state.params)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
     ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
     depth = max(map(len, ways.values()))
@@ -228,8 +223,8 @@ def assign_newcomer(
       >>> jfcl.assign_newcomer(task, training, state, late, key=jax.random.key(1)).cluster.tolist()
       [1]
     """
-    _check_state(state)
-    _check_model(task, state.params)
+    check_state(state)
+    check_model(task, state.params)
     check_clients(newcomers, name="newcomers")
     if privacy is not None:
         check_choice("privacy", privacy, OPERATORS)
@@ -241,8 +236,7 @@ def assign_newcomer(
         return Assignment(jnp.zeros(count, jnp.int32), jnp.full(count, jnp.nan))
     hid = [None, *OPERATORS][int(tree.privacy)]
     check(privacy == hid, "privacy", privacy, f"{hid!r}, as in the run: updates hidden otherwise cannot be compared")
-    client_axis = mapping.auto() if client_axis is None else client_axis
-    options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
+    options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": mapping.or_auto(client_axis)}
     return _assign(state, newcomers, key, task=task, training=training, **options)
 
 
@@ -252,7 +246,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
     size = jnp.asarray(newcomers.size)
 
     def next_split(slot, seen):
-        """The first split of the cluster in `slot` after round `seen`, and whether there is one."""
+        """Returns the first split of the cluster in `slot` after round `seen`, and whether there is one."""
         later = (state.parent == slot) & (tree.born > seen)
         return jnp.argmin(jnp.where(later, tree.born, jnp.iinfo(jnp.int32).max)), later.any()
 
@@ -262,13 +256,13 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         opt_state = local.start_optimizer(training, begin, done)
         trained = local.train(task, training, key, begin, examples, size, opt_state).params
         update = jax.tree.map(jnp.subtract, trained, begin)
-        return update if privacy is None else hidden(update, privacy, privacy_seed)
+        return hide(update, privacy, privacy_seed)
 
     def side(update, k):
-        """Algorithm 4, lines 6 to 11: the largest similarity to the clients that stayed, and to those that moved."""
-        them = tree.updates[k]
-        lengths = jnp.linalg.norm(them, axis=1) * jnp.linalg.norm(update)
-        similarity = (them @ update) / jnp.where(lengths > 0, lengths, 1.0)
+        """Returns whether the most similar client moved, and that similarity (Algorithm 4, lines 6 to 11)."""
+        sent = tree.updates[k]
+        lengths = jnp.linalg.norm(sent, axis=1) * jnp.linalg.norm(update)
+        similarity = (sent @ update) / jnp.where(lengths > 0, lengths, 1.0)
         stayed, moved = (jnp.where(tree.side[k] == which, similarity, -jnp.inf).max() for which in (1, 2))
         return moved >= stayed, jnp.maximum(stayed, moved)
 
@@ -292,13 +286,13 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
 
 
 def leave(state: CFLState, who: jax.Array) -> CFLState:
-    """The state after some clients have left: they train no more, and what they had sent is forgotten.
+    """Returns the state after some clients have left: they train no more, and their updates leave the parameter tree.
 
-    Their clusters keep models and places, so the others notice nothing.
+    Their clusters keep models and slots, so that nothing changes for the others.
 
     Args:
-      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; go on with it by `jfcl.rollout(..., state=...)`.
-      who: `[N]` bool.
+      state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; continue from it by `jfcl.rollout(..., state=...)`.
+      who: `[N]` bool, the clients that leave.
 
     Raises:
       ValueError: `who` of another shape or type.
@@ -313,7 +307,7 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
       >>> int(algorithm.step(jax.random.key(1), state, clients)[1]["participants"])
       2
     """
-    _check_state(state)
+    check_state(state)
     who = jnp.asarray(who)
     n = len(state.cluster)
     check(who.shape == (n,) and who.dtype == bool, "who", (who.shape, who.dtype), f"bool of shape ({n},)")
@@ -338,10 +332,10 @@ def enrol(
     privacy_seed: int = 0,
     client_axis: mapping.Mapping | None = None,
 ) -> CFLState:
-    """Returns the state with newcomers behind its clients, for the run to go on with all of them.
+    """Returns the state with newcomers behind its clients, to continue the run with all of them.
 
-    `assign_newcomer` leads the newcomers to their clusters. Where the run kept no updates (`tree_dim=0`) they begin
-    in the first cluster, and the run places them itself, one split in each round, as clients that missed all splits.
+    `assign_newcomer` assigns the newcomers to their clusters. Where the run kept no updates (`tree_dim=0`) they start
+    in the first cluster, and the run places them, one split in each round, as clients that missed all splits.
 
     Args:
       state: of `jfcl.cfl`, of `N` clients and one seed.
@@ -353,8 +347,8 @@ def enrol(
       newcomers. They are in no split of the parameter tree. Cost: that of `assign_newcomer`.
 
     Raises:
-      ValueError: what `assign_newcomer` refuses; clients of another shape than the task's model takes; a state that a
-        run cannot go on with, such as one of `load_tree`.
+      ValueError: as in `assign_newcomer`; clients of another shape than the task's model takes; a state from which a
+        run cannot continue, such as one of `load_tree`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -371,9 +365,9 @@ def enrol(
       >>> history.state.cluster.tolist()
       [0, 1, 0, 1]
     """
-    _check_state(state)
+    check_state(state)
     whole = isinstance(state.sides, Sides)
-    accepted = "the state of a run that splits clusters, as history.state has it (load_tree lacks what a run needs)"
+    accepted = "the state of a run that splits clusters, as history.state has it (that of load_tree is not complete)"
     check(whole, "state", "a state without sides", accepted)
     check_clients(clients)
     _check_examples(task, clients)
@@ -386,10 +380,10 @@ def enrol(
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
     else:
-        _check_model(task, state.params)
+        check_model(task, state.params)
 
     def behind(x, axis=0, fill=0):
-        """`x` with rows of `fill` behind."""
+        """Returns `x` with rows of `fill` behind."""
         shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
         return jnp.concatenate([x, jnp.full(shape, fill, x.dtype)], axis=axis)
 
@@ -397,9 +391,9 @@ def enrol(
     if jax.tree.leaves(opt_states):
         fresh = initial_optimizers(training, state.params, clients)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
-    heard, sides = state.heard, state.sides
-    if isinstance(heard, Heard):
-        heard = jax.tree.map(behind, heard)
+    last, sides = state.heard, state.sides
+    if isinstance(last, LastUpdates):
+        last = jax.tree.map(behind, last)
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
@@ -409,88 +403,16 @@ def enrol(
             placed=jnp.concatenate([sides.placed, placed]),
             changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
         ),
-        heard=heard,
+        heard=last,
     )
 
 
 def _check_examples(task: Task, clients: Clients) -> None:
-    """`ValueError` for clients whose examples the task's loss does not take."""
+    """Checks that the task's loss takes the examples of `clients`, or raises `ValueError`."""
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.examples)
     try:
         jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
-    except Exception as error:  # whatever flax and jax say of shapes that do not fit
+    except Exception as error:  # of flax or jax, for shapes that do not fit
         about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
-        said = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
-        raise ValueError(said) from error
-
-
-_BOOKS = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
-
-
-def _named(tree: PyTree) -> dict[str, np.ndarray]:
-    """The arrays by name; what NumPy's files have no type for, such as bfloat16, as float32."""
-    leaves = [(jax.tree_util.keystr(p), np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
-    return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in leaves}
-
-
-def save_tree(file: str | Path, state: CFLState) -> None:
-    """Writes a run's parameter tree to one `.npz` file: models, splits, what clients had sent, who is where."""
-    _check_state(state)
-    arrays = {f"params{name}": x for name, x in _named(state.params).items()}
-    arrays |= {f"model{name}": x for name, x in _named(state.tree.model).items()}
-    arrays |= {name: np.asarray(getattr(state, name)) for name in _BOOKS}
-    arrays |= {name: np.asarray(getattr(state.tree, name)) for name in ParameterTree._fields if name != "model"}
-    np.savez(file, **arrays)
-
-
-def load_tree(file: str | Path, task: Task) -> CFLState:
-    """A parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
-
-    Args:
-      file: `tree.npz`, or the run's folder.
-      task: of the same model.
-
-    Returns:
-      `CFLState`, without the clients' optimisers.
-
-    Raises:
-      ValueError: no such file, a file of something else, a tree of another model.
-    """
-    file = Path(file)
-    file = file / "tree.npz" if file.is_dir() else file
-    check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
-    try:
-        with file.open("rb") as f, np.load(f) as arrays:
-            saved = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
-        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
-    missing = [name for name in (*_BOOKS, "born", "side", "updates", "privacy") if name not in saved]
-    check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    capacity = len(saved["active"])
-
-    def read(part):
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        names = [jax.tree_util.keystr(p) for p, _ in leaves]
-        there = {name.removeprefix(part) for name in saved if name.startswith(part)}
-        differ = sorted(there ^ set(names))
-        check(not differ, "file", str(file), f"of this task's model, which differs in {', '.join(differ)}")
-        for name, leaf in zip(names, (leaf for _, leaf in leaves), strict=True):
-            shape, wanted = saved[part + name].shape, (capacity, *leaf.shape)
-            check(shape == wanted, "file", str(file), f"of this task's model: {name} is {shape} there, {wanted} here")
-        arrays = [jnp.asarray(saved[part + name], leaf.dtype) for name, (_, leaf) in zip(names, leaves, strict=True)]
-        return jax.tree.unflatten(structure, arrays)
-
-    tree = ParameterTree(
-        model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
-    )
-    return CFLState(params=read("params"), tree=tree, client=(), **{name: jnp.asarray(saved[name]) for name in _BOOKS})
-
-
-def _check_model(task: Task, params: PyTree) -> None:
-    def shapes(tree, of_one):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
-
-    wanted, have = shapes(jax.eval_shape(task.init, jax.random.key(0)), True), shapes(params, False)
-    check(have == wanted, "state", have, f"of the task's model {wanted}")
+        message = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
+        raise ValueError(message) from error

@@ -36,7 +36,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """`(rounds [E], values [E, R])`; a seed without a value at a round counts as NaN."""
+    """Returns `(rounds [E], values [E, R])`; NaN for a seed without a value at a round."""
     rounds = sorted({r["round"] for r in records})
     seeds = sorted({r["seed"] for r in records})
     values = np.full((len(rounds), len(seeds)), np.nan)
@@ -47,7 +47,7 @@ def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None) -> Figure:
-    """One metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
+    """Plots one metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
@@ -69,7 +69,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
 
 
 def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "worst_client_accuracy")) -> Figure:
-    """Methods side by side: the last round's metrics, mean over seeds with standard deviation."""
+    """Plots methods side by side: the last round's metrics, mean over seeds with standard deviation."""
     figure = Figure(figsize=(1.6 + 1.1 * len(runs), 3.8))
     axes = figure.subplots()
     width = 0.8 / len(metrics)
@@ -89,7 +89,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
 
 
 def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
-    """Names found clusters after the true ones they share most clients with; the rest get the numbers left over.
+    """Names found clusters after the true ones with which they share most clients; the others get unused numbers.
 
     Example:
       >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
@@ -104,7 +104,7 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
 
 
 def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None = None) -> Figure:
-    """The heat-map client x round: the colour is the cluster, clients are sorted by their true cluster (left strip).
+    """Plots clients by rounds: the colour is the cluster; clients are sorted by their true cluster (left strip).
 
     Args:
       records: with `cluster`, as kept for up to 1,000 clients.
@@ -125,11 +125,11 @@ def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None 
     renamed = np.vectorize(names.get)(found)[order]
     figure = Figure(figsize=(6.4, 3.8))
     strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
-    look = {"cmap": colormaps["tab10"] if free <= 10 else colormaps["turbo"], "vmin": 0, "vmax": max(9, free - 1)}
-    look |= {"aspect": "auto", "interpolation": "nearest"}
-    strip.imshow(true_cluster[order][:, None], **look)
+    style = {"cmap": colormaps["tab10"] if free <= 10 else colormaps["turbo"], "vmin": 0, "vmax": max(9, free - 1)}
+    style |= {"aspect": "auto", "interpolation": "nearest"}
+    strip.imshow(true_cluster[order][:, None], **style)
     strip.set(xticks=[], ylabel="client, sorted by true cluster", title="true")
-    axes.imshow(renamed, **look)
+    axes.imshow(renamed, **style)
     rounds = [r["round"] for r in chosen]
     ticks = np.unique(np.linspace(0, len(rounds) - 1, 8).astype(int))
     axes.set_xticks(ticks, [rounds[t] for t in ticks])
@@ -138,7 +138,7 @@ def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None 
 
 
 def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
-    """Every client's final accuracy, sorted, a line per run; `runs` maps names to `[N]` or `[R, N]` (seeds pooled)."""
+    """Plots the sorted final accuracies of clients, a line per run of `[N]` or `[R, N]` (seeds are pooled)."""
     figure = Figure(figsize=(6, 3.8))
     axes = figure.subplots()
     for name, values in runs.items():
@@ -152,11 +152,11 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
 
 
 def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figure:
-    """A parameter tree (CFL's figure 4), rounds downwards: every cluster as a bar of its clients' true clusters.
+    """Plots a parameter tree (CFL's figure 4), rounds downwards: each cluster is a bar of its clients' true clusters.
 
     Args:
       nodes: of `jfcl.parameter_tree.nodes`.
-      true_cluster: `[N]`; without it, bars only show how many clients there are.
+      true_cluster: `[N]`; without it, bars show the number of clients only.
     """
 
     def leaves(i):
@@ -180,10 +180,10 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
             share = width * np.mean(kinds == kind)
             axes.barh(node.round, share, thick, left, color=colors(int(kind) % colors.N), edgecolor="white", zorder=2)
             left += share
-        said = f"{len(node.clients)}" + (f", α = {node.cross_similarity:.2f}" if node.children else "")
+        text = f"{len(node.clients)}" + (f", α = {node.cross_similarity:.2f}" if node.children else "")
         below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
         below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
-        axes.annotate(said, (middle, node.round + thick / 2), **below)
+        axes.annotate(text, (middle, node.round + thick / 2), **below)
     axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xlim=(-0.7, len(place) - 0.3), xticks=[])
     axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
@@ -191,7 +191,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
 
 
 def split_probability(probability: SplitProbability, num_clusters: Sequence[int], noise: Any) -> Figure:
-    """CFL's figure 3: where the theorem guarantees a correct split, and how often it is correct beyond.
+    """Plots CFL's figure 3: where the theorem guarantees a correct split, and how often it is correct beyond.
 
     Args:
       probability: from `jfcl.theory.split_probability`, `[A, G]` arrays.
@@ -223,7 +223,7 @@ def split_probability(probability: SplitProbability, num_clusters: Sequence[int]
 
 
 def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Client-steps a second by the number of clients, a panel per model; rows of `jfcl.experiments.bench.sweep`.
+    """Plots client-steps a second by clients, a panel per model; rows of `jfcl.experiments.bench.sweep`.
 
     The colour is the method, the dashes are the mapping.
 

@@ -1,1 +1,1 @@
-"""What one client does in a round: losses, local training, noise, augmentation."""
+"""One client's part of a round: losses, local training, noise, augmentation."""

@@ -1,7 +1,7 @@
 """Random changes to a batch of images while clients train: for `jfcl.local_training(augment=...)`.
 
-Each is `(key, batch) -> batch`, draws anew for every image, and changes `batch["x"]` `[B, H, W, C]` alone. Training on
-changed examples leaves the span of a client's examples, so that it is done plainly.
+Each is `(key, batch) -> batch`, draws for every image separately, and changes `batch["x"]` `[B, H, W, C]` alone.
+Changed examples are outside of the span of a client's examples, so that training does not use the span.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Augment = Callable[[jax.Array, Batch], Batch]
 
 
 def _images(fn: Callable[[jax.Array, jax.Array], jax.Array]) -> Augment:
-    """`fn(key, image [H, W, C])` of every image of a batch."""
+    """Returns the augmentation that applies `fn(key, image [H, W, C])` to every image of a batch."""
 
     def augment(key: jax.Array, batch: Batch) -> Batch:
         x = batch["x"]
@@ -33,7 +33,7 @@ def _flipped(key, image):
 
 
 def _window(key, image, height, width):
-    """A window `[height, width, C]` of `image`, anywhere in it."""
+    """Returns a random window `[height, width, C]` of `image`."""
     down, right = (
         jax.random.randint(k, (), 0, n - m + 1)
         for k, n, m in zip(jax.random.split(key), image.shape, (height, width), strict=False)
@@ -56,7 +56,7 @@ def flip(key: jax.Array, batch: Batch) -> Batch:
 def crop_flip(key: jax.Array, batch: Batch) -> Batch:
     """Moves every image by up to 4 pixels each way, zeros coming in, and mirrors it with probability 1/2.
 
-    "Flips and crops" as most train on CIFAR-10 today: a random crop of the image with 4 pixels of zeros around it.
+    The usual "flips and crops" for CIFAR-10: a random crop of the image with 4 pixels of zeros around it.
 
     Example:
       >>> crop_flip(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3))})["x"].shape
@@ -72,11 +72,11 @@ def crop_flip(key: jax.Array, batch: Batch) -> Batch:
 
 
 def tutorial(key: jax.Array, batch: Batch) -> Batch:
-    """What IFCA's code does to CIFAR-10: a random 24 x 24 window, mirrored or not, of random brightness and contrast.
+    """Augments CIFAR-10 as IFCA's code: a random 24 x 24 window, mirrored or not, of random brightness and contrast.
 
     Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean, as in the
     TensorFlow tutorial that the code follows (pixels here are in [0, 1]). For `CNNCifar(crop=24)`, which standardises
-    what it gets, and looks at the middle 24 x 24 of whole images. `ValueError` for images smaller than that.
+    its input, and takes the middle 24 x 24 of whole images. `ValueError` for smaller images.
 
     Example:
       >>> tutorial(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3)), "y": jnp.zeros(5)})["x"].shape

@@ -1,4 +1,4 @@
-"""Local training, written for ONE client; `jfcl.mapping` turns it into all of them."""
+"""Local training, written for ONE client; `jfcl.mapping` maps it over all clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPAN = ("auto", "never", "always")
 
 
 class LocalTraining(NamedTuple):
-    """What a client does with a model in one round; build it with `local_training`, which checks the arguments."""
+    """The local training of one round; built by `local_training`, which checks the arguments."""
 
     optimizer: optax.GradientTransformation
     num_steps: int | None
@@ -43,7 +43,7 @@ class LocalTraining(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What comes out of one client's local training.
+    """The result of one client's local training.
 
     Attributes:
       params: the trained model.
@@ -69,28 +69,28 @@ def local_training(
     keep: str = "nothing",
     span: str = "auto",
 ) -> LocalTraining:
-    """Says how clients train: exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
+    """Defines the clients' training, by exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
 
     Args:
       optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`.
-      num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and dealt out
-        in turn, from the start again when they are used up, so every batch is full.
+      num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and used in
+        turn, from the start again after the last, so that every batch is full.
       num_epochs: passes over the client's examples a round, reshuffled before each; a pass ends with a smaller batch
         where the size is no multiple of `batch_size`, so clients with more examples do more steps.
       batch_size: examples per step; `None`, or at least `M`, means all of them at every step (no shuffling).
       prox: FedProx's mu, 0 or more: adds `mu / 2 * ||params - start||^2` to the loss (Li et al. 2020, eq. 2).
       augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
-      keep: what a client carries to its next round: `"nothing"` restarts momentum and schedules, `"schedule"` restarts
-        momentum but lets a learning-rate schedule count on, `"everything"` keeps the optimiser's whole state per client
-        (`O(N D)` memory). A schedule that counts on counts every round, also those in which the client has no part.
-        Random keys in the optimiser's state, as `optax.add_noise` has, are not kept in any case: a client has other
-        noise in each round, and other noise than the other clients, which follows from the key of the run.
+      keep: the part of the optimiser's state that a client keeps for its next round. `"nothing"` restarts momentum and
+        schedules; `"schedule"` restarts momentum and continues a learning-rate schedule; `"everything"` keeps the
+        whole state of each client (`O(N D)` memory). A schedule that continues counts every round, also those in which
+        the client does not train. Random keys in the state, as in that of `optax.add_noise`, are never kept: the noise
+        of a client follows from the key of the run, and differs between rounds and clients.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
-        same but for rounding (see `jfcl.client.span`): `"auto"`, where it can be and that costs less; `"never"`;
-        `"always"`, or a `ValueError` that says why it cannot be.
+        same but for rounding (see `jfcl.client.span`): `"auto"`, where it is possible and costs less; `"never"`;
+        `"always"`, or a `ValueError` with the reason why it is not possible.
 
     Raises:
-      ValueError: for arguments outside of what is said above.
+      ValueError: for arguments outside of these ranges.
 
     Warns:
       UserWarning: the optimiser has a learning-rate schedule, which `keep="nothing"` restarts in every round.
@@ -123,42 +123,42 @@ def local_training(
 
 
 def _has_schedule(optimizer: optax.GradientTransformation) -> bool:
-    """Whether the state of `optimizer`, for a small model, counts steps for a schedule."""
+    """Returns whether the state of `optimizer`, for a small model, counts steps for a schedule."""
     try:
         state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    except Exception:  # it is made for the parameters of one model, as those with a mask may be
+    except Exception:  # an optimiser for the parameters of one model, as those with a mask may be
         return False
     found = jax.tree.leaves(state, is_leaf=_counts_schedule)
     return any(map(_counts_schedule, found))
 
 
 def _counts_schedule(state: Any) -> bool:
-    """Whether `state` is the part of an optimiser's state that belongs to a schedule."""
+    """Returns whether `state` is the part of an optimiser's state that belongs to a schedule."""
     if isinstance(state, optax.InjectStatefulHyperparamsState):
         return any("count" in getattr(s, "_fields", ()) for s in state.hyperparams_states.values())
     return isinstance(state, optax.ScaleByScheduleState)
 
 
 def check_parts(task: Any, training: Any) -> None:
-    """`ValueError` for what no factory of `jfcl.models` and no `local_training` made: the two are easily mixed up."""
+    """Checks the types of `task` and `training`, which are easily exchanged, and raises `ValueError`."""
     accepted = "a Task, such as jfcl.models.classification and jfcl.models.task make"
     check(isinstance(task, Task), "task", type(task).__name__, accepted)
-    accepted = "what jfcl.local_training(optimizer, num_steps=...) returns"
+    accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
 
 
 def examples_per_step(training: LocalTraining, max_examples: int) -> int:
-    """`B`: the batch size, or all of the `max_examples` where that is not given or larger."""
+    """Returns `B`: the batch size, at most `max_examples`; all of these where it is None."""
     return max_examples if training.batch_size is None else min(training.batch_size, max_examples)
 
 
 def most_steps(training: LocalTraining, max_examples: int) -> int:
-    """The local steps that a client with all of the `max_examples` does in one round."""
+    """Returns the local steps in one round of a client with `max_examples` examples."""
     return training.num_steps or training.num_epochs * -(-max_examples // examples_per_step(training, max_examples))
 
 
 def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int) -> jax.Array:
-    """`[]` int32: the local steps that a client with `size` of at most `max_examples` examples does in one round."""
+    """Returns the local steps in one round, `[]` int32, of a client with `size` of at most `max_examples` examples."""
     if training.num_steps is not None:
         return jnp.asarray(training.num_steps, jnp.int32)
     batches = -(-jnp.asarray(size) // examples_per_step(training, max_examples))
@@ -166,15 +166,15 @@ def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int)
 
 
 def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Array) -> PyTree:
-    """A fresh optimiser state whose schedule, under `keep="schedule"`, already counts `steps_done` steps."""
+    """Returns a fresh optimiser state; with `keep="schedule"` its schedule has counted `steps_done` steps."""
     state = training.optimizer.init(params)
     return at_step(state, steps_done) if training.keep == "schedule" else state
 
 
 def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
-    """`opt_state` whose schedules count `steps_done` steps, that by which `optax.add_noise` anneals among them.
+    """Returns `opt_state` with all schedules, also that of `optax.add_noise`, at `steps_done` steps.
 
-    Adam's own count belongs to its moments, and is left.
+    Adam's own count belongs to its moments, and does not change.
     """
     injected = optax.InjectStatefulHyperparamsState
     steps_done = jnp.asarray(steps_done, jnp.int32)
@@ -197,13 +197,13 @@ def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
 
 
 def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Array:
-    """`[M]`: the rows of a client's real examples in random order; those of padding behind them."""
+    """Returns the rows `[M]` of a client's real examples in random order, those of padding behind them."""
     draws = jax.random.uniform(key, (max_examples,))
     return jnp.argsort(jnp.where(jnp.arange(max_examples) < size, draws, jnp.full_like(draws, 2)))
 
 
 def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: jax.Array) -> tuple[Batch, jax.Array]:
-    """`(batch [B, ...], real [B] bool)`: what one client's next step looks at; all its examples, or some at random."""
+    """Draws the batch of one client's next step, `(batch [B, ...], real [B] bool)`: all examples, or random ones."""
     m = jax.tree.leaves(examples)[0].shape[0]
     order_key, augment_key = jax.random.split(key)
     if training.batch_size is None or training.batch_size >= m:
@@ -218,25 +218,25 @@ def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: j
 def optimizer_at(
     training: LocalTraining, params: PyTree, opt_state: PyTree, rounds: jax.Array, size: jax.Array, max_examples: int
 ) -> PyTree:
-    """The optimiser's state with which one client begins a round after `rounds` of them; `opt_state` is its last."""
+    """Returns one client's optimiser state at the start of a round after `rounds` of them; `opt_state` is its last."""
     steps_done = rounds * steps_per_round(training, size, max_examples)
-    if training.keep == "everything":  # schedules count the rounds that it sat out too
+    if training.keep == "everything":  # schedules count all rounds, with this client or without
         return at_step(opt_state, steps_done)
     return start_optimizer(training, params, steps_done)
 
 
 def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
-    """What of a client's optimiser goes into the method's state: `()` unless `keep="everything"`."""
+    """Returns the part of a client's optimiser state that a method's state keeps: `()` unless `keep="everything"`."""
     return noise.as_data(opt_state) if training.keep == "everything" else ()
 
 
 def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree) -> PyTree:
-    """`opt_state` with random keys, where it has any, of the client and round whose `key` is given."""
+    """Returns `opt_state` with all random keys replaced by those of one client and round, derived from `key`."""
     return noise.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
 
 
 def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
-    """Why a client cannot train in the span of its examples; None if it can."""
+    """Returns the reason why a client cannot train in the span of its examples; None if it can."""
     start = dense_start(task)
     if start is None:
         return "the task has no dense_start (that of its loss)"
@@ -245,7 +245,7 @@ def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: Py
     if training.keep == "everything":
         return 'with keep="everything" momentum comes from other rounds, and so from outside'
     if anchor is not None and not (is_concrete(training.prox) and training.prox == 0):
-        return "the proximal term pulls to another model than the one that training starts from"
+        return "the proximal term pulls to another model than that at the start of training"
     if not spans.stays_in_span(training.optimizer, params, start.kernel):
         return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
     return None
@@ -260,7 +260,7 @@ def trains_in_span(
     anchor: PyTree | None = None,
     given: bool = False,
 ) -> bool:
-    """Whether `train` takes the span of the client's examples; `given`: with the first layer's products at hand.
+    """Returns whether `train` uses the span of the client's examples; `given`: the first layer's products are known.
 
     Raises:
       ValueError: `span="always"` where it cannot.
@@ -297,12 +297,12 @@ def train(
       key: this client's key for this round.
       params: the model to start from.
       examples: pytree of `[M, ...]`.
-      size: `[]` int32, how many of them are real. With 0 nothing is learnt.
-      opt_state: from `start_optimizer`, or this client's last; random keys in it are replaced. Unless `training` says
-        `keep="everything"` or `span="never"`, all of it but counters of steps must be as `start_optimizer` makes it.
+      size: `[]` int32, how many of them are real. With 0 the model does not change.
+      opt_state: from `start_optimizer`, or this client's last; random keys in it are replaced. Unless `training` has
+        `keep="everything"` or `span="never"`, all of it but counters of steps must be as from `start_optimizer`.
       anchor: the model that the proximal term pulls to; `params` if None.
-      products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only the span
-        has a use for them.
+      products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only training
+        in the span uses them.
 
     Returns:
       `Trained`. Cost: `num_steps` forward and backward passes over a batch.
@@ -335,7 +335,7 @@ def train(
         return loss, spans.gradient(start, span, grads, d, rows)
 
     def step(t, carry, rows, real):
-        """One local step on the examples at `rows` (None: all)."""
+        """Does one local step on the examples at `rows` (None: all)."""
         params, opt_state, total = carry
         batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
         if training.augment is not None:
@@ -383,3 +383,29 @@ def train(
     if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
     return Trained(params, total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state)
+
+
+def train_round(
+    task: Task,
+    training: LocalTraining,
+    key: jax.Array,
+    params: PyTree,
+    examples: Batch,
+    size: jax.Array,
+    opt_state: PyTree,
+    rounds: jax.Array,
+    **options: PyTree,
+) -> Trained:
+    """Trains one client's model in a round of a method: `train`, between two optimiser states of the method.
+
+    Args:
+      opt_state: the client's last, as in the method's state; `()` unless `keep="everything"`.
+      rounds: `[]` int32, rounds done before this one.
+      task, training, key, params, examples, size, options: as in `train`.
+
+    Returns:
+      `Trained`; its `opt_state` is the client's next one in the method's state.
+    """
+    opt_state = optimizer_at(training, params, opt_state, rounds, size, jax.tree.leaves(examples)[0].shape[0])
+    trained = train(task, training, key, params, examples, size, opt_state, **options)
+    return trained._replace(opt_state=carried(training, trained.opt_state))

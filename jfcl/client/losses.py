@@ -12,9 +12,9 @@ from jfcl.kernels.base import sum_dtype
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
+    """Returns the mean of `values` `[B]` where `mask` `[B]` is True; 0 where it is nowhere.
 
-    Summed and returned in float32 at least: 40,000 losses of 2.3 exceed the largest float16, and a sum of bfloat16
+    The sum and the mean are float32 at least: 40,000 losses of 2.3 exceed the largest float16, and a sum of bfloat16
     numbers has two digits.
 
     Example:
@@ -28,7 +28,7 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def blank_rows(batch: Batch, real: jax.Array) -> Batch:
-    """`batch` (`[B, ...]`) with zeros where `real` `[B]` is False, so that no NaN there can spread."""
+    """Returns `batch` `[B, ...]` with zeros where `real` `[B]` is False, so that no NaN there can spread."""
 
     def blank(x):
         return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
@@ -37,29 +37,29 @@ def blank_rows(batch: Batch, real: jax.Array) -> Batch:
 
 
 def blank_padding(examples: Batch, size: jax.Array) -> Batch:
-    """One client's `examples` (`[M, ...]`) with zeros behind the first `size`."""
+    """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`."""
     return blank_rows(examples, jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size)
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
-    """`[]`: the mean loss of one model over one client's real examples (0 for a client without any)."""
+    """Returns the mean loss of one model over one client's real examples, `[]` (0 for a client without any)."""
     losses = task.loss(params, blank_padding(examples, size))
     return masked_mean(losses, jnp.arange(len(losses)) < size)
 
 
 def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array | None]]:
-    """What one client finds when it looks at all of `K` models `[K, ...]`.
+    """Returns the function with which one client compares `K` models `[K, ...]`.
 
     Returns:
-      `(examples, size) -> (losses [K], products [M, K, H])`: its mean loss under each, infinite where that is not
-      finite, and what their first dense layers make of its examples (None where the task has no `dense_start`).
+      `(examples, size) -> (losses [K], products [M, K, H])`: its mean loss under each model, infinite where that is not
+      finite, and the outputs of their first dense layers (None where the task has no `dense_start`).
     """
     start = dense_start(task)
     if start is not None:
         # [d, K, H]: side by side, so that every client multiplies one large matrix, which is laid out only once.
         kernels = jnp.moveaxis(get_parameter(params, start.kernel), 0, 1)
 
-    def look(examples, size):
+    def compare(examples, size):
         if start is None:
             losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(params), None
         else:
@@ -72,19 +72,19 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
             )
         return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), products
 
-    return look
+    return compare
 
 
 def losses_under_all(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
-    """`[K]`: one client's mean loss under each of `K` models `[K, ...]`; infinite where a model's is not finite."""
+    """Returns one client's mean loss under each of `K` models, `[K]`; infinite where a model's is not finite."""
     return under_all(task, params)(examples, size)[0]
 
 
 def lowest_loss(task: Task, params: PyTree, clients: Clients, *, client_axis: Callable) -> jax.Array:
-    """`[N]` int32: the model of lowest loss for every client, the first of equals (cluster identity estimate)."""
-    look = under_all(task, params)
+    """Returns each client's model of lowest loss, `[N]` int32, the first of equals (cluster identity estimate)."""
+    compare = under_all(task, params)
 
     def client(examples, size):
-        return jnp.argmin(look(examples, size)[0]).astype(jnp.int32)
+        return jnp.argmin(compare(examples, size)[0]).astype(jnp.int32)
 
     return client_axis(client)(clients.examples, jnp.asarray(clients.size))

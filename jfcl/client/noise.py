@@ -1,6 +1,6 @@
-"""Random numbers of optimisers: `optax.add_noise` and its like keep a random key in their state.
+"""Random numbers of optimisers: `optax.add_noise`, for one, keeps a random key in its state.
 
-`optimizer.init` knows neither client nor round: each state begins with the key that the optimiser was made with.
+`optimizer.init` depends on neither client nor round: each state begins with the key of the optimiser itself.
 `rekeyed` replaces it, at the beginning of each round of a client, by one that is derived from the client's key of the
 round. Between rounds a method keeps the state `as_data`: plain integers, which stack, select and save as any array.
 """
@@ -24,7 +24,7 @@ def _is_typed(leaf: Any) -> bool:
 
 
 def _is_key(path: tuple, leaf: Any) -> bool:
-    """Whether a leaf of an optimiser's state is a random key, typed or of integers."""
+    """Returns whether a leaf of an optimiser's state is a random key, typed or of integers."""
     if not hasattr(leaf, "dtype"):
         return False
     named = isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in FIELDS if path else False
@@ -32,7 +32,7 @@ def _is_key(path: tuple, leaf: Any) -> bool:
 
 
 def as_data(opt_state: PyTree) -> PyTree:
-    """`opt_state` with the integers behind each typed key in its place.
+    """Returns `opt_state` with the integers of each typed key in its place.
 
     Example:
       >>> as_data((jax.random.key(7), 1.5))[0].tolist()
@@ -42,7 +42,7 @@ def as_data(opt_state: PyTree) -> PyTree:
 
 
 def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
-    """`opt_state` with keys of its own for one client and round.
+    """Returns `opt_state` with the keys of one client and round.
 
     Args:
       key: of this client and round. Keys derived from it in other ways are independent of those put in here.
@@ -78,5 +78,5 @@ def rekeyed(key: jax.Array, opt_state: PyTree, like: PyTree) -> PyTree:
 
 
 def has_keys(opt_state: PyTree) -> bool:
-    """Whether an optimiser's state, or its shapes, holds a random key."""
+    """Returns whether an optimiser's state, or its shapes, holds a random key."""
     return any(_is_key(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state))

@@ -1,7 +1,7 @@
 """Gradient descent on a first dense layer, in the span of the client's examples.
 
 Let a layer `W` `[d, H]` be multiplied by the client's examples `X` `[M, d]` themselves. Its gradient is `X^T D`, where
-`D` `[M, H]` is that of the products `X W`. So an optimiser whose updates are linear in the gradients never leaves
+`D` `[M, H]` is that of the products `X W`. So an optimiser with updates linear in the gradients never leaves
 
     W = W_0 + X^T A,     X W = Z + G A,     Z = X W_0  [M, H],     G = X X^T  [M, M],
 
@@ -9,7 +9,7 @@ and moves `A` `[M, H]`, which begins at 0, by `D` exactly as it moves `W` by `X^
 client and round, a step on `B` examples costs `B M H` multiply-adds in this layer, not `2 B d H`. Nothing is
 approximated; floating point rounds differently.
 
-A proximal term `mu / 2 ||W - W_0||^2` is no obstacle, since its gradient `mu X^T A` is in the span as well.
+The gradient of a proximal term `mu / 2 ||W - W_0||^2`, which is `mu X^T A`, is in the span as well.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import optax
 
 from jfcl.core import DenseStart, PyTree, get_parameter, is_concrete, set_parameter
 
-# What reading and writing one weight in a step takes, in multiply-adds. Measured on a CPU with a device per core, in 13
-# cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): the costs below then tell the faster way, or one within
-# 15 % of it. With one device for both cores the span is up to 1.8 times as fast where they say that the two are level.
+# The cost of reading and writing one weight in a step, in multiply-adds. Measured on a CPU with a device per core, in
+# 13 cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): with it the costs below choose the faster way, or one
+# within 15 % of it. With one device for both cores the span is up to 1.8 times as fast where the costs are equal.
 PASS = 25
-TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far below what a non-linearity does
+TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far below the effect of a non-linearity
 
 
 class Span(NamedTuple):
-    """What one client computes once a round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0)."""
+    """The values of one client and round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0)."""
 
     inputs: jax.Array
     products: jax.Array
@@ -41,18 +41,18 @@ class Span(NamedTuple):
 
 
 def size_of(start: DenseStart, params: PyTree) -> tuple[int, int]:
-    """`(d, H)` of the kernel."""
+    """Returns `(d, H)` of the kernel."""
     d, *width = get_parameter(params, start.kernel).shape
     return d, math.prod(width)
 
 
 def plain_cost(m: int, batch_size: int, steps: int, d: int, h: int) -> int:
-    """What a first layer `[d, H]` costs in a round of `steps`, in multiply-adds: products, gradient, passes over it."""
+    """Returns the cost of a first layer `[d, H]` in a round, in multiply-adds: products, gradient, passes over it."""
     return steps * (2 * batch_size + PASS) * d * h
 
 
 def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, given: bool = False) -> int:
-    """The same in the span of `m` examples, with one pass over the weights; `given`: `Z` comes from elsewhere.
+    """Returns the cost in the span of `m` examples, with one pass over the weights; `given`: `Z` is known already.
 
     Example:
       >>> plain_cost(200, 200, 10, 784, 200) / span_cost(200, 200, 10, 784, 200)
@@ -65,24 +65,24 @@ def span_cost(m: int, batch_size: int, steps: int, d: int, h: int, *, given: boo
 
 
 def one_full_step(m: int, batch_size: int, steps: int) -> bool:
-    """With a single step on all examples the products are `Z`, and `G` is not needed."""
+    """Returns whether a single step uses all examples: its products are `Z`, and `G` is not needed."""
     return steps == 1 and batch_size == m
 
 
 def enter(start: DenseStart, params: PyTree, examples: PyTree, products: jax.Array | None, *, gram: bool) -> Span:
-    """The `Span` of one client's examples `[M, ...]`, whose padding is 0, around `params`; `products`: `Z` if known."""
+    """Returns the `Span` of one client's examples `[M, ...]`, with padding 0, at `params`; `products`: `Z` if known."""
     kernel = get_parameter(params, start.kernel)
     inputs = start.inputs(examples).astype(kernel.dtype)
     return Span(inputs, inputs @ kernel if products is None else products, inputs @ inputs.T if gram else None)
 
 
 def coefficients(start: DenseStart, span: Span, params: PyTree) -> PyTree:
-    """`params` with `A = 0` `[M, H]` in the place of the kernel: what is trained."""
+    """Returns the trained parameters: `params` with `A = 0` `[M, H]` in the place of the kernel."""
     return set_parameter(params, start.kernel, jnp.zeros_like(span.products))
 
 
 def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | None) -> jax.Array:
-    """`[B, H]`: the layer's products at some rows (None: at all), `params` with `A` in the place of the kernel."""
+    """Returns the layer's products `[B, H]` at some rows (None: all); `params` has `A` in the place of the kernel."""
     if span.gram is None:
         return span.products
     z, g = (span.products, span.gram) if rows is None else (span.products[rows], span.gram[rows])
@@ -90,38 +90,38 @@ def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | No
 
 
 def gradient(start: DenseStart, span: Span, grads: PyTree, d: jax.Array, rows: jax.Array | None) -> PyTree:
-    """`grads` with the gradient `d` `[B, H]` of the products at `rows` as that of `A`; rows drawn twice count twice."""
+    """Returns `grads` with that of `A`, from `d` `[B, H]` of the products at `rows`; rows drawn twice count twice."""
     return set_parameter(grads, start.kernel, d if rows is None else jnp.zeros_like(span.products).at[rows].add(d))
 
 
 def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTree:
-    """`params` with `W_0 + X^T A` in the place of `A`, where `begin` holds `W_0`."""
+    """Returns `params` with `W_0 + X^T A` in the place of `A`; `begin` holds `W_0`."""
     kernel = get_parameter(begin, start.kernel)
     return set_parameter(params, start.kernel, kernel + span.inputs.T @ get_parameter(params, start.kernel))
 
 
 def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
-    """`opt_state`, fresh but for its counters, for `params` with `A` in the place of the kernel."""
+    """Returns `opt_state`, fresh but for its counters, for `params` with `A` in the place of the kernel."""
     fresh = optimizer.init(params)
     return jax.tree.map(lambda new, old: old if jnp.shape(new) == jnp.shape(old) else new, fresh, opt_state)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Which optimisers stay in the span: seen by trying, since an optax optimiser does not say.
+# Optimisers that stay in the span. A trial decides, since an optax optimiser has no such property.
 
-# What has been found out about an optimiser, as long as it lives; its `update` stands for it.
+# Results of trials, by the optimiser's `update`, kept as long as the optimiser exists.
 _found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kernel: str) -> bool:
-    """Whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and all other parameters alike.
+    """Returns whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and other parameters equally.
 
     True of gradient descent, momentum, Nesterov, moving averages of gradients, and schedules; not of Adam, weight
-    decay, or clipping. It is tried on arrays of a few random numbers in the shape of the tree `params`, with gradients
-    of size 1e-8, 1 and 1e8, the kernel's and `A`'s values unrelated. A learning rate that is a tracer is tried at 0.3.
+    decay, or clipping. The trial is on arrays of a few random numbers in the shape of the tree `params`, with gradients
+    of size 1e-8, 1 and 1e8 and unrelated values of kernel and `A`. A learning rate that is a tracer is 0.3 in it.
 
-    Cost: tenths of a second for the first of a kind, since jax compiles its operations; some 10 ms for the next. It is
-    remembered as long as the optimiser lives.
+    Cost: tenths of a second for the first of a kind, since jax compiles its operations; some 10 ms for the next. The
+    result is kept as long as the optimiser exists.
 
     Example:
       >>> import optax
@@ -131,27 +131,27 @@ def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kerne
     """
     ranks = jax.tree.map(jnp.ndim, params)
     leaves, structure = jax.tree.flatten(ranks)
-    asked = (structure, tuple(leaves), kernel)
+    about = (structure, tuple(leaves), kernel)
     try:
         known = _found.setdefault(optimizer.update, {})
-    except TypeError:  # a callable that nothing can be remembered of
+    except TypeError:  # a callable without weak references
         known = {}
-    if asked not in known:
-        known[asked] = _try(optimizer, ranks, kernel)
-    return known[asked]
+    if about not in known:
+        known[about] = _try(optimizer, ranks, kernel)
+    return known[about]
 
 
 def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, num_steps: int = 4) -> bool:
     rng = np.random.default_rng(0)
     width = (2,) * (get_parameter(ranks, kernel) - 1)
 
-    def draw(rows: int) -> PyTree:  # parameters, or gradients, whose kernel has so many rows
+    def draw(rows: int) -> PyTree:  # parameters, or gradients, with a kernel of `rows` rows
         values = jax.tree.map(lambda rank: rng.normal(size=(2,) * rank).astype(np.float32), ranks)
         return set_parameter(values, kernel, rng.normal(size=(rows, *width)).astype(np.float32))
 
     x = rng.normal(size=(4, 3)).astype(np.float32)
     short = draw(4)
-    # The other parameters are the same on both sides; the kernel's are unrelated, so that looking at them shows.
+    # The other parameters are the same on both sides; the kernel's are unrelated, so that any use of them shows.
     full = set_parameter(short, kernel, get_parameter(draw(3), kernel))
     slopes = [draw(4) for _ in range(num_steps)]
 
@@ -176,19 +176,19 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, nu
             constants = [c if is_concrete(c) else _stand_in(c) for c in traced.consts]
             moved = False
             for scale in (1e-8, 1, 1e8):
-                given = map(jnp.asarray, jax.tree.leaves(gradients(scale)))
-                values = map(np.asarray, jax.core.eval_jaxpr(traced.jaxpr, constants, *given))
+                inputs = map(jnp.asarray, jax.tree.leaves(gradients(scale)))
+                values = map(np.asarray, jax.core.eval_jaxpr(traced.jaxpr, constants, *inputs))
                 for u, v in jax.tree.unflatten(jax.tree.structure(shapes), values):
                     if not all(map(_close, jax.tree.leaves(u), jax.tree.leaves(back(v)))):
                         return False
                     moved |= bool(np.any(get_parameter(u, kernel)))
             return moved
-    except (AssertionError, TypeError, ValueError):  # it is made for other shapes, or needs more than gradients
+    except (AssertionError, TypeError, ValueError):  # an optimiser for other shapes, or that needs more than gradients
         return False
 
 
 def _stand_in(tracer: jax.Array) -> jax.Array:
-    """A value for a hyperparameter that is not known yet."""
+    """Returns a value for a hyperparameter that is a tracer."""
     return jnp.full(tracer.shape, 0.3 if jnp.issubdtype(tracer.dtype, jnp.inexact) else 1, tracer.dtype)
 
 

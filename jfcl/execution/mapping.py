@@ -138,6 +138,11 @@ def auto() -> Mapping:
     return chunked(1) if jax.default_backend() == "cpu" else jax.vmap
 
 
+def or_auto(client_axis: Mapping | None) -> Mapping:
+    """Returns `client_axis`, or `auto()` where it is None."""
+    return auto() if client_axis is None else client_axis
+
+
 def map_reduce(
     mapping: Mapping,
     fn: Callable[..., tuple[PyTree, PyTree]],

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from jfcl import algorithms, data, models
-from jfcl.algorithms.averaging import round_metrics
 from jfcl.algorithms.federated_clustering import gradient
 from jfcl.algorithms.personal import initial_state
+from jfcl.algorithms.round import round_metrics
 from jfcl.client.local import LocalTraining, draw_batch, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY

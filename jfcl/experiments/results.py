@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from jfcl.algorithms.splitting import CFLState
+from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import PyTree, check, client_ids, path_name

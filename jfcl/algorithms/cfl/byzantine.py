@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
+import jax
+import jax.numpy as jnp
+
+from jfcl.algorithms.cfl.rounds import SIMILARITIES, Options, rounds
+from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
+from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.options import Privacy, PrivacySeed, Weights
-from jfcl.algorithms.splitting import SIMILARITIES, Rules, rounds
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, is_concrete
 from jfcl.core.options import Interval, OneOf, Real
 from jfcl.execution import mapping
 
@@ -27,9 +32,9 @@ def byzantine_cfl(
     aggregator: Callable[..., PyTree] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
-    """One model for the benign majority: every round the smaller side of a bipartition below a threshold is shut out.
+    """Trains one model for the benign majority: excludes the smaller side of each bipartition below a threshold.
 
-    Every round the optimal bipartition of the clients still in is computed; if `α_cross < threshold`, its smaller side
+    Every round the optimal bipartition of the remaining clients is computed; if `α_cross < threshold`, its smaller side
     is excluded for ever. Random updates have similarities of the order of `1/√D`, so the paper's threshold needs models
     of many more than 2,500 parameters.
 
@@ -39,10 +44,10 @@ def byzantine_cfl(
       similarity, weights, privacy, privacy_seed: as in `jfcl.cfl`.
 
     Returns:
-      `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was shut out,
-      0 for those still in. A client that sends NaN or infinity is shut out at once. Of two equal halves the first
-      client's stays; of two clients, neither of whom is a minority, both do. Cost of a round: that of FedAvg and
-      `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
+      `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
+      excluded, 0 for the others. A client that sends NaN or infinity is excluded at once. Of two equal halves the first
+      client's remains; two remaining clients, neither of which is a minority, both do. Cost of a round: that of FedAvg
+      and `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
     Raises:
       ValueError: a threshold outside (-1, 1), an unknown `similarity`.
@@ -67,17 +72,28 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    rules = Rules(1, ripe, accept, keep_larger=True, similarity=similarity, aggregator=aggregator)
-    return rounds(
-        task,
-        training,
-        rules,
-        weights=weights,
-        privacy=privacy,
-        privacy_seed=privacy_seed,
-        validation=0.0,
-        patience=0,
-        init_params=init_params,
-        adversary=adversary,
-        client_axis=client_axis,
-    )
+    rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
+    hidden = privacy, privacy_seed
+    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis))
+
+    def step(key: jax.Array, state: CFLState, clients: Clients):
+        state, metrics = made.step(key, state, clients)
+        del metrics["overflowed"]  # of one model: no other would continue
+        return state, metrics
+
+    return made._replace(step=step)
+
+
+def exclude_minority(rules: Rules, state: CFLState, sent: Sent, found: Found) -> Decision:
+    """Excludes the clients on the smaller side of an accepted bipartition, and those that sent NaN or infinity.
+
+    Of two equal halves the first client's remains.
+    """
+    capacity, splits = len(state.active), found.splits
+    ones = jax.ops.segment_sum((splits.side & found.voice).astype(jnp.int32), state.cluster, capacity)
+    out_is_side = 2 * ones <= found.members
+    minority = found.accepted[state.cluster] & found.voice & (splits.side == out_is_side[state.cluster])
+    leaves = minority | (sent.present & ~sent.usable)
+    state = state._replace(excluded=jnp.where(leaves, state.round + 1, state.excluded))
+    into, full = jnp.full(capacity, capacity, jnp.int32), jnp.zeros((), bool)
+    return state, into, full, jnp.where(leaves, 0.0, sent.weight), {}

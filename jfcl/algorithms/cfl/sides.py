@@ -1,23 +1,24 @@
 """The side of a split that a client belongs to, for clients that the bipartition did not place.
 
-A bipartition places the clients that it compares. Others are left: clients that were absent or sent NaN in the round of
-the split, clients with too few examples to have a voice, clients of a population that are not on the device. All of
-them are placed by one rule. Every split leaves a *direction*, the mean unit update of the clients that moved less that
-of the clients that stayed, each of them brought to length 1; a client belongs to the side that its own update is more
-similar to, which is the sign of the inner product of its update and the direction.
+A bipartition places the clients that it compares. Others remain: clients that were absent or sent NaN in the round of
+the split, clients with too few examples to have a voice, clients of a population that are not on the device. One rule
+places all of them. Every split leaves a *direction*: the mean unit update of the clients that moved minus that of the
+clients that stayed, both scaled to length 1. The inner product of a client's update and the direction is positive where
+the update is more similar to the side that moved.
 
 A client that missed a split is *pending*. In its next round it trains the model from before that split, as the others
-did, and as Algorithm 4 of the paper leads newcomers; so what is compared was computed at one model. One round takes one
-level of the tree.
+did (and as newcomers do in Algorithm 4 of the paper), so that all updates compared at a split belong to one model. One
+round takes one level of the tree.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jfcl.algorithms.cfl.state import CFLState
 from jfcl.core import PyTree
 from jfcl.kernels.base import product_of_rows, rows_of
 from jfcl.kernels.similarity import scaled_rows, unit_scale
@@ -31,9 +32,9 @@ class Sides(NamedTuple):
     Attributes:
       direction: a list of `[K, d]` float32, one for each array of an update, by the slot of the cluster that the split
         made.
-      placed: `[N]` int32, the round of the last split that the client was placed at; 0 before any.
-      changing: `[N]` bool, clients without a voice whose side is still compared in every round; `()` where all clients
-        have a voice.
+      placed: `[N]` int32, the round of the last split at which the client was placed; 0 before any.
+      changing: `[N]` bool, clients without a voice that still compare their side in every round; `()` where all
+        clients have a voice.
     """
 
     direction: list[jax.Array]
@@ -42,7 +43,7 @@ class Sides(NamedTuple):
 
 
 def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
-    """The `Sides` before the first round.
+    """Returns the `Sides` before the first round.
 
     Args:
       sent: shapes of one client's update.
@@ -58,15 +59,15 @@ def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
     )
 
 
-def missed_splits(state: Any) -> tuple[jax.Array, jax.Array]:
-    """The first split of each client's cluster that the client was not placed at.
-
-    Args:
-      state: `CFLState`.
+def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
+    """Returns the first split of each client's cluster at which the client was not placed.
 
     Returns:
-      `(split [N] int32, pending [N] bool)`: the slot of the cluster that it made, and whether there is one.
+      `(split [N] int32, pending [N] bool)`: the slot of the cluster that it made, and whether there is one. Both mean
+      nothing, and no client is pending, in a state without `sides`.
     """
+    if not isinstance(state.sides, Sides):
+        return state.cluster, jnp.zeros(state.cluster.shape, bool)
     born = jnp.where(state.active, state.tree.born, 0)
     missed = state.parent[None, :] == state.cluster[:, None]
     missed = missed & (born[None, :] > state.sides.placed[:, None])
@@ -74,27 +75,27 @@ def missed_splits(state: Any) -> tuple[jax.Array, jax.Array]:
     return first.astype(jnp.int32), missed.any(axis=1)
 
 
-def last_splits(state: Any) -> tuple[jax.Array, jax.Array]:
-    """The last split that a client's cluster took part in, as the side that moved or as the one that stayed.
+def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
+    """Returns the last split of each client's cluster, which was the side that moved or the one that stayed.
 
     Returns:
       `(split [N] int32, any [N] bool)`, as in `missed_splits`.
     """
     slots = jnp.arange(len(state.active), dtype=jnp.int32)
     born = jnp.where(state.active, state.tree.born, 0)
-    mine = (slots[None, :] == state.cluster[:, None]) | (state.parent[None, :] == state.cluster[:, None])
-    mine = mine & (born[None, :] > 0)
-    return jnp.argmax(jnp.where(mine, born[None, :], 0), axis=1).astype(jnp.int32), mine.any(axis=1)
+    took_part = (slots[None, :] == state.cluster[:, None]) | (state.parent[None, :] == state.cluster[:, None])
+    took_part = took_part & (born[None, :] > 0)
+    return jnp.argmax(jnp.where(took_part, born[None, :], 0), axis=1).astype(jnp.int32), took_part.any(axis=1)
 
 
 def add_directions(
     direction: list[jax.Array], vectors: PyTree, placed: jax.Array, moved: jax.Array, into: jax.Array
 ) -> list[jax.Array]:
-    """`direction` with those of this round's splits.
+    """Returns `direction` with those of this round's splits.
 
     Args:
       direction: a list of `[K, d]`.
-      vectors: pytree of `[N, ...]`, the updates that were compared.
+      vectors: pytree of `[N, ...]`, the compared updates.
       placed: `[N]` int32, the slot of the cluster that the split of the client's cluster makes; `K` for clients that no
         bipartition places in this round.
       moved: `[N]` bool, on the side that moves.
@@ -119,9 +120,9 @@ def add_directions(
 
 
 def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.Array], split: jax.Array) -> jax.Array:
-    """`[N]`: above 0 for clients whose update resembles the side of `split` `[N]` that moved, below 0 for the other.
+    """Returns `[N]`, above 0 for updates more similar to the side of `split` `[N]` that moved, below 0 for the other.
 
-    0 for clients that are not `usable` `[N]` bool, whose update is zero, or where the two resemblances are equal.
+    It is 0 for clients that are not `usable` `[N]` bool, for zero updates, and where both sides are equally similar.
     """
     rows = rows_of(vectors)
     scale = unit_scale(rows, usable)
@@ -132,21 +133,21 @@ def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.A
     return jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
 
 
-def split(
-    state: Any, vectors: PyTree, voice: jax.Array, silent: jax.Array, moves: jax.Array, into: jax.Array
+def split_sides(
+    state: CFLState, vectors: PyTree, voice: jax.Array, silent: jax.Array, moves: jax.Array, into: jax.Array
 ) -> tuple[Sides, jax.Array]:
-    """Keeps the directions of this round's splits, and places the clients without a voice.
+    """Stores the directions of this round's splits, and places the clients without a voice.
 
     Args:
-      state: `CFLState` before the splits.
-      vectors: pytree of `[N, ...]`, what was compared.
+      state: before the splits.
+      vectors: pytree of `[N, ...]`, the compared updates or gradients.
       voice, silent: `[N]` bool, clients of the clusters that are split: those that the bipartition placed, and those
-        without a voice whose update is known.
+        without a voice and with a known update.
       moves: `[N]` bool, clients with a voice on the side that moves.
       into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
 
     Returns:
-      `(sides, moves)`, with the clients without a voice.
+      `(sides, moves)`; `moves` now has the clients without a voice too.
     """
     capacity, sides, slot = len(into), state.sides, into[state.cluster]
     direction = add_directions(sides.direction, vectors, jnp.where(voice, slot, capacity), moves, into)
@@ -158,21 +159,21 @@ def split(
     return Sides(direction, placed, changing), moves
 
 
-def place(
-    state: Any, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array, able: jax.Array
-) -> tuple[Any, jax.Array]:
+def place_pending(
+    state: CFLState, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array, able: jax.Array
+) -> tuple[CFLState, jax.Array]:
     """Places pending clients at the split that they missed, and compares the sides of changing clients again.
 
-    A pending client is placed once. A client without a voice that is in the wrong cluster pulls towards the right one
-    and moves there; one in the right cluster is at rest, its update is noise, and so it may move away, and comes back
-    in the next round. So its side is compared until two rounds agree. Equal similarities move no client.
+    A pending client is placed once. The update of a client without a voice points towards the right cluster while the
+    client is in the wrong one. In the right cluster the update is noise: the client may move away, and comes back in
+    the next round. So its side is compared until two rounds agree. Equal similarities move no client.
 
     Args:
-      state: `CFLState`.
-      vectors: pytree of `[N, ...]`: of pending clients at the model before the split.
-      missed, pending: of `missed_splits`, in the state with which the round began.
+      state: after this round's splits.
+      vectors: pytree of `[N, ...]`; those of pending clients belong to the model before the split.
+      missed, pending: of `missed_splits`, in the state before the round.
       usable: `[N]` bool, clients with a finite update of this round that this round's splits did not place.
-      able: `[N]` bool, clients with a voice; a pending client without one begins to change when it is placed.
+      able: `[N]` bool, clients with a voice; a pending client without one is changing from its placement on.
 
     Returns:
       `(state, moved [N] bool)`.

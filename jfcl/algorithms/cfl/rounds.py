@@ -1,0 +1,309 @@
+"""One communication round of Clustered Federated Learning, for `cfl` and `byzantine_cfl`.
+
+A round has two sides. The clients train and send updates, hidden if they like (section V-B). The server,
+`server.serve`, decides on these updates alone. The clients update the models, as only they can reveal a hidden mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.algorithms import round as phases
+from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
+from jfcl.algorithms.cfl import server
+from jfcl.algorithms.cfl.bipartitions import DENSE_UP_TO
+from jfcl.algorithms.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
+from jfcl.algorithms.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
+from jfcl.algorithms.cfl.privacy import hide, privacy_code, reveal
+from jfcl.algorithms.cfl.server import Rules, Sent
+from jfcl.algorithms.cfl.sides import Sides, missed_splits, no_sides
+from jfcl.algorithms.cfl.state import CFLState, ParameterTree
+from jfcl.client import local, losses
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    attack_key,
+    check,
+    check_choice,
+    check_count,
+    client_ids,
+    is_finite,
+    max_examples,
+    num_bytes,
+    num_clients,
+)
+from jfcl.execution import mapping
+from jfcl.kernels import OPERATORS
+
+SIMILARITIES = ("updates", "gradients")
+
+
+class Options(NamedTuple):
+    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's; `patience` is its `fallback_rounds`."""
+
+    task: Task
+    training: local.LocalTraining
+    rules: Rules
+    weights: str
+    privacy: str | None
+    privacy_seed: int
+    init_params: PyTree | None
+    adversary: Adversary | None
+    client_axis: mapping.Mapping | None
+    validation: float = 0.0
+    patience: int = 0
+
+    def hide(self, update: PyTree) -> PyTree:
+        """Returns the message with one client's update."""
+        return hide(update, self.privacy, self.privacy_seed)
+
+
+class TakingPart(NamedTuple):
+    """The clients' places in a round, `[N]` each.
+
+    Attributes:
+      member: bool, clients with examples that are not excluded.
+      examples: int32, a client's examples; of absent clients those that the server remembers.
+      present: bool, members that train in this round if they are in the cohort.
+      learns: int32, examples to train on.
+      missed, pending: of `sides.missed_splits`.
+    """
+
+    member: jax.Array
+    examples: jax.Array
+    present: jax.Array
+    learns: jax.Array
+    missed: jax.Array
+    pending: jax.Array
+
+
+def rounds(options: Options) -> Algorithm:
+    """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
+    rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
+    if rules.max_clusters is not None:
+        check_count("max_clusters", rules.max_clusters)
+    check_choice("similarity", rules.similarity, SIMILARITIES)
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
+        accepted = 'left out with similarity="gradients": updates are kept, not gradients'
+        check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
+    check_choice("weights", options.weights, phases.WEIGHTS)
+    check_count("tree_dim", rules.tree_dim, least=0)
+    if options.privacy is not None:
+        check_choice("privacy", options.privacy, OPERATORS)
+    options = options._replace(client_axis=client_axis)
+    refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
+    check_clients = adversary_check(options.adversary)
+    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh)
+
+
+def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
+    """Returns the state before the first round: all clients in one cluster."""
+    rules, n, m = options.rules, num_clients(clients), max_examples(clients)
+    capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
+    phases.check_at_most_clients("max_clusters", capacity, clients)
+    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    accepted = f"at most the {m} examples of the largest client; clients with fewer have no voice"
+    check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
+    if rules.true_cluster is not None:
+        shape = jnp.shape(rules.true_cluster)
+        fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
+        check(fits, "true_cluster", shape, f"of shape ({n},)")
+        check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
+    one = phases.initial_models(options.task, key, 1, options.init_params)
+    params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
+    sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
+    can_split = capacity > 1
+    length = min(sum(x.size for x in jax.tree.leaves(sent)), rules.tree_dim) if can_split else 0
+    tree = ParameterTree(
+        born=jnp.zeros(capacity, jnp.int32),
+        cross_similarity=jnp.full(capacity, jnp.inf),
+        model=params,
+        side=jnp.zeros((capacity, n), jnp.int8),
+        updates=jnp.zeros((capacity, n, length)),
+        privacy=jnp.asarray(privacy_code(options.privacy), jnp.int32),
+    )
+    return CFLState(
+        params=params,
+        cluster=jnp.zeros(n, jnp.int32),
+        active=jnp.arange(capacity) == 0,
+        parent=jnp.full(capacity, -1, jnp.int32),
+        since=jnp.zeros(capacity, jnp.int32),
+        final=jnp.zeros(capacity, bool),
+        round=jnp.zeros((), jnp.int32),
+        scale=jnp.zeros(2),
+        excluded=jnp.zeros(n, jnp.int32),
+        tree=tree,
+        client=phases.initial_optimizers(options.training, params, clients),
+        sides=no_sides(sent, capacity, n, small=rules.min_examples > 1) if can_split else (),
+        heard=no_updates(sent, n) if rules.cohort is not None else (),
+    )
+
+
+def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
+    """Returns `(state, metrics)` after one round."""
+    rules, client_axis, metrics = options.rules, options.client_axis, {}
+
+    # Undo splits that harm.
+    if options.validation:
+        state = in_active_clusters(state)
+        judging = options.validation, options.patience, client_axis
+        state, metrics["undone"] = undo_harmful_splits(options.task, state, clients, *judging)
+
+    # Select the cohort. Clients of size 0 are not on the device, and only remembered.
+    part = taking_part(options, state, clients)
+    here = part.present & (jnp.asarray(clients.size) > 0)
+    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
+    kept = here, (state.cluster, part.missed, part.pending), state.client
+    here, place, opt_states = phases.take_rows(cohort, kept)
+
+    # Train it.
+    client = train_client(options, state)
+    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, opt_states)
+    lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
+    updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
+    opt_states = phases.put_rows(cohort, state.client, where_rows(here & finite, trained, opt_states))
+
+    # Report.
+    size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
+    metrics |= phases.round_metrics(here, loss, usable, steps, size, size)
+    metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
+
+    # The server decides and averages, without the models.
+    sent, last = messages(options, state, part, cohort, updates, here, usable)
+    sent = sent._replace(gradients=lambda: gradients(options, state, part, clients, lies_key, usable))
+    record = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
+    record, into, means, decided = server.serve(rules, client_axis, record, sent)
+
+    # Update the models: new clusters start from their parent's, and all move by the mean update.
+    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
+    new, metrics["overflowed"] = new_models(state, record, into, means)
+    last = forget_moved(last, new.cluster != state.cluster)
+    return new._replace(client=opt_states, heard=last), metrics | decided
+
+
+def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPart:
+    """Returns which clients train in this round, and on how many examples."""
+    examples = known_size(state.heard, clients.size)
+    member = (examples > 0) & (state.excluded == 0)
+    missed, pending = missed_splits(state)
+    present = member & (~state.final[state.cluster] | pending) if options.rules.recursive else member
+    learns = jnp.where(present, num_training(examples, options.validation), 0)
+    return TakingPart(member, examples, present, learns, missed, pending)
+
+
+def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
+    """Returns one client's model at the start of a round: its cluster's, or that from before a split that it missed."""
+
+    def of_cluster():
+        return jax.tree.map(lambda p: p[cluster], state.params)
+
+    if not isinstance(state.sides, Sides):
+        return of_cluster()
+    return jax.lax.cond(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
+
+
+def train_client(options: Options, state: CFLState) -> Callable:
+    """Returns one client's part of the round, for `train_clients`."""
+
+    def client(key, examples, size, place, opt_state):
+        begin = starting_model(state, *place)
+        trained = local.train_round(options.task, options.training, key, begin, examples, size, opt_state, state.round)
+        update = jax.tree.map(jnp.subtract, trained.params, begin)
+        return options.hide(update), is_finite(update), trained.loss, trained.num_steps, trained.opt_state
+
+    return client
+
+
+def gradients(options: Options, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
+    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
+
+    def gradient(examples, size, place):
+        begin = starting_model(state, *place)
+        return options.hide(jax.grad(lambda p: losses.mean_loss(options.task, p, examples, size))(begin))
+
+    place = state.cluster, part.missed, part.pending
+    found = options.client_axis(gradient)(clients.examples, part.learns, place)
+    key = jax.random.fold_in(key, 1)
+    return attacked(options.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
+
+
+def messages(
+    options: Options,
+    state: CFLState,
+    part: TakingPart,
+    cohort: phases.Cohort,
+    updates: PyTree,
+    here: jax.Array,
+    usable: jax.Array,
+) -> tuple[Sent, PyTree]:
+    """Returns the server's input, without gradients, and the last updates of all clients (`()` without a cohort).
+
+    Args:
+      options: of the method.
+      state: before the round.
+      part: from `taking_part`.
+      cohort: of the round.
+      updates: pytree of `[C, ...]`.
+      here, usable: `[C]` bool, clients that took part, and those with a finite update.
+    """
+    rows, last = cohort.rows, state.heard
+    able = part.member & (part.examples >= options.rules.min_examples)
+    if rows is None:
+        present, comparable, expected = part.present, usable & ~part.pending, usable
+    else:
+        counts = ~part.pending[rows]
+        last = remember_updates(last, state.round + 1, part.examples, rows, updates, here, usable, counts)
+        updates, expected = last.update, ~last.mute
+        comparable = is_current(last, state.since[state.cluster]) & ~part.pending
+        usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
+    voice_weight = phases.client_weight(options.weights, part.learns)
+    weight = voice_weight * (usable & ~part.pending).astype(jnp.float32)
+    of_splits = able, comparable, expected, part.missed, part.pending
+    return Sent(updates, usable, present, weight, voice_weight, *of_splits, gradients=None), last
+
+
+def new_models(state: CFLState, record: CFLState, into: jax.Array, means: PyTree) -> tuple[CFLState, jax.Array]:
+    """Puts the models into the server's record after a round: those of clusters, and those before this round's splits.
+
+    Args:
+      state: before the round.
+      record: after it, without models.
+      into: `[K]` int32, the slot of the cluster that each cluster's split made, `K` without one.
+      means: pytree of `[K, ...]`, the mean updates.
+
+    Returns:
+      `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
+    """
+
+    def at_splits(models):
+        """Returns `models` with those of clusters that are split in the slots of the new clusters."""
+        return jax.tree.map(lambda x, p: x.at[into].set(p, mode="drop"), models, state.params)
+
+    before = at_splits(state.params)
+    params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, record.active)
+    # Free slots hold the first model, so that an old one is never the best of all.
+    first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
+    params = where_rows(record.active, params, first)
+    tree = record.tree._replace(model=at_splits(state.tree.model))
+    return record._replace(params=params, tree=tree, final=record.final | overflowed), overflowed
+
+
+def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTree, jax.Array]:
+    """Returns `params` `[K, ...]` with a cluster's model `before` the round where the new one has NaN or infinity.
+
+    Returns:
+      `(params, overflowed [K] bool)`. Where no active cluster has a finite model all stay as they are, so that the
+      simulation ends with its error.
+    """
+    finite = jax.vmap(is_finite)(params)
+    overflowed = active & ~finite & (active & finite).any()
+    return where_rows(overflowed, before, params), overflowed

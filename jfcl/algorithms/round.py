@@ -1,0 +1,262 @@
+"""The phases of a communication round: select a cohort, train it, aggregate, update the server's models, report.
+
+Methods differ in the model that a client starts from and in the aggregation; the phases are the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl.algorithms.aggregate import add_sent, divide_rows, nothing_sent, where_rows
+from jfcl.client import local, noise
+from jfcl.core import (
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_finite,
+    client_keys,
+    num_clients,
+    path_name,
+    random_order,
+    server_key,
+    take_clients,
+)
+from jfcl.execution import mapping
+
+WEIGHTS = ("size", "equal")
+
+
+def check_at_most_clients(argument: str, value: int | None, clients: Clients) -> None:
+    """Checks that a number of clusters or clients, where one is given, is at most the number of clients.
+
+    Raises:
+      ValueError: it is larger.
+    """
+    n = num_clients(clients)
+    check(value is None or value <= n, argument, value, f"at most the {n} clients there are")
+
+
+# Initial state.
+
+
+def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree | None) -> PyTree:
+    """Returns `count` initial models, stacked.
+
+    Args:
+      task: its `init` draws the models.
+      key: for that.
+      count: `K`.
+      init_params: the models to start from instead: one model, or `K` stacked.
+
+    Returns:
+      Pytree of `[K, ...]`.
+
+    Raises:
+      ValueError: `init_params` of another structure or shape, or not finite.
+    """
+    # One model after the other: XLA's CPU backend does not finish the vmapped orthogonal initialisers of flax's LSTM.
+    fresh = mapping.chunked(1)(task.init)(jax.random.split(key, count))
+    if init_params is None:
+        return fresh
+    check_finite(init_params, "init_params")
+    init_params = jax.tree.map(jnp.asarray, init_params)
+    if jax.tree.structure(init_params) != jax.tree.structure(fresh):
+        raise ValueError("init_params must have the structure of the task's parameters")
+
+    def fit(path, array, drawn):
+        if array.shape == drawn.shape:
+            return array.astype(drawn.dtype)
+        if array.shape == drawn.shape[1:]:
+            return jnp.broadcast_to(array, drawn.shape).astype(drawn.dtype)
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"init_params{name} must have shape {drawn.shape} or {drawn.shape[1:]}, got {array.shape}")
+
+    return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
+
+
+def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: Clients) -> PyTree:
+    """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`."""
+    if training.keep != "everything":
+        return ()
+    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], params)))
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+
+
+# Phase 1: the cohort.
+
+
+class Cohort(NamedTuple):
+    """The clients of one round.
+
+    Attributes:
+      clients: `Clients` of `C`, with their ids.
+      rows: `[C]` int32, their rows among all `N` clients; None where the cohort is all clients, in order.
+      key: the key of the round from which those of clients, adversary and server are derived.
+    """
+
+    clients: Clients
+    rows: jax.Array | None
+    key: jax.Array
+
+
+def select_cohort(key: jax.Array, clients: Clients, count: int | None = None) -> Cohort:
+    """Draws the cohort of a round: `count` clients with examples, without replacement; None: all clients.
+
+    A client draws by its id, so that two methods with the same key have the same cohort, batches and noise.
+    """
+    cohort_key, clients_key = jax.random.split(key)
+    if count is None:
+        return Cohort(clients, None, clients_key)
+    rows = random_order(cohort_key, clients)[:count]
+    return Cohort(take_clients(clients, rows), rows, clients_key)
+
+
+def take_rows(cohort: Cohort, arrays: PyTree) -> PyTree:
+    """Returns the cohort's rows `[C, ...]` of `arrays` `[N, ...]`."""
+    return arrays if cohort.rows is None else jax.tree.map(lambda x: x[cohort.rows], arrays)
+
+
+def put_rows(cohort: Cohort, arrays: PyTree, new: PyTree) -> PyTree:
+    """Returns `arrays` `[N, ...]` with the cohort's rows replaced by `new` `[C, ...]`."""
+    return new if cohort.rows is None else jax.tree.map(lambda old, x: old.at[cohort.rows].set(x), arrays, new)
+
+
+# Phase 2: training.
+
+
+def train_clients(
+    client_axis: mapping.Mapping, client: Callable[..., Any], cohort: Cohort, *rows: PyTree, sum_into: PyTree = None
+) -> Any:
+    """Trains the clients of the cohort.
+
+    Args:
+      client_axis: the clients' mapping.
+      client: `(key, examples, size, *rows)`, one client's part of the round.
+      cohort: from `select_cohort`.
+      rows: pytrees of `[C, ...]`, further arguments of `client`.
+      sum_into: models `[K, ...]`. With it `client` returns `((update, cluster, weight), rest)`, and the weighted
+        updates are added up as they are computed: memory `O(chunk D + K D)` instead of `O(C D)`.
+
+    Returns:
+      The stacked results of `client`; with `sum_into`, `((sums [K, ...], weight [K]), rest)`.
+    """
+    clients = cohort.clients
+    arguments = (client_keys(cohort.key, clients), clients.examples, jnp.asarray(clients.size), *rows)
+    if sum_into is None:
+        return client_axis(client)(*arguments)
+    return mapping.map_reduce(client_axis, client, add_sent, nothing_sent(sum_into))(*arguments)
+
+
+# Phase 3: aggregation.
+
+
+def client_weight(weights: str, size: jax.Array) -> jax.Array:
+    """Returns a client's weight in a mean: its `size`, or 1 for `"equal"`; 0 for a client without examples."""
+    return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+
+
+def shared_flags(shared: Callable[[str], bool], params: PyTree) -> PyTree:
+    """Returns the structure of `params` with `shared(path)`, a bool, in the place of each array."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: bool(shared(path_name(path))), params)
+
+
+def share(
+    flags: PyTree, mean: PyTree, changed: PyTree, sums: PyTree, divisor: jax.Array, like: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Replaces the mean of shared parameters by the mean over all clusters (weight sharing).
+
+    Args:
+      flags: from `shared_flags`.
+      mean: pytree of `[K, ...]`, the mean update of each cluster.
+      changed: pytree of `[K]` bool, which models an update changes.
+      sums: pytree of `[K, ...]`, the sums of updates.
+      divisor: `[K]`, the weight of all clients.
+      like: the models.
+
+    Returns:
+      `(mean, changed)`; a shared parameter changes in all models if it changes in one.
+    """
+    totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
+    mean = jax.tree.map(lambda f, own, all_: all_ if f else own, flags, mean, divide_rows(totals, divisor, like))
+    return mean, jax.tree.map(lambda f, c: jnp.broadcast_to(c.any(), c.shape) if f else c, flags, changed)
+
+
+# Phase 4: the server's models.
+
+
+def server_update(
+    optimizer: optax.GradientTransformation,
+    cohort: Cohort,
+    params: PyTree,
+    opt_state: PyTree,
+    mean: PyTree,
+    changed: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Moves the server's models along the mean updates, by one step of the server's optimiser.
+
+    Args:
+      optimizer: any optax optimiser; `mean` is its descent direction.
+      cohort: of the round; random keys in the optimiser's state are derived from its key.
+      params, opt_state: the models and their optimiser states, `[K, ...]` each.
+      mean: pytree of `[K, ...]`.
+      changed: pytree of `[K]` bool; the other models stay as they are.
+
+    Returns:
+      `(params, opt_state)`; the caller keeps the old `opt_state` of models without an update.
+    """
+    direction = jax.tree.map(jnp.negative, mean)
+    opt_state = _server_noise(optimizer, cohort.key, params, opt_state)
+    updates, opt_state = jax.vmap(optimizer.update)(direction, opt_state, params)
+    opt_state = noise.as_data(opt_state)
+    return jax.tree.map(where_rows, changed, optax.apply_updates(params, updates), params), opt_state
+
+
+def _server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):
+    """Returns the server optimiser's `state` `[K, ...]` with the round's random keys in the place of any keys."""
+    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], params))
+    if not noise.has_keys(like):
+        return state
+    keys = jax.random.split(server_key(clients_key), len(jax.tree.leaves(params)[0]))
+    return jax.vmap(partial(noise.rekeyed, like=like))(keys, state)
+
+
+# Phase 5: metrics.
+
+
+def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
+    """Returns the metrics that all methods have.
+
+    Args:
+      present: `[C]` bool, clients that took part; the others do not count.
+      loss: `[C]`.
+      usable: `[C]` bool, clients with a finite update.
+      steps, bytes_up, bytes_down: `[C]`, or one number for all clients.
+
+    Returns:
+      `loss` `[C]`, NaN for absent clients and infinity for a loss that is NaN; `bytes_up`, `bytes_down`,
+      `client_steps`, `participants`, `nonfinite` `[]`.
+    """
+
+    def total(values):
+        return (present.astype(jnp.float32) * jnp.asarray(values).astype(jnp.float32)).sum()
+
+    return {
+        "loss": jnp.where(present, jnp.where(jnp.isnan(loss), jnp.inf, loss), jnp.nan),
+        "bytes_up": total(bytes_up),
+        "bytes_down": total(bytes_down),
+        "client_steps": total(steps),
+        "participants": present.sum().astype(jnp.int32),
+        "nonfinite": (present & ~usable).sum().astype(jnp.int32),
+    }
+
+
+def loss_of_all(cohort: Cohort, loss: jax.Array, count: int) -> jax.Array:
+    """Returns the cohort's `loss` `[C]` as that of all `count` clients `[N]`, NaN for clients outside the cohort."""
+    return loss if cohort.rows is None else jnp.full(count, jnp.nan).at[cohort.rows].set(loss)
