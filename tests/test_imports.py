@@ -179,17 +179,17 @@ def test_functions_and_files_are_short():
     assert_only({n: k for n, k in files.items() if k > MOST_FILE_LINES}, LONG_FILES, MOST_FILE_LINES)
 
 
-def documents() -> Iterator[tuple[str, list[str], str]]:
+def documents() -> Iterator[tuple[str, str, str]]:
     """Every page and notebook: its name, its Python code, and its text."""
     top = ROOT.parent
     for file in [top / "README.md", top / "CONTRIBUTING.md", *top.glob("docs/*.md"), top / "benchmarks/README.md"]:
         text = file.read_text()
-        yield file.name, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL), text
+        yield file.name, "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)), text
     for file in top.glob("notebooks/*.ipynb"):
         cells = json.loads(file.read_text())["cells"]
         kinds = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("code", "markdown")}
         code = re.sub(r"^\s*%.*", lambda m: m[0].replace("%", "pass  # "), "\n".join(kinds["code"]), flags=re.MULTILINE)
-        yield file.name, [code], "\n".join(kinds["markdown"])
+        yield file.name, code, "\n".join(kinds["markdown"])
 
 
 def names_in_code(code: str) -> set[str]:
@@ -233,7 +233,7 @@ def exists(name: str) -> bool:
 def test_names_in_the_documentation_exist():
     names = {}
     for document, code, text in documents():
-        found = set().union(*map(names_in_code, code)) | set(re.findall(r"`(jfcl(?:\.\w+)+)", text))
+        found = names_in_code(code) | set(re.findall(r"`(jfcl(?:\.\w+)+)", text))
         names |= {name: document for name in found}
     assert {"jfcl.data.build", "jfcl.kernels.centered_clip", "jfcl.experiments.failure_modes.paths"} <= names.keys()
     missing = {name: document for name, document in names.items() if not exists(name)}
