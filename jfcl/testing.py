@@ -276,7 +276,7 @@ def check_algorithm(
 
     Example:
       >>> import jfcl
-      >>> check_algorithm(jfcl.fedavg)
+      >>> check_algorithm(jfcl.fedavg)  # doctest: +SKIP (tests/test_methods.py runs it)
     """
     clients, cluster, task, training = problem(kind)
     clients = clients._replace(id=np.asarray(client_ids(clients)))  # explicit ids, so that programs are shared below

@@ -29,6 +29,7 @@ ORDER = [
     "__main__",
 ]
 ROOT = Path(jfcl.__file__).parent
+TREES = {file: ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
 
 # Limits of the library's size. The lists of exceptions only shrink: nothing new may join them.
 MOST_ROOMS = 18  # folders and files at the top level
@@ -77,12 +78,12 @@ def imported(tree: ast.AST):
 
 def test_imports_point_one_way():
     wrong = []
-    for file in ROOT.rglob("*.py"):
+    for file, tree in TREES.items():
         place = file.relative_to(ROOT).parts[0].removesuffix(".py")
         if place == "__init__":
             continue
         assert place in ORDER, f"{place} has no place in the order of imports"
-        for name in imported(ast.parse(file.read_text())):
+        for name in imported(tree):
             if name in ORDER and ORDER.index(name) > ORDER.index(place):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong, wrong
@@ -90,13 +91,10 @@ def test_imports_point_one_way():
 
 def modules():
     """Every module of the library: its name and the modules of the library that it imports, anywhere in the file."""
-    files = {
-        ".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): f
-        for f in ROOT.rglob("*.py")
-    }
+    files = {".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in TREES}
     for name, file in files.items():
         found = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(TREES[file]):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jfcl":
                 each = [f"{node.module}.{alias.name}" for alias in node.names]
                 found |= {module if module in files else node.module for module in each}
@@ -112,16 +110,16 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_kernels_import_nothing_else_of_the_library_than_checks():
     for file in (ROOT / "kernels").rglob("*.py"):
-        names = [n.module for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
+        names = [n.module for n in ast.walk(TREES[file]) if isinstance(n, ast.ImportFrom)]
         ours = {n for n in names if n.startswith("jfcl") and not n.startswith("jfcl.kernels")}
         assert ours <= {"jfcl.core.checks"}, file
 
 
 def test_only_mapping_knows_how_clients_are_mapped():
-    for file in ROOT.rglob("*.py"):
+    for file, tree in TREES.items():
         if file.name == "mapping.py" or "kernels" in file.parts:
             continue
-        attributes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)]
+        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         assert not {n.attr for n in attributes} & {"shard_map", "pmap"}, file
         owner = {n: getattr(n.value, "attr", getattr(n.value, "id", "")) for n in attributes}  # jax.lax.map, lax.map
         uses_map = [n for n in attributes if n.attr == "map" and owner[n] == "lax"]
@@ -136,12 +134,11 @@ def test_importing_jfcl_leaves_heavy_optional_packages_alone():
 
 
 def test_there_are_few_rooms_and_few_arrows_between_them():
-    rooms = {file.relative_to(ROOT).parts[0].removesuffix(".py") for file in ROOT.rglob("*.py")}
+    room = {file: file.relative_to(ROOT).parts[0].removesuffix(".py") for file in TREES}
+    rooms = set(room.values())
     assert len(rooms) <= MOST_ROOMS, sorted(rooms)
-    arrows = set()
-    for file in ROOT.rglob("*.py"):
-        room = file.relative_to(ROOT).parts[0].removesuffix(".py")
-        arrows |= {(room, name) for name in imported(ast.parse(file.read_text())) if name in rooms - {room}}
+    arrows = {(room[file], name) for file, tree in TREES.items() for name in imported(tree) if name in rooms}
+    arrows = {(a, b) for a, b in arrows if a != b}
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
 
 
@@ -170,10 +167,10 @@ def assert_only(too_long: dict[str, int], allowed: set[str], limit: int):
 
 def test_functions_and_files_are_short():
     bodies, files = {}, {}
-    for file in ROOT.rglob("*.py"):
-        name, text = file.relative_to(ROOT).as_posix(), file.read_text()
-        files[name] = text.count("\n")
-        for function, node in functions(ast.parse(text)):
+    for file, tree in TREES.items():
+        name = file.relative_to(ROOT).as_posix()
+        files[name] = file.read_text().count("\n")
+        for function, node in functions(tree):
             bodies[f"{name}: {function}"] = body_lines(node)
     assert_only({n: k for n, k in bodies.items() if k > MOST_BODY_LINES}, LONG_BODIES, MOST_BODY_LINES)
     assert_only({n: k for n, k in files.items() if k > MOST_FILE_LINES}, LONG_FILES, MOST_FILE_LINES)

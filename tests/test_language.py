@@ -54,7 +54,7 @@ def blanked(match: re.Match) -> str:
 
 def prose_of_markdown(text: str) -> str:
     """`text` with code blanked out."""
-    return re.sub(r"^ {4}[^\n]*", blanked, CODE.sub(blanked, text), flags=re.MULTILINE)
+    return re.sub(r"^ {4}[^\n]*|" + CODE.pattern, blanked, text, flags=CODE.flags)
 
 
 def prose_of_python(source: str) -> str:
