@@ -275,8 +275,10 @@ def check_algorithm(
       AssertionError: names the guarantee that is violated.
 
     Example:
+      Takes some seconds; `tests/test_methods.py` runs it.
+
       >>> import jfcl
-      >>> check_algorithm(jfcl.fedavg)  # doctest: +SKIP (tests/test_methods.py runs it)
+      >>> check_algorithm(jfcl.fedavg)  # doctest: +SKIP
     """
     clients, cluster, task, training = problem(kind)
     clients = clients._replace(id=np.asarray(client_ids(clients)))  # explicit ids, so that programs are shared below
