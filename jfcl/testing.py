@@ -15,7 +15,7 @@ from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
 from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import task as make_task
-from jfcl.simulation.loop import rollout
+from jfcl.simulation import rollout
 
 
 class Problem(NamedTuple):

@@ -8,20 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.aggregate import cluster_mean
-from jfcl.algorithms.averaging import initial_models, round_metrics
 from jfcl.client import local
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    client_keys,
-    is_concrete,
-    is_finite,
-    num_bytes,
-    num_clients,
-)
+from jfcl.core import Algorithm, Clients, PyTree, Task, check, client_keys, is_concrete, is_finite, num_bytes
 from jfcl.execution import mapping
 
 
@@ -61,8 +49,8 @@ def server_momentum(
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     def init(key: jax.Array, clients: Clients) -> ServerMomentumState:
-        params = initial_models(task, key, 1, None)
-        cluster = jnp.zeros(num_clients(clients), jnp.int32)
+        params = jax.tree.map(lambda p: p[None], task.init(key))
+        cluster = jnp.zeros(clients.size.shape, jnp.int32)
         return ServerMomentumState(params, cluster, jax.tree.map(jnp.zeros_like, params))
 
     def step(key: jax.Array, state: ServerMomentumState, clients: Clients):
@@ -74,10 +62,9 @@ def server_momentum(
             optimizer = local.start_optimizer(training, model, jnp.zeros((), jnp.int32))
             trained = local.train(task, training, key, model, examples, size, optimizer)
             update = jax.tree.map(jnp.subtract, trained.params, model)
-            return update, is_finite(update), trained.loss, trained.num_steps
+            return update, is_finite(update), trained.loss
 
-        trained = client_axis(client)(client_keys(key, clients), clients.examples, size)
-        updates, finite, loss, steps = trained
+        updates, finite, loss = client_axis(client)(client_keys(key, clients), clients.examples, size)
 
         # Aggregate: by size; clients without examples and non-finite updates have weight 0.
         mean = cluster_mean(updates, state.cluster, jnp.where(finite, size, 0), 1, client_axis)
@@ -86,9 +73,10 @@ def server_momentum(
         velocity = jax.tree.map(lambda v, u: beta * v + u, state.velocity, mean)
         params = jax.tree.map(jnp.add, state.params, velocity)
 
-        # Metrics: `loss` `[N]`, `bytes_up` and `bytes_down` are required.
-        size_of_model = num_bytes(model)
-        metrics = round_metrics(size > 0, loss, finite, steps, size_of_model, size_of_model)
+        # Metrics: these three are required; `loss` is NaN for absent clients.
+        present = size > 0
+        sent = num_bytes(model) * present.sum().astype(jnp.float32)
+        metrics = {"loss": jnp.where(present, loss, jnp.nan), "bytes_up": sent, "bytes_down": sent}
         return state._replace(params=params, velocity=velocity), metrics
 
     return Algorithm(init, step, task)
