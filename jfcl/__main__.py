@@ -1,4 +1,4 @@
-"""`python -m jfcl` is `jfcl`."""
+"""Runs the command line: `python -m jfcl` is `jfcl`."""
 
 import sys
 

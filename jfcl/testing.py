@@ -1,4 +1,4 @@
-"""`check_algorithm`: the conformance test that every method of the library passes, for users' own methods too."""
+"""`check_algorithm`: the conformance test of every method of the library, also for users' own methods."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
 from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import task as make_task
-from jfcl.simulation.loop import rollout
+from jfcl.simulation import rollout
 
 
 class Problem(NamedTuple):
-    """A small regression problem with two clusters, which a right method solves in a few rounds.
+    """A small regression problem with two clusters, which a correct method solves in a few rounds.
 
     Attributes:
       clients: 7 clients of 3 to 6 examples, 4 inputs.
-      cluster: `[7]`, which of two linear models made a client's targets.
+      cluster: `[7]`, the linear model (of two) that generates a client's targets.
       task: linear regression, started near zero.
       training: 3 full-batch steps of gradient descent.
     """
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
 
 def problem(kind: str = "regression") -> Problem:
-    """The problem that `check_algorithm` uses; as `"classification"`, of the targets' signs."""
+    """Returns the problem of `check_algorithm`; with `kind="classification"`, the labels are the targets' signs."""
     rng = np.random.default_rng(0)
     cluster = np.array([0, 1, 0, 1, 0, 1, 1], np.int32)
     truth = np.array([[2, 2, -2, 1], [-2, -2, 2, -1]], np.float32)
@@ -65,7 +65,7 @@ def problem(kind: str = "regression") -> Problem:
 
 
 class count_compilations:
-    """Context manager whose `count` is how many programs XLA compiled inside it.
+    """A context manager that counts the programs XLA compiles inside it, in its attribute `count`.
 
     Example:
       >>> import jax
@@ -90,6 +90,7 @@ class count_compilations:
 
 
 def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
+    """Asserts that two pytrees have the same structure and, up to `tolerance`, the same values."""
     assert jax.tree.structure(a) == jax.tree.structure(b), f"{what}: the structure differs"
     for path, x in jax.tree_util.tree_leaves_with_path(a):
         y = dict(jax.tree_util.tree_leaves_with_path(b))[path]
@@ -101,7 +102,7 @@ def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
 
 
 def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
-    """`clients` with `extra` rows of `fill` behind every client's examples."""
+    """Returns `clients` with `extra` rows of `fill` after every client's examples."""
 
     def pad(x):
         x = np.asarray(x)
@@ -112,12 +113,133 @@ def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
 
 
 def pad_clients(clients: Clients, extra: int) -> Clients:
-    """`clients` with `extra` clients behind them that have no examples."""
+    """Returns `clients` followed by `extra` clients without examples."""
     rows = [(0, extra)]
     examples = jax.tree.map(lambda x: np.pad(x, rows + [(0, 0)] * (np.ndim(x) - 1)), clients.examples)
     ids = np.asarray(client_ids(clients))
     ids = np.concatenate([ids, ids.max() + 1 + np.arange(extra, dtype=ids.dtype)])
     return Clients(examples, np.pad(clients.size, rows), ids)
+
+
+def _rounds(algorithm: Algorithm, key: jax.Array, state: Any, clients: Clients, first: int, last: int) -> Any:
+    """Runs the rounds `first` to `last`, with the keys of a simulation."""
+    for t in range(first, last + 1):
+        state, _ = algorithm.step(jax.random.fold_in(key, t), state, clients)
+    return state
+
+
+def _run(algorithm: Algorithm, key: jax.Array, clients: Clients) -> Any:
+    """Returns the state after four rounds from `init`."""
+    return _rounds(algorithm, key, algorithm.init(jax.random.fold_in(key, 0), clients), clients, 1, 4)
+
+
+def _compiled(algorithm: Algorithm) -> Algorithm:
+    return algorithm._replace(init=jax.jit(algorithm.init), step=jax.jit(algorithm.step))
+
+
+def _check_signature(algorithm: Any) -> None:
+    name = type(algorithm).__name__
+    assert isinstance(algorithm, Algorithm), f"the factory must return an Algorithm, got {name}"
+    for fn, wanted in ((algorithm.init, 2), (algorithm.step, 3)):
+        count = len(inspect.signature(fn).parameters)
+        assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
+
+
+def _check_state_and_metrics(state: Any, new: Any, metrics: dict[str, jax.Array], clients: Clients) -> None:
+    """Checks the states before and after a round, and the metrics of the round."""
+    check_state(state, clients)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, new)]
+    assert shapes[0] == shapes[1], f"step must keep the state's shapes and types: {shapes[0]} became {shapes[1]}"
+    assert {"loss", "bytes_up", "bytes_down"} <= set(metrics), f"metrics must have loss, bytes_*; got {sorted(metrics)}"
+    loss, n = metrics["loss"].shape, num_clients(clients)
+    assert loss == (n,), f"the metric loss must be [N], got {loss}"
+    assert metrics["bytes_up"].shape == metrics["bytes_down"].shape == (), "bytes_up and bytes_down must be scalars"
+    k = jax.tree.leaves(new.params)[0].shape[0]
+    assert bool(((new.cluster >= 0) & (new.cluster < k)).all()), f"cluster must lie in 0..{k - 1}"
+
+
+def _check_second_call(
+    algorithm: Algorithm, compiled: Algorithm, key: jax.Array, state: Any, new: Any, clients: Clients
+) -> None:
+    """Checks that a second call compiles nothing and returns the same bits, and that `jit` changes no result."""
+    with count_compilations() as compilations:
+        again, _ = compiled.step(key, compiled.init(key, clients), clients)
+        compiled.step(key, again, clients)
+    assert compilations.count == 0, f"a second call compiled {compilations.count} program(s)"
+    _assert_equal(new, again, "the same key must give the same bits")
+    _assert_equal(new, algorithm.step(key, state, clients)[0], "eager and compiled", tolerance=1e-5)
+
+
+def _check_resumption(algorithm: Algorithm, compiled: Algorithm, key: jax.Array, whole: Any, clients: Clients) -> None:
+    """Checks four rounds against a run resumed after two, and against the rounds in one `lax.scan`."""
+    stopped = _rounds(compiled, key, compiled.init(jax.random.fold_in(key, 0), clients), clients, 1, 2)
+    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through host memory, as in a checkpoint
+    resumed = _rounds(compiled, key, stopped, clients, 3, 4)
+    _assert_equal(whole, resumed, "a resumed run must equal an uninterrupted one")
+    scan = jax.jit(lambda clients: rollout(algorithm, clients, key=key, num_rounds=4)[0])
+    _assert_equal(whole, scan(clients._replace(id=None)), "rounds as one `lax.scan`", tolerance=1e-4)
+
+
+def _check_mappings(make: Callable[[Any], Algorithm], key: jax.Array, whole: Any, clients: Clients) -> None:
+    """Checks that `make(client_axis)` gives the same results for every mapping."""
+    parts = sharded(client_mesh(2), chunked(3)) if len(jax.devices()) > 1 else chunked(3)
+    others = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # without the methods' default
+    for axis in [*others, parts]:
+        mapped = _run(_compiled(make(axis)), key, clients)
+        _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
+
+
+def _check_padding(
+    compiled: Algorithm, key, whole: Any, clients: Clients, of_examples: float, of_clients: float
+) -> None:
+    """Checks that padding changes nothing, up to the tolerances, also with the clients divided among devices."""
+    padded = _run(compiled, key, pad_examples(clients, 2, np.nan))
+    padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
+    _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=of_examples)
+
+    n, k = num_clients(clients), jax.tree.leaves(whole.params)[0].shape[0]
+    even = pad_clients(clients, 2 + n % 2)
+    more = _run(compiled, key, even)
+    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
+    _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=of_clients)
+    _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
+    if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
+        divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
+        _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
+
+
+def _check_order(compiled: Algorithm, key: jax.Array, whole: Any, clients: Clients) -> None:
+    """Checks that the order of the clients does not matter."""
+    order = np.random.default_rng(1).permutation(num_clients(clients))
+    shuffled = _run(compiled, key, jax.tree.map(lambda x: x[order], clients))
+    first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
+    second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
+    _assert_equal(first, second, "clients in another order", tolerance=1e-4)
+
+
+def _check_seeds(
+    algorithm: Algorithm, compiled: Algorithm, clients: Clients, cluster: np.ndarray, recovers: bool, num_rounds: int
+) -> None:
+    """Checks four seeds under `vmap` against single runs and, with `recovers`, that one of them finds `cluster`."""
+    keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
+    many = jax.jit(jax.vmap(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients)))(keys)
+    advance = jax.jit(
+        jax.vmap(lambda key, t, state: algorithm.step(jax.random.fold_in(key, t), state, clients)[0], (0, None, 0))
+    )
+    for t in range(1, 5):
+        many = advance(keys, t, many)
+    for s in range(2):
+        one = jax.tree.map(lambda x, s=s: x[s], many)
+        _assert_equal(_run(compiled, keys[s], clients), one, f"seed {s} under vmap", tolerance=1e-4)
+    if not recovers:
+        return
+    for t in range(5, num_rounds + 1):
+        many = advance(keys, t, many)
+    found = np.asarray(many.cluster)
+    same = (cluster[:, None] == cluster[None, :])[None]
+    assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
+        f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
+    )
 
 
 def check_algorithm(
@@ -129,120 +251,51 @@ def check_algorithm(
     padding_tolerance: float = 0.0,
     examples_tolerance: float = 0.0,
 ) -> None:
-    """Runs a method on a small problem and asserts everything that the library promises of every method.
+    """Runs a method on a small problem and asserts the library's guarantees for every method.
 
-    That is: the signature; the state contract; that `step` keeps the state's structure and reports `loss`, `bytes_up`
-    and `bytes_down`; the same bits from the same key; no second compilation; eager like compiled; one `lax.scan`
-    like single rounds; chunked and sharded like vmapped; padding examples and padding clients without effect; clients
-    in another order give the same models; exact resumption; several seeds under `vmap` like each alone.
+    These are: the signature; the state contract; a `step` that keeps the state's structure and reports `loss`,
+    `bytes_up` and `bytes_down`; the same bits from the same key; no second compilation; equal results eager and
+    compiled, in one `lax.scan` and in single rounds, chunked, sharded and vmapped; no effect of padding examples and
+    padding clients; the same models for clients in another order; exact resumption; several seeds under `vmap` equal
+    to single runs.
 
     Args:
       make_algorithm: `(task, training, client_axis=...) -> Algorithm`; use `functools.partial` for further options.
         Without a `client_axis` argument the mappings are not compared.
-      recovers: also assert that the two clusters of the problem are found within `num_rounds` rounds, from at least
-        one of four seeds.
+      recovers: also assert that at least one of four seeds finds the two clusters of the problem within `num_rounds`
+        rounds.
       num_rounds: see `recovers`; at least 4.
       kind: of the problem: `"regression"`, or `"classification"` for methods that need labels.
-      padding_tolerance: how far padding clients may move a model; 0 is the promise, a little more is for servers that
-        multiply matrices over clients, whose blocks depend on how many there are.
-      examples_tolerance: the same of padding examples, for training in their span (see `jfcl.client.span`), that
-        multiplies matrices over examples.
+      padding_tolerance: largest change of a model by padding clients. The guarantee is 0. Servers that multiply
+        matrices over clients need slightly more, since the blocks of the product depend on the number of clients.
+      examples_tolerance: the same for padding examples, for training in the span of the examples (see
+        `jfcl.client.span`), which multiplies matrices over examples.
 
     Raises:
-      AssertionError: says what does not hold.
+      AssertionError: names the guarantee that is violated.
 
     Example:
+      Takes some seconds; `tests/test_methods.py` runs it.
+
       >>> import jfcl
-      >>> check_algorithm(jfcl.fedavg)
+      >>> check_algorithm(jfcl.fedavg)  # doctest: +SKIP
     """
     clients, cluster, task, training = problem(kind)
-    clients = clients._replace(id=np.asarray(client_ids(clients)))  # with names, so that the same programs serve below
-    algorithm = make_algorithm(task, training)
-    key, n = jax.random.key(0), num_clients(clients)
+    clients = clients._replace(id=np.asarray(client_ids(clients)))  # explicit ids, so that programs are shared below
+    algorithm, key = make_algorithm(task, training), jax.random.key(0)
+    _check_signature(algorithm)
 
-    assert isinstance(algorithm, Algorithm), f"the factory must return an Algorithm, got {type(algorithm).__name__}"
-    for fn, wanted in ((algorithm.init, 2), (algorithm.step, 3)):
-        count = len(inspect.signature(fn).parameters)
-        assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
+    # Compilation dominates the time: `init` and `step` compile once per shape of the clients; rounds loop in Python.
+    compiled = _compiled(algorithm)
+    state = compiled.init(key, clients)
+    new, metrics = compiled.step(key, state, clients)
+    _check_state_and_metrics(state, new, metrics, clients)
+    _check_second_call(algorithm, compiled, key, state, new, clients)
 
-    # Most of the time goes into compiling: `init` and `step` once for every form of the clients, loops in Python.
-    init, step = jax.jit(algorithm.init), jax.jit(algorithm.step)
-    state = init(key, clients)
-    check_state(state, clients)
-    new, metrics = step(key, state, clients)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, new)]
-    assert shapes[0] == shapes[1], f"step must keep the state's shapes and types: {shapes[0]} became {shapes[1]}"
-    assert {"loss", "bytes_up", "bytes_down"} <= set(metrics), f"metrics must have loss, bytes_*; got {sorted(metrics)}"
-    assert metrics["loss"].shape == (n,), f"the metric loss must be [N], got {metrics['loss'].shape}"
-    assert metrics["bytes_up"].shape == metrics["bytes_down"].shape == (), "bytes_up and bytes_down must be scalars"
-    k = jax.tree.leaves(new.params)[0].shape[0]
-    assert bool(((new.cluster >= 0) & (new.cluster < k)).all()), f"cluster must lie in 0..{k - 1}"
-
-    with count_compilations() as compiled:
-        again, _ = step(key, init(key, clients), clients)
-        step(key, again, clients)
-    assert compiled.count == 0, f"a second call compiled {compiled.count} program(s)"
-    _assert_equal(new, again, "the same key must give the same bits")
-    _assert_equal(new, algorithm.step(key, state, clients)[0], "eager and compiled", tolerance=1e-5)
-
-    def rounds(key, state, clients, first, last, step=step):
-        for t in range(first, last + 1):
-            state, _ = step(jax.random.fold_in(key, t), state, clients)
-        return state
-
-    def run(clients, key=key, init=init, step=step):
-        return rounds(key, init(jax.random.fold_in(key, 0), clients), clients, 1, 4, step)
-
-    whole = run(clients)
-    stopped = rounds(key, init(jax.random.fold_in(key, 0), clients), clients, 1, 2)
-    stopped = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), stopped)  # through the host, as a checkpoint goes
-    _assert_equal(whole, rounds(key, stopped, clients, 3, 4), "a resumed run must equal an uninterrupted one")
-    scan = jax.jit(lambda clients: rollout(algorithm, clients, key=key, num_rounds=4)[0])
-    _assert_equal(whole, scan(clients._replace(id=None)), "rounds as one `lax.scan`", tolerance=1e-4)
-
+    whole = _run(compiled, key, clients)
+    _check_resumption(algorithm, compiled, key, whole, clients)
     if "client_axis" in inspect.signature(make_algorithm).parameters:
-        parts = sharded(client_mesh(2), chunked(3)) if len(jax.devices()) > 1 else chunked(3)
-        others = [axis for axis in (jax.vmap, chunked(1)) if axis != auto()]  # the methods' default
-        for axis in [*others, parts]:
-            other = make_algorithm(task, training, client_axis=axis)
-            mapped = run(clients, init=jax.jit(other.init), step=jax.jit(other.step))
-            _assert_equal(whole, mapped, f"client_axis={axis}", tolerance=1e-4)
-
-    padded = run(pad_examples(clients, 2, np.nan))
-    padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
-    _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=examples_tolerance)
-
-    even = pad_clients(clients, 2 + n % 2)
-    more = run(even)
-    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
-    _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=padding_tolerance)
-    _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
-    if len(jax.devices()) > 1:  # as `sharded` places them, whatever mapping the method has inside
-        divided = run(place(sharded(client_mesh(2)), even))
-        _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
-
-    order = np.random.default_rng(1).permutation(n)
-    shuffled = run(jax.tree.map(lambda x: x[order], clients))
-    first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
-    second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
-    _assert_equal(first, second, "clients in another order", tolerance=1e-4)
-
-    keys = jax.vmap(jax.random.key)(jnp.arange(4, dtype=jnp.uint32))
-    many = jax.jit(jax.vmap(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients)))(keys)
-    advance = jax.jit(
-        jax.vmap(lambda key, t, state: algorithm.step(jax.random.fold_in(key, t), state, clients)[0], (0, None, 0))
-    )
-    for t in range(1, 5):
-        many = advance(keys, t, many)
-    for s in range(2):
-        mine = jax.tree.map(lambda x, s=s: x[s], many)
-        _assert_equal(run(clients, keys[s]), mine, f"seed {s} under vmap", tolerance=1e-4)
-
-    if recovers:
-        for t in range(5, num_rounds + 1):
-            many = advance(keys, t, many)
-        found = np.asarray(many.cluster)
-        same = (cluster[:, None] == cluster[None, :])[None]
-        assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
-            f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
-        )
+        _check_mappings(lambda axis: make_algorithm(task, training, client_axis=axis), key, whole, clients)
+    _check_padding(compiled, key, whole, clients, examples_tolerance, padding_tolerance)
+    _check_order(compiled, key, whole, clients)
+    _check_seeds(algorithm, compiled, clients, cluster, recovers, num_rounds)

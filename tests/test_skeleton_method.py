@@ -1,0 +1,34 @@
+"""The skeleton of CONTRIBUTING.md fulfils the guarantees of the library's methods."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from skeleton_method import server_momentum
+
+import jfcl
+from jfcl.testing import check_algorithm, problem
+
+
+def test_it_passes_the_conformance_test():
+    check_algorithm(server_momentum)
+
+
+def test_it_is_fedavg_with_momentum():
+    clients, _, task, training = problem()
+    key, fedavg = jax.random.key(0), jfcl.fedavg(task, training)
+    algorithm = server_momentum(task, training, beta=0.5)
+    state, common = algorithm.init(key, clients), fedavg.init(key, clients)
+    step, fedavg_step = jax.jit(algorithm.step), jax.jit(fedavg.step)
+    for _ in range(2):
+        averaged = fedavg_step(key, common._replace(params=state.params), clients)[0].params
+        expected = jax.tree.map(lambda a, v: a + 0.5 * v, averaged, state.velocity)
+        state, _ = step(key, state, clients)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), state.params, expected)
+
+
+def test_it_names_a_wrong_option():
+    _, _, task, training = problem()
+    with pytest.raises(ValueError, match="beta"):
+        server_momentum(task, training, beta=1.0)
