@@ -22,8 +22,8 @@ from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, check, check_choice, check_count, shown
 from jfcl.simulation.cohorts import SAMPLING
+from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import read_json
-from jfcl.simulation.loop import SERVE
 
 SERVER_OPTIMIZERS = {
     "average": lambda lr: optax.sgd(lr),
