@@ -23,7 +23,7 @@ from jfcl.data import ClientStore
 from jfcl.execution import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import make_sampler, who_answers
-from jfcl.simulation.population import split_state
+from jfcl.simulation.state_split import split_state
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()

@@ -16,7 +16,7 @@ import pytest
 import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
-from jfcl.simulation import loop as simulation
+from jfcl.simulation import loop, on_device
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -155,9 +155,9 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         state, metrics = IFCA.step(key, state, clients)
         return state, metrics | {"bytes_up": jnp.float32(90_000_001.0) + 8 * state.round.astype(jnp.float32)}
 
-    seen, advance = [], simulation._advance
+    seen, advance = [], on_device._advance
     for seconds in (0.0, 1e6):
-        monkeypatch.setattr(simulation, "BLOCK_SECONDS", seconds)
+        monkeypatch.setattr(loop, "BLOCK_SECONDS", seconds)
         algorithm = Algorithm(IFCA.init, step, TASK)
         counts = []
 
@@ -166,7 +166,7 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
                 counts.append(int(args[3]))
             return advance(*args, **options)
 
-        monkeypatch.setattr(simulation, "_advance", counted)
+        monkeypatch.setattr(on_device, "_advance", counted)
         history = sim(algorithm=algorithm, num_rounds=40, eval_every=20)
         seen.append((counts, history))
     (ones, short), (blocks, long) = seen
@@ -279,7 +279,7 @@ def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch)
     def refuse(*_, **__):
         raise AssertionError("losses under all models")
 
-    monkeypatch.setattr(simulation, "lowest_loss", refuse)
+    monkeypatch.setattr(on_device, "lowest_loss", refuse)
     for algorithm in (jfcl.ifca(TASK, TRAINING, num_clusters=1), jfcl.oracle(TASK, TRAINING, cluster=CLUSTER)):
         sim(algorithm=algorithm, num_rounds=1)
     assert IFCA.by_loss and jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1).by_loss

@@ -22,8 +22,8 @@ from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, argument_texts, first_sentence, read_hint
 from jfcl.simulation.cohorts import SAMPLING
+from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import read_json
-from jfcl.simulation.loop import SERVE
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}

@@ -17,7 +17,8 @@ from jfcl.experiments.population import run_population
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.simulation.folder import RunFolder
-from jfcl.simulation.loop import History, simulate
+from jfcl.simulation.loop import History
+from jfcl.simulation.run import simulate
 
 
 def good_clusters(parts: Setup) -> np.ndarray:

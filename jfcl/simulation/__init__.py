@@ -1,9 +1,10 @@
-"""Simulations: rounds of an algorithm on clients on the device, or on a population on the host; a run's folder."""
+"""Simulations: rounds of an algorithm with all clients, or cohorts of a population, on the device; a run's folder."""
 
-from jfcl.simulation.loop import History, rollout, simulate
+from jfcl.simulation.loop import History, rollout
 from jfcl.simulation.population import PopulationHistory, simulate_population
 from jfcl.simulation.programs import clear_programs
 from jfcl.simulation.progress import DivergedError
+from jfcl.simulation.run import simulate
 
 __all__ = [
     "DivergedError",

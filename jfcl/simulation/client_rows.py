@@ -1,11 +1,11 @@
-"""What a method keeps of every client of a population, on the host: rows that go to the device with their cohort.
+"""The rows that a method keeps of every client of a population, on the host; those of a cohort go to the device.
 
-Small ones are in memory and part of every checkpoint. Large ones are files, read through memory maps and changed in
-place by plain writes, so that a full disk is an error and not a signal; what they overwrite since the last checkpoint
-is kept in a journal, so that a run that was killed finds its way back to it:
+Small rows are in memory and part of every checkpoint. Large rows are files, read through memory maps and changed in
+place by plain writes, so that a full disk is an error and not a signal. A journal keeps the rows that are overwritten
+after a checkpoint, so that a run that was killed can return to it:
 
-    rows-00.npy, ...   `[N, ...]`, one file per array of the state; sparse: clients that never took part take no room
-    undo-00000120      what rows held when the checkpoint of round 120 was made, where they have changed since
+    rows-00.npy, ...   `[N, ...]`, one file per array of the state; sparse: a client that never took part takes no room
+    undo-00000120      the contents, at the checkpoint of round 120, of all rows that have changed since
 
 Every record of the journal carries its SHA-256, every row a CRC-32 in the checkpoint; both are verified before a run is
 resumed.
@@ -33,11 +33,11 @@ IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 
 
 class ClientRows:
-    """`[N, ...]` arrays, of which the rows of clients that have taken part mean something.
+    """`[N, ...]` arrays; only the rows of clients that have taken part are meaningful.
 
     Attributes:
-      arrays: a list of `[N, ...]`, not to be written to.
-      seen: `[N]` bool: clients whose row has been written.
+      arrays: a list of `[N, ...]`, read-only by convention.
+      seen: `[N]` bool: clients with a row that has been written.
       mapped: whether they are files.
 
     Example:
@@ -56,10 +56,17 @@ class ClientRows:
         resume: bool = False,
         in_memory: float = IN_MEMORY,
     ):
-        """Rows of `count` clients. `row`: the shape and type of each array's; `folder`: where large ones are kept.
+        """Makes or opens rows.
 
-        With `resume` they are those of a checkpoint, and nothing is written before `restore`: `ValueError` for a file
-        that is missing or was cut short.
+        Args:
+          count: the number of clients.
+          row: the shape and type of a row of each array.
+          folder: for the files of large rows; default: files without a name.
+          resume: open the files of a checkpoint; nothing is written before `restore`.
+          in_memory: bytes of all rows beyond which they are files.
+
+        Raises:
+          ValueError: with `resume`, a file is missing or was cut short.
         """
         shapes = [(count, *r.shape) for r in row]
         self.mapped = (
@@ -77,27 +84,27 @@ class ClientRows:
             if not resume:
                 folder.mkdir(parents=True, exist_ok=True)
             self._files = _open(folder, shapes, row, resume)
-        else:  # unlinked at once: the system frees their room when the arrays are gone, however that happens
+        else:  # unlinked at once: the system frees their room with the arrays, or at the end of the process
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
                 self._files = _open(Path(scratch), shapes, row, False)
         self.arrays = [file.array for file in self._files]
 
     def take(self, ids: np.ndarray, fresh: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-        """The rows `[C, ...]` of clients `ids`; of those never seen, the rows of `fresh` `[C, ...]`."""
+        """Returns the rows `[C, ...]` of clients `ids`; for clients never seen, those of `fresh` `[C, ...]`."""
         new = ~self.seen[ids]
         if not new.any():
             return [array[ids] for array in self.arrays]
         taken = [np.array(start) for start in fresh]
-        for mine, array in zip(taken, self.arrays, strict=True):
-            mine[~new] = array[ids[~new]]
+        for rows, array in zip(taken, self.arrays, strict=True):
+            rows[~new] = array[ids[~new]]
         return taken
 
     def all_seen(self, ids: np.ndarray) -> bool:
-        """Whether each of `ids` has a row."""
+        """Returns whether each of `ids` has a row."""
         return bool(self.seen[ids].all())
 
     def write(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
-        """Sets the rows of `ids`. Doing it twice does no harm."""
+        """Sets the rows of `ids`. The operation is idempotent."""
         if self._journal is not None:
             old = ids[self.seen[ids]]
             buffer = io.BytesIO()
@@ -123,17 +130,17 @@ class ClientRows:
                 self.arrays[i][ids] = values
 
     def saved(self) -> dict[str, Any]:
-        """What belongs into a checkpoint."""
+        """Returns the part of a checkpoint that describes the rows."""
         return {"seen": self.seen, "crc": self._crc, "rows": [] if self.mapped else self.arrays}
 
     def checkpointing(self, round_: int) -> None:
-        """A checkpoint of `round_` is about to be written: its journal and its rows are on the disk before it."""
+        """Prepares a checkpoint of `round_`: its journal and its rows are on the disk before it is written."""
         if self.folder is not None:
             self._empty(self.folder / f"undo-{round_:08d}")
             self._sync()
 
     def checkpointed(self, round_: int) -> None:
-        """A checkpoint of `round_` was written, with `saved` in it: the journal starts anew."""
+        """Begins a new journal, after a checkpoint of `round_` with `saved` was written."""
         if self.folder is not None:
             self._journal = self.folder / f"undo-{round_:08d}"
             self._empty(self._journal)
@@ -146,7 +153,7 @@ class ClientRows:
             os.fsync(file.descriptor)
 
     def _empty(self, journal: Path) -> None:
-        """Makes a journal, or empties one in place; where the disk fails, the file stays: a checkpoint may need it."""
+        """Makes a journal, or empties one in place. If the disk fails the file stays: a checkpoint may need it."""
         descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.fsync(descriptor)
@@ -158,7 +165,7 @@ class ClientRows:
         """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""
         if self.folder is None:
             return
-        old: dict[int, list[bytes]] = {}  # what rows held that have changed since; the earliest record counts
+        old: dict[int, list[bytes]] = {}  # former contents of changed rows; the earliest record counts
         for record in reversed(_records(self._journal_of(round_))):
             columns = [np.asarray(record[f"{i}"]) for i in range(len(self.arrays))]
             old |= {int(c): [column[j].tobytes() for column in columns] for j, c in enumerate(record["ids"])}
@@ -174,7 +181,7 @@ class ClientRows:
                 raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
 
     def restore(self, round_: int, saved: dict[str, Any]) -> None:
-        """Goes back to the checkpoint of `round_`, which `verify` has accepted."""
+        """Returns the rows to the checkpoint of `round_`, which `verify` has accepted."""
         self.seen[:] = saved["seen"]
         self._crc[:] = saved["crc"]
         if not self.mapped:
@@ -183,13 +190,13 @@ class ClientRows:
         elif self.folder is not None:
             for record in reversed(_records(self._journal_of(round_))):
                 self._put(record["ids"], [record[f"{i}"] for i in range(len(self.arrays))])
-            self._sync()  # before the journal goes
+            self._sync()  # before the journal is removed
             self.checkpointed(round_)
 
     def _journal_of(self, round_: int) -> Path:
         journal = self.folder / f"undo-{round_:08d}"
         if not journal.exists():
-            raise ValueError(f"{journal} is missing: what clients had at that checkpoint is lost")
+            raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost")
         return journal
 
 
@@ -201,14 +208,14 @@ def _checksum(parts: Sequence[bytes]) -> int:
 
 
 def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """`[C]` uint32: the CRC-32 of each client's row, over all arrays `[C, ...]`."""
+    """Returns the CRC-32 of each client's row over all arrays `[C, ...]`, `[C]` uint32."""
     count = len(rows[0]) if rows else 0
     flat = [np.ascontiguousarray(x).reshape(count, -1).view(np.uint8) for x in rows if x.size]
     return np.array([_checksum([x[c] for x in flat]) for c in range(count)], np.uint32)
 
 
 class _RowFile:
-    """An `.npy` file of `[N, ...]` rows: `array`, a memory map to read it, and `descriptor`, to write it."""
+    """An `.npy` file of `[N, ...]` rows: `array`, a memory map for reads, and `descriptor`, for writes."""
 
     def __init__(self, file: Path, array: np.memmap):
         self.array, self._path, self._offset = array.view(np.ndarray), file, array.offset
@@ -233,7 +240,7 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[_RowFile]:
             try:
                 array = np.lib.format.open_memmap(file, mode="r")
             except FileNotFoundError:
-                raise ValueError(f"{file} is missing: what clients had at the last checkpoint is lost") from None
+                raise ValueError(f"{file} is missing: the rows of the last checkpoint are lost") from None
             except (ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError) as error:  # of a damaged header
                 raise ValueError(f"{file} was cut short or is damaged: {error}") from None
             if (array.shape, array.dtype) != (shape, r.dtype):
@@ -246,7 +253,7 @@ def _open(folder: Path, shapes, row, resume: bool) -> list[_RowFile]:
 
 
 def _records(journal: Path) -> list[dict[str, np.ndarray]]:
-    """The records of a journal. The last may have been cut short: then no row that it names had been overwritten.
+    """Returns the records of a journal, without a last one that was cut short: its rows were not yet overwritten.
 
     Raises:
       ValueError: another record is damaged.

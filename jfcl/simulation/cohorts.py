@@ -1,24 +1,45 @@
-"""Which clients of a population are asked in a round, and which of them answer."""
+"""The cohort of a round: sampling, dropout and stragglers, and its transfer to the device while another one trains."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check, check_choice
+from jfcl.core import Clients, check, check_choice
 from jfcl.data.store import ClientStore, check_cohort
 
 SAMPLING = ("uniform", "size", "stratified")
+COHORT_STREAM = 0  # of the random numbers of a run on the host
+
+
+class Cohort(NamedTuple):
+    """The clients of one round.
+
+    Attributes:
+      ids: `[C]`, ascending.
+      size: `[C]` int32, 0 for clients that did not answer.
+      clients: on the device.
+      asked, dropped, cut: the numbers of clients that were asked, that did not answer, and that answered too late.
+    """
+
+    ids: np.ndarray
+    size: np.ndarray
+    clients: Clients
+    asked: int
+    dropped: int
+    cut: int
 
 
 def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", strata: Any = None):
-    """`(rng) -> [count]` ids in ascending order, drawn without replacement.
+    """Returns a function `(rng) -> [count]` of ids in ascending order, drawn without replacement.
 
     Args:
-      sampling: "uniform"; "size": one after the other, each with a probability proportional to its number of examples
-        among those left; "stratified": uniformly within strata, from each its share of the clients, rounded up or down
-        at random so that it is right on average.
+      sampling: "uniform"; "size": one after the other, each of the clients left with a probability proportional to its
+        number of examples; "stratified": uniformly within strata, from each its share of the clients, rounded up or
+        down at random with the exact share as the mean.
       strata: `[N]` integers; default: the store's true clusters.
 
     Returns:
@@ -26,50 +47,59 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
       cohort is a large part of the population, or a few clients have most of the examples).
 
     Raises:
-      ValueError: unknown `sampling`, `strata` of another length or where they are not used, `count` clients that there
-        are not.
+      ValueError: unknown `sampling`; `strata` of another length, or without `sampling="stratified"`; a `count` above
+        the number of clients.
     """
     n = len(store)
     check_choice("sampling", sampling, SAMPLING)
     check_cohort(store, count)
     if sampling == "stratified":
         strata = store.cluster if strata is None else strata
-        check(strata is not None, "strata", None, "given: the store knows no clusters")
-        strata = np.asarray(strata)
-        fits = strata.shape == (n,) and strata.dtype.kind in "iu"
-        check(fits, "strata", f"{strata.dtype} {strata.shape}", f"integers of shape ({n},), one for every client")
-        members = np.argsort(strata, kind="stable")
-        edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
-        shares = np.diff(edges) * count / n
-        whole = np.floor(shares + 1e-9).astype(np.int64)
-        left = count - whole.sum()
-
-        def stratified(rng):
-            # One more from some strata, from each with the probability that its share is short of (systematic
-            # sampling): a stratum of half a client's share is asked every other round, and not never.
-            order = rng.permutation(len(shares))
-            ends = np.minimum(np.cumsum((shares - whole)[order].clip(0)), left)
-            ends[-1] = left
-            quota = whole.copy()
-            quota[order] += np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
-            drawn = [
-                members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
-                for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)
-                if q
-            ]
-            return np.sort(np.concatenate(drawn))
-
-        return stratified
+        check(strata is not None, "strata", None, "given: the store holds no true clusters")
+        return _stratified(np.asarray(strata), n, count)
     check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
     if sampling == "uniform":
         return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))
+    return _by_size(store, count)
 
+
+def _stratified(strata: np.ndarray, n: int, count: int):
+    """Returns the function of `make_sampler` for "stratified"."""
+    fits = strata.shape == (n,) and strata.dtype.kind in "iu"
+    check(fits, "strata", f"{strata.dtype} {strata.shape}", f"integers of shape ({n},), one for every client")
+    members = np.argsort(strata, kind="stable")
+    edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
+    shares = np.diff(edges) * count / n
+    whole = np.floor(shares + 1e-9).astype(np.int64)
+    left = count - whole.sum()
+
+    def stratified(rng):
+        # Systematic sampling: one more from some strata, with probability equal to the fractional part of the share. A
+        # stratum with a share of half a client is thus sampled in every other round.
+        order = rng.permutation(len(shares))
+        ends = np.minimum(np.cumsum((shares - whole)[order].clip(0)), left)
+        ends[-1] = left
+        quota = whole.copy()
+        quota[order] += np.diff(np.floor(ends + rng.random()).astype(np.int64), prepend=0)
+        drawn = [
+            members[first + rng.choice(last - first, q, replace=False, shuffle=False)]
+            for first, last, q in zip(edges[:-1], edges[1:], quota, strict=True)
+            if q
+        ]
+        return np.sort(np.concatenate(drawn))
+
+    return stratified
+
+
+def _by_size(store: ClientStore, count: int):
+    """Returns the function of `make_sampler` for "size"."""
+    n = len(store)
     nonempty = int((store.sizes() > 0).sum())
     check(count <= nonempty, "cohort", count, f"at most {nonempty}, the clients with examples, when drawn by size")
     total = int(store.offsets[-1])
 
     def by_size(rng):
-        # An example drawn at random is a client drawn by its size; one drawn before does not count.
+        # By rejection: the client of a random example is a client drawn by size; a client drawn before is skipped.
         drawn = np.empty(0, np.int64)
         for _ in range(8 if count * 4 < nonempty else 0):
             owners = np.searchsorted(store.offsets, rng.integers(0, total, 2 * count), side="right") - 1
@@ -77,7 +107,7 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
             drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
             if len(drawn) >= count:
                 return np.sort(drawn[:count])
-        # The others by the same law in one pass: the first to ring of exponential clocks whose rates are the sizes.
+        # The others by the same law in one pass: the earliest of exponential clocks with the sizes as rates.
         size = store.sizes().astype(np.float64)
         size[drawn] = 0
         rings = np.full(n, np.inf)
@@ -91,10 +121,10 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
 def who_answers(
     rng: np.random.Generator, asked: int, cohort: int, dropout: float
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """`(rows [cohort], answered [cohort] bool, dropped)`: which of the `asked` clients make up the round.
+    """Returns `(rows [cohort], answered [cohort] bool, dropped)`: the part of `asked` clients that makes up a round.
 
-    Everybody fails to answer with probability `dropout`; the first `cohort` of those who answer, in random order, are
-    in. Where fewer do, the round has places for clients that did not.
+    Each client fails to answer with probability `dropout`. The first `cohort` answers, in random order, are taken; if
+    there are fewer, clients without an answer fill the cohort.
 
     Example:
       >>> rows, answered, dropped = who_answers(np.random.default_rng(0), 6, 4, 0.0)
@@ -106,3 +136,25 @@ def who_answers(
     order = order[np.argsort(~answers[order], kind="stable")]
     rows = np.sort(order[:cohort])
     return rows, answers[rows], int((~answers).sum())
+
+
+class CohortStream:
+    """The cohorts of consecutive rounds, up to round `last`. A thread prepares the next one while one trains."""
+
+    def __init__(self, prepare: Callable[[int], Cohort], last: int):
+        self._prepare, self._last = prepare, last
+        self._coming: Future[Cohort] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort")
+
+    def __enter__(self) -> CohortStream:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._thread.shutdown()
+
+    def take(self, t: int) -> Cohort:
+        """Returns the cohort of round `t`, the one after the last round taken; raises what the thread raised."""
+        coming = self._coming or self._thread.submit(self._prepare, t)
+        cohort = coming.result()
+        self._coming = self._thread.submit(self._prepare, t + 1) if t < self._last else None
+        return cohort

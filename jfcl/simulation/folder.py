@@ -1,15 +1,15 @@
-"""A run's folder: configuration, metrics line by line, checkpoints. A small database, and held to what one promises.
+"""A run's folder: configuration, metrics line by line, checkpoints. It gives the guarantees of a small database.
 
     config.json     the options, jfcl's and jax's versions      metrics.jsonl   a line per seed and evaluated round
     summary.json    the result, digests of the files beside it  clients.csv     final results of every client
     checkpoints/    the last two states                         plots/*.png
-    store/          a population's data                         client_rows/    per-client state, where it is large
-    lock            which process writes, or wrote last
+    store/          a population's data                         client_rows/    per-client state, if it is large
+    lock            the process that writes, or wrote last
 
-What is read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
-SHA-256 of those that preceded the checkpoint, results by the digests in `summary.json`. What is written becomes visible
-whole (`jfcl.core.files`), by the one process that holds the lock. A command that is refused changes nothing: `reopen`
-and `restore` only read, `begin` makes the first change.
+Every read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
+SHA-256 of the lines before the checkpoint, results by the digests in `summary.json`. Every file becomes visible whole
+(`jfcl.core.files`), and only the process that holds the lock writes. A command that is refused changes nothing:
+`reopen` and `restore` only read, `begin` makes the first change.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jfcl._version import __version__
 from jfcl.core import PyTree, files
 from jfcl.core.files import read_json, write_json
+from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
+from jfcl.simulation.records import finite_or_none, from_line, to_line
 
 __all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json", "verify_results", "write_json"]
 
 FORMAT = 1
-# May differ between a run and its resumption.
+# Options that may differ between a run and its resumption.
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
-MAPPED = ("mapping", "chunk", "devices")  # of these, those that change the order of sums
+MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 WRITTEN = (
     "metrics.jsonl",
     "summary.json",
@@ -50,77 +49,13 @@ WRITTEN = (
 UNCHANGED = "nothing was changed"
 
 
-def finite_or_none(value: Any) -> Any:
-    """`value` with NaN and infinities, which JSON does not have, as `None`; NumPy scalars and arrays as Python's."""
-    if isinstance(value, dict):
-        return {name: finite_or_none(v) for name, v in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [finite_or_none(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Records. A line of `metrics.jsonl` is plain JSON with null for what is not finite; the values themselves stand as text
-# under EXACT, so that the records of a resumed run are those of one that was not interrupted.
-
-EXACT = "not_finite"
-
-
-def _spelled(value: Any) -> Any:
-    """`value` with numbers that are not finite as text: `"inf"`, `"-inf"`, `"nan"`."""
-    if isinstance(value, (list, tuple)):
-        return [_spelled(v) for v in value]
-    if isinstance(value, dict):
-        return {name: _spelled(v) for name, v in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value: Any) -> Any:
-    """The inverse of `_spelled`."""
-    if isinstance(value, list):
-        return [_numbers(v) for v in value]
-    if isinstance(value, dict):
-        return {name: _numbers(v) for name, v in value.items()}
-    return float(value) if value in ("inf", "-inf", "nan") else value
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    plain = {name: finite_or_none(value) for name, value in record.items()}
-    exact = {name: _spelled(value) for name, value in record.items() if plain[name] != value}
-    return (json.dumps(plain | ({EXACT: exact} if exact else {}), allow_nan=False) + "\n").encode()
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; `None` where it is none."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    number = isinstance(found, dict) and isinstance(found.get("round"), int)
-    if not number or not isinstance(found.get(EXACT, {}), dict):
-        return None
-    return found | _numbers(found.pop(EXACT, {}))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The folder.
-
-
 class Restored(NamedTuple):
-    """A verified checkpoint: `round`, the `state`, running `totals`, and the `records` up to that round."""
+    """A verified checkpoint, or the start of a run: `state`, running `totals` and `records` after `round` rounds."""
 
     round: int
     state: PyTree
     totals: dict[str, Any]
     records: list[dict[str, Any]]
-
-
-class _Unfit(ValueError):
-    """A checkpoint that can be read, but cannot be used here."""
 
 
 class RunFolder:
@@ -141,7 +76,7 @@ class RunFolder:
 
     @classmethod
     def look(cls, path: str | Path, resume: bool) -> None:
-        """`ValueError` where a new run could not begin in `path`, or (`resume`) none could be resumed."""
+        """`ValueError` if no new run can begin in `path`, or, with `resume`, none can be resumed."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
@@ -160,7 +95,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """A new run in `path`; `ValueError` if another one is there already, or another process makes one."""
+        """Begins a run in `path`; `ValueError` if `path` holds another one, or another process begins one."""
         folder = cls(path)
         cls.look(folder.path, False)
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -171,7 +106,7 @@ class RunFolder:
             files.sign(folder.lock_path)
             (folder.path / "checkpoints").mkdir(exist_ok=True)
             folder.metrics_path.unlink(missing_ok=True)  # an empty one
-            # Last: a folder without config.json holds no run, and can be used again.
+            # Last: a folder without config.json holds no run, and remains usable.
             saved = finite_or_none(config) | {"versions": _versions()}
             folder._run = identity(saved)
             write_json(folder.path / "config.json", saved)
@@ -183,10 +118,10 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """The run in `path`, of which nothing is changed before `begin`.
+        """Opens the run in `path`; nothing is changed before `begin`.
 
         Raises:
-          ValueError: no run, one with another configuration, a finished one without checkpoints, one that another
+          ValueError: no run, a run with another configuration, a finished run without checkpoints, a run that another
             process writes.
         """
         folder = cls(path)
@@ -207,34 +142,34 @@ class RunFolder:
             raise ValueError(f"{self.path / 'config.json'} is damaged: num_rounds is {rounds!r}; {UNCHANGED}")
         names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n) != new.get(n)]
         if names:
-            said = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
-            raise ValueError(f"{self.path} holds a run of another configuration ({said}); {UNCHANGED}")
+            differences = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
+            raise ValueError(f"{self.path} holds a run of another configuration ({differences}); {UNCHANGED}")
         self._run = identity(old)
         versions = old.get("versions") or _versions()
         if versions != _versions():
             warnings.warn(
-                f"{self.path} was begun with {_said(versions)}, and is resumed with {_said(_versions())}: the rest of"
-                " the run may differ from what the former would have computed",
+                f"{self.path} was begun with {_listed(versions)}, and is resumed with {_listed(_versions())}: the rest"
+                " of the run may differ from that of the former versions",
                 stacklevel=4,
             )
         moved = [n for n in MAPPED if n in old and n in new and old[n] != new[n]]
         if moved:
-            said = "; ".join(_differ(n, old[n], new[n]) for n in moved)
+            differences = "; ".join(_differ(n, old[n], new[n]) for n in moved)
             warnings.warn(
-                f"{self.path} is resumed with another mapping ({said}): the rest of the run may differ in the last bits"
-                " from one that was not interrupted",
+                f"{self.path} is resumed with another mapping ({differences}): the rest of the run may differ in the"
+                " last bits from one that was not interrupted",
                 stacklevel=4,
             )
         self._more = new.get("num_rounds", 0) > rounds
-        if self._more:  # so that it can be resumed from its own file again
+        if self._more:  # the folder's own configuration then still resumes the run
             self._config = old | {"num_rounds": new["num_rounds"]}
 
     def _check_checkpoints(self) -> None:
         place, metrics = self.path / "checkpoints", self.metrics_path
         if (place.exists() or place.is_symlink()) and not place.is_dir():
-            raise ValueError(f"{place} must be a folder, but it is none; move it away; {UNCHANGED}")
+            raise ValueError(f"{place} must be a folder, but it is a file; move it away; {UNCHANGED}")
         if (metrics.exists() or metrics.is_symlink()) and not metrics.is_file():
-            raise ValueError(f"{metrics} must be a file, but it is none; put the file back; {UNCHANGED}")
+            raise ValueError(f"{metrics} must be a file, but it is a folder; put the file back; {UNCHANGED}")
         if self._rounds():
             return
         if (self.path / "summary.json").exists():
@@ -258,7 +193,7 @@ class RunFolder:
         self._open.close()
 
     def _rounds(self) -> list[int]:
-        """The rounds that have a checkpoint, damaged or not, latest first."""
+        """Returns the rounds with a checkpoint, damaged or not, latest first."""
         there = self.path / "checkpoints"
         names = [p.name for p in there.glob("*") if p.name.isascii() and p.name.isdecimal()]
         return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
@@ -268,14 +203,14 @@ class RunFolder:
             files.remove_leftovers(folder)
 
     def has_checkpoint(self) -> bool:
-        """Whether there is anything to restore, damaged or not."""
+        """Returns whether there is a checkpoint, damaged or not."""
         return bool(self._rounds())
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; a last line that was cut short by a kill is left out.
+        """Returns the records in `metrics.jsonl`, without a last line that a kill cut short.
 
         Raises:
-          ValueError: it is missing, or another line than the last is damaged.
+          ValueError: the file is missing, or another line than the last is damaged.
         """
         if not self.metrics_path.is_file():
             raise ValueError(f"{self.metrics_path} is missing")
@@ -285,7 +220,7 @@ class RunFolder:
         lines = data.splitlines(keepends=True)
         found = []
         for i, line in enumerate(lines, 1):
-            record = _record(line)
+            record = from_line(line)
             if record is not None:
                 found.append((line, record))
             elif i < len(lines) or line.endswith(b"\n"):
@@ -295,7 +230,7 @@ class RunFolder:
     # ---- Writing ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first change of a run that is resumed: drops what follows the checkpoint that `restore` found."""
+        """Makes the first change of a resumed run: removes what follows the checkpoint that `restore` has found."""
         files.sign(self.lock_path)
         if self._config is not None:
             write_json(self.path / "config.json", self._config)
@@ -315,7 +250,7 @@ class RunFolder:
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds lines to `metrics.jsonl`, all or none of them."""
-        data = b"".join(_line(record) for record in records)
+        data = b"".join(to_line(record) for record in records)
         descriptor = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             files.write_all(descriptor, data)
@@ -331,7 +266,7 @@ class RunFolder:
     def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:
         """Writes a checkpoint of `state` after `round_` rounds, whole or not at all; the two latest are kept.
 
-        A round that has one already keeps it. Cost: one pass over the state, hashed while it is written.
+        An existing checkpoint of `round_` stays. Cost: one pass over the state, hashed while it is written.
         """
         rounds = self._rounds()
         if rounds[:1] == [round_]:
@@ -339,7 +274,7 @@ class RunFolder:
         if self._count:
             descriptor = os.open(self.metrics_path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)  # the checkpoint vouches for these lines
+                os.fsync(descriptor)  # the checkpoint holds the digest of these lines
             finally:
                 os.close(descriptor)
             files.sync_folder(self.path)
@@ -351,7 +286,7 @@ class RunFolder:
                 "format": FORMAT,
                 "run": self._run,
                 "round": round_,
-                "leaves": _write_leaves(scratch / "state.bin", state),
+                "leaves": write_leaves(scratch / "state.bin", state),
             }
             about |= {"totals": totals, "versions": _versions()}
             about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
@@ -369,21 +304,21 @@ class RunFolder:
     # ---- Reading ---------------------------------------------------------------------------------------------------
 
     def restore(self, like: PyTree, *, any_round: bool = True) -> Restored | None:
-        """The latest checkpoint, with a state of the structure of `like`; `None` if there is none.
+        """Returns the latest checkpoint, with a state of the structure of `like`; `None` if there is none.
 
-        Where the latest is damaged, the one before it is taken (unless `any_round` is False), with a warning. Nothing
-        is changed; `begin` then removes what follows the checkpoint, since those rounds are run again.
+        If the latest is damaged, the previous one is taken with a warning (unless `any_round` is False). Nothing is
+        changed; `begin` then removes what follows the checkpoint, since those rounds run again.
 
         Raises:
-          ValueError: a checkpoint of another model, number of clients or version; only damaged ones; lines of
-            `metrics.jsonl` that are not those that preceded the checkpoint.
+          ValueError: a checkpoint of another model, number of clients or version; only damaged checkpoints; lines of
+            `metrics.jsonl` that differ from those before the checkpoint.
         """
         rounds, damage, self._restored = self._rounds(), None, True
         for round_ in rounds if any_round else rounds[:1]:
             try:
                 about = self._about(round_)
-                state = _read_leaves(self.path / "checkpoints" / str(round_) / "state.bin", about, like)
-            except _Unfit as error:
+                state = read_leaves(self.path / "checkpoints" / str(round_) / "state.bin", about["leaves"], like)
+            except UnusableError as error:
                 raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
             except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
                 damage = f"{type(error).__name__}: {str(error)[:200]}"
@@ -399,20 +334,24 @@ class RunFolder:
     def _about(self, round_: int) -> dict[str, Any]:
         place = self.path / "checkpoints" / str(round_)
         if (place / "_CHECKPOINT_METADATA").exists():
-            raise _Unfit("was written by an earlier version of jfcl; resume it with that version, or run it again")
+            raise UnusableError(
+                "was written by an earlier version of jfcl; resume it with that version, or run it again"
+            )
         about = read_json(place / "about.json")
         if "sha256" not in about:
             raise ValueError("about.json lacks its digest")
         if about.get("format") != FORMAT:
-            raise _Unfit(f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}")
+            raise UnusableError(
+                f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}"
+            )
         if about["run"] != self._run:
-            raise _Unfit("belongs to a run of another configuration, or config.json was changed since")
+            raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
         if about["round"] != round_:
             raise ValueError(f"it is one of round {about['round']}")
         return about
 
     def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
-        """The records that preceded a checkpoint, if they are still the lines that they were."""
+        """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""
         data = b""
         if self.metrics_path.exists():
             with self.metrics_path.open("rb") as f:
@@ -428,9 +367,9 @@ class RunFolder:
 
 
 def identity(config: dict[str, Any]) -> str:
-    """Returns a digest of what makes two runs the same: a configuration, as saved, without `FREE` names.
+    """Returns a digest of a saved configuration without `FREE` names, which is the same for a run and its resumption.
 
-    The folder of a warm start may be moved once the run has begun.
+    The folder of a warm start is left out as well, as it may be moved once the run has begun.
     """
     kept = {name: v for name, v in config.items() if name not in (*FREE, "init_from") and v is not None}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
@@ -443,7 +382,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def _differ(name: str, old: Any, new: Any) -> str:
-    """The difference of `old` and `new` in words, of dicts only the parts that differ."""
+    """Returns the difference of `old` and `new` in words; of dicts, only the parts that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
         return "; ".join(_differ(f"{name}.{n}", old.get(n), new.get(n)) for n in parts)
@@ -454,64 +393,8 @@ def _versions() -> dict[str, str]:
     return {"jfcl": __version__, "jax": jax.__version__}
 
 
-def _said(versions: Any) -> str:
+def _listed(versions: Any) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else "?"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The arrays of a state, one after the other in one file.
-
-
-def _names(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
-    """Writes `state.bin`; returns name, type, shape and SHA-256 of every array in it."""
-    leaves, digests = [], []
-    with files.new_file(path) as descriptor, ThreadPoolExecutor(2) as hashing:
-        for name, leaf in _names(state):
-            array = np.asarray(_plain(leaf))
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            digests.append(hashing.submit(_sha256, data))
-            files.write_all(descriptor, data)
-            leaves.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape)})
-            if len(digests) > 2:  # hashing is slower than writing, and the host holds three arrays at most
-                digests[-3].result()
-    return [leaf | {"sha256": digest.result()} for leaf, digest in zip(leaves, digests, strict=True)]
-
-
-def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _read_leaves(path: Path, about: dict[str, Any], like: PyTree) -> PyTree:
-    """The inverse of `_write_leaves`, for a state whose names, types and shapes are those of `like`."""
-    keys, like = like, jax.tree.map(lambda x: jax.eval_shape(_plain, x) if _is_key(x) else x, like)
-    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in _names(like)]
-    if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in about["leaves"]] != wanted:
-        raise _Unfit("is of another model or number of clients")
-    arrays = []
-    with path.open("rb") as f:
-        for leaf, (_, x) in zip(about["leaves"], _names(like), strict=True):
-            array = np.empty(x.shape, x.dtype)
-            data = array.reshape(-1).view(np.uint8)
-            if f.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != leaf["sha256"]:
-                raise ValueError(f"the array {leaf['name'] or 'of the state'} differs from its digest")
-            arrays.append(array)
-        if f.read(1):
-            raise ValueError("state.bin is too long")
-    state = jax.tree.unflatten(jax.tree.structure(like), arrays)
-    return jax.tree.map(lambda x, k: jax.random.wrap_key_data(x) if _is_key(k) else x, state, keys)
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _plain(leaf: Any) -> Any:
-    """Random keys as the integers behind them; other arrays as they are."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -531,9 +414,9 @@ def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, A
 
 
 def verify_results(folder: Path, *names: str) -> None:
-    """`ValueError` if one of the files `names` (default: all) is not the one that `summary.json` describes.
+    """`ValueError` if one of the files `names` (default: all) differs from its digest in `summary.json`.
 
-    Summaries of earlier versions describe none.
+    Summaries of earlier versions hold no digests.
     """
     summary = read_json(folder / "summary.json")
     if summary.get("run") is not None and summary["run"] != identity(read_json(folder / "config.json")):
@@ -549,13 +432,13 @@ def verify_results(folder: Path, *names: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """The device and versions that a figure was measured on: `{"device": ..., "versions": {...}}`."""
+    """Returns the device and the versions of a measurement: `{"device": ..., "versions": {...}}`."""
     import platform
     from importlib.metadata import version
 
     device = jax.devices()[0]
     kind = device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores"
-    versions = {"jfcl": __version__}  # that of this code; the metadata of an editable installation may be older
+    versions = {"jfcl": __version__}  # of this code; the metadata of an editable installation may be older
     versions |= {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
     versions |= {"python": platform.python_version()}
     return {"device": f"{len(jax.devices())} x {kind}", "versions": versions}

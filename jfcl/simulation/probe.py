@@ -1,4 +1,4 @@
-"""Which mapping is the fastest for a task on this machine: a short probe, remembered for the next time."""
+"""The fastest mapping for a task on this machine: a short probe with a cached result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jfcl.core import Algorithm, Clients, num_bytes, num_clients
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.folder import environment, write_json
 
-LEAST_CLIENTS = 64  # that are timed, where there are more than twice as many
+LEAST_CLIENTS = 64  # number of timed clients, if there are more than twice as many
 
 
 def cache_dir() -> Path | None:
-    """`$JFCL_CACHE_DIR`, else jfcl's folder in the user's cache; `None` if the variable is set to nothing."""
+    """Returns `$JFCL_CACHE_DIR`, else jfcl's folder in the user's cache; `None` if the variable is empty."""
     named = os.environ.get("JFCL_CACHE_DIR")
     if named == "":
         return None
@@ -31,7 +31,7 @@ def cache_dir() -> Path | None:
 
 
 def enough_clients(candidates: Iterable[mapping.Mapping]) -> int:
-    """So many that every device has two of the largest chunks, and `LEAST_CLIENTS`, on which all mappings differ."""
+    """Returns a number of clients that shows differences of mappings: two of the largest chunks for every device."""
     most = LEAST_CLIENTS * jax.process_count()
     for axis in candidates:
         inner, devices = (axis.inner, axis.mesh.size) if isinstance(axis, mapping.sharded) else (axis, 1)
@@ -41,15 +41,15 @@ def enough_clients(candidates: Iterable[mapping.Mapping]) -> int:
 
 
 def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping, few: int) -> float:
-    """The faster of two rounds with `few` of the clients, after one that compiles, divided by their number.
+    """Returns the duration of the faster of two rounds with `few` of the clients, divided by their number.
 
-    With all of them where there are less than twice as many, or where the method was told something of all: a cohort,
-    true clusters, the size of groups.
+    All clients train if there are less than twice as many, or if an option of the method depends on their number: a
+    cohort, true clusters, the size of groups. A first round, which compiles, is not counted.
     """
     some, n = num_clients(clients), hosts.total(num_clients(clients))
     own = mapping.own_rows(client_axis, few)
-    holds = hosts.everybodys([some >= own.stop - own.start]).all()  # of the last processes' some are padding
-    if n > 2 * few and holds and _takes(algorithm, clients, few):
+    holds = hosts.everybodys([some >= own.stop - own.start]).all()  # the last processes hold padding clients
+    if n > 2 * few and holds and _supports(algorithm, clients, few):
         some, n = own.stop - own.start, few
     placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
     step = jax.jit(algorithm.step)
@@ -63,8 +63,8 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     return min(seconds) / n
 
 
-def _takes(algorithm: Algorithm, clients: Clients, n: int) -> bool:
-    """Whether `algorithm` does with `n` such clients."""
+def _supports(algorithm: Algorithm, clients: Clients, n: int) -> bool:
+    """Returns whether `algorithm` works for `n` such clients."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
     try:
@@ -75,7 +75,7 @@ def _takes(algorithm: Algorithm, clients: Clients, n: int) -> bool:
 
 
 def _known(file: Path | None) -> str | None:
-    """The choice kept in `file`; None if there is none that can be read."""
+    """Returns the choice kept in `file`; None if the file cannot be read."""
     try:
         return None if file is None else json.loads(file.read_text())["fastest"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -90,21 +90,21 @@ def fastest(
     about: Any = None,
     show: bool = True,
 ) -> mapping.Mapping:
-    """The candidate with the fastest rounds among those whose memory suffices; printed, and kept for the next time.
+    """Returns the candidate with the fastest rounds that fits into memory; prints and keeps the measurements.
 
     Args:
       make: `(client_axis) -> Algorithm`.
       clients: training data, on the host.
       candidates: mappings by name.
-      about: what besides shapes, device and versions decides the outcome, JSON-like: the method and its options.
-        Without it nothing is looked up or kept.
+      about: the method and its options, JSON-like: with shapes, device and versions, the key of the cache. Without it
+        the cache is not used.
       show: print the table to stderr.
 
     Returns:
-      One of `candidates`. With several processes, the one that is the fastest for the first.
+      One of `candidates`. With several processes, the fastest one in the first process.
 
     Raises:
-      ValueError: none fits into memory.
+      ValueError: no candidate fits into memory.
 
     Example:
       >>> import jfcl

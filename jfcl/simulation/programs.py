@@ -1,22 +1,21 @@
-"""Dropping compiled programs, which outlive the objects that they are compiled for."""
+"""Removal of compiled programs, which outlive the objects that they are compiled for."""
 
 from __future__ import annotations
 
 import gc
 
 from jfcl.analysis import metrics, parameter_tree
-from jfcl.simulation import loop as simulation
-from jfcl.simulation import population
+from jfcl.simulation import on_device, streamed
 
 
 def clear_programs() -> None:
     """Drops the compiled programs of `simulate`, `simulate_population`, `evaluate` and `assign_newcomer`.
 
     jax keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
-    also after the last reference to the object has gone. A process that makes many of them (a search over
+    even after the last reference to the object is gone. A process that makes many of them (a search over
     hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time. A later call with an
-    object of before compiles again. Programs that other code has compiled stay; `jax.clear_caches()` drops those too.
-    Call it while no simulation runs in another thread.
+    earlier object compiles again. Programs of other code stay; `jax.clear_caches()` drops those too. Call it while no
+    simulation runs in another thread.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -28,12 +27,12 @@ def clear_programs() -> None:
       ...     jfcl.clear_programs()
     """
     for compiled in (
-        simulation._init,
-        simulation._advance,
-        simulation._evaluate,
-        population._start,
-        population._fresh,
-        population._round,
+        on_device._init,
+        on_device._advance,
+        on_device._evaluate,
+        streamed._start,
+        streamed._fresh,
+        streamed._round,
         metrics._evaluate,
         parameter_tree._assign,
     ):

@@ -1,4 +1,4 @@
-"""What surrounds the rounds of a run: its clock, bar and Ctrl-C, and what a person is told, by warning or by error."""
+"""The clock, the progress bar and Ctrl-C of a run; its warnings, and the errors that stop it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jfcl.simulation.folder import RunFolder
 
 
 class DivergedError(RuntimeError):
-    """A model, or everything that the clients sent in a round, is no longer finite."""
+    """A model, or every update of a round, is no longer finite."""
 
 
 class CompileClock:
-    """`seconds`: how long jax has been tracing, lowering and compiling in this thread while this is open."""
+    """A clock of compilation; `seconds`: time of tracing, lowering and compiling in this thread while it is open."""
 
     _lock = threading.Lock()
     _open: ClassVar[dict[int, list[CompileClock]]] = {}  # by thread
@@ -37,8 +37,8 @@ class CompileClock:
 
     @staticmethod
     def _listen(event: str, duration: float, **_):
-        # jax has one list of listeners, which it calls in the thread that compiles. One listener serves all clocks: a
-        # clock that registered its own would, on leaving the list, make jax skip that of another thread.
+        # jax calls a list of listeners in the thread that compiles. One listener serves all clocks: if each clock
+        # registered its own, its removal from the list would make jax skip the listener of another thread.
         if event.startswith("/jax/core/compile/"):
             for clock in CompileClock._open.get(threading.get_ident(), ()):
                 clock._count(duration)
@@ -46,7 +46,7 @@ class CompileClock:
     def _count(self, duration: float) -> None:
         end = time.perf_counter()
         begin = end - duration
-        # Functions are traced inside of others: what lies within this span has been counted.
+        # A function is traced inside another one: spans within this one are already counted.
         while self._spans and self._spans[-1][0] >= begin:
             inner = self._spans.pop()
             self.seconds -= inner[1] - inner[0]
@@ -64,17 +64,17 @@ class CompileClock:
 
 
 class Watch:
-    """Watches a run from when it is opened: counts seconds, shows a bar, hears Ctrl-C, knows when to save.
+    """The clock of a run, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
 
     Attributes:
-      interrupted: whether Ctrl-C was pressed. While jax computes nothing is heard; a second one is not waited with.
+      interrupted: whether Ctrl-C was pressed. It takes effect once jax returns; a second Ctrl-C raises immediately.
     """
 
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
         self.interrupted = False
         self._compiling = CompileClock()
         console = Console(stderr=True)
-        seen = console.is_interactive or console.is_jupyter  # elsewhere rich leaves nothing but an empty line
+        visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -85,7 +85,7 @@ class Watch:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
-            disable=not (progress and seen),
+            disable=not (progress and visible),
             transient=True,
         )
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
@@ -94,7 +94,7 @@ class Watch:
     def __enter__(self):
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            self._before = signal.signal(signal.SIGINT, self._hear)
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
         self._compiling.__enter__()
         self._opened = time.perf_counter()
         return self
@@ -106,13 +106,13 @@ class Watch:
         if self._main:
             signal.signal(signal.SIGINT, self._before)
 
-    def _hear(self, *_):
+    def _interrupt(self, *_):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
 
     def begin(self, done: int, clock: Sequence[float]) -> None:
-        """The rounds begin now, after `done` of them, which took `clock` in earlier calls. Shows the bar."""
+        """Starts the bar at `done` rounds, which took the seconds `clock` in earlier calls."""
         self._resumed_at, self._earlier = done, clock
         self.saved()
         self._bar.start()
@@ -120,36 +120,36 @@ class Watch:
         self._bar.update(self._line, completed=done)
 
     def seconds(self) -> float:
-        """Since this was opened, without compilation."""
+        """Returns the time since the run was opened, without compilation."""
         return time.perf_counter() - self._opened - self._compiling.seconds
 
     def clock(self) -> tuple[float, float]:
-        """Seconds running and compiling, with those of earlier calls."""
+        """Returns the seconds of running and of compiling, with those of earlier calls."""
         return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
 
     def advance(self, done: int, latest: dict[str, Any]) -> None:
-        """Moves the bar to `done` rounds; `latest` is the last record, if there is one."""
+        """Moves the bar to `done` rounds; `latest` is the last record, or empty."""
         rate = f"{(done - self._resumed_at) / max(self.seconds(), 1e-9):.1f} rounds/s"
         note = f"accuracy {latest['accuracy']:.3f}" if "accuracy" in latest else ""
         self._bar.update(self._line, completed=done, rate=rate, note=note)
 
     def due(self) -> bool:
-        """Whether the last checkpoint is long ago."""
+        """Returns whether it is time for a checkpoint."""
         return time.perf_counter() - self._saved_at >= self._checkpoint_seconds
 
     def saved(self) -> None:
-        """To be called after a checkpoint."""
+        """Notes the time of a checkpoint."""
         self._saved_at = time.perf_counter()
 
 
 def stop_if_diverged(finite: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` where not all of `finite` `[R]` are True: whether models are, by seed."""
+    """`DivergedError` if `finite` `[R]`, whether the models of a seed are finite, is not True for all seeds."""
     for s in np.flatnonzero(~np.asarray(finite)):
         raise _diverged(t, seeds[s], "a model is no longer finite", folder)
 
 
 def stop_if_nothing_came(values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` where by a round's metrics, `[R]` each, clients took part and none sent a finite update."""
+    """`DivergedError` if, by the metrics of a round, `[R]` each, all updates of participants were not finite."""
     if "nonfinite" in values and "participants" in values:
         bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
         for s in np.flatnonzero((bad == present) & (present > 0)):
@@ -161,46 +161,38 @@ def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedErro
     return DivergedError(f"by round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
 
 
-def warn_once(warned: set, rows: list[dict[str, Any]], num_models: int, n: int, true_cluster: Any) -> None:
-    """Says once what a person would want to know: collapsed models, updates left out."""
+def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_clients: int, true_cluster: Any) -> None:
+    """Warns, once for each kind in `warned`, of collapsed models, full capacity, excluded updates and overflows."""
     alike = true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1  # one model is right
     for row in rows:
-        if 1 < num_models < n and not alike and row["clusters_in_use"] == 1 and "collapse" not in warned:
-            warned.add("collapse")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: all clients use one of the {num_models} models; restarts or"
-                " a warm start (init_params, --init-from) can prevent that",
-                stacklevel=3,
+        found = {}
+        if 1 < num_models < num_clients and not alike and row["clusters_in_use"] == 1:
+            found["collapse"] = (
+                f"all clients use one of the {num_models} models; restarts or a warm start (init_params, --init-from)"
+                " can prevent that"
             )
-        if row.get("capacity_reached") and "capacity" not in warned:
-            warned.add("capacity")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: a cluster would be split, but max_clusters are in use",
-                stacklevel=3,
+        if row.get("capacity_reached"):
+            found["capacity"] = "a cluster would be split, but max_clusters are in use"
+        if row.get("nonfinite"):
+            updates = f"{row['nonfinite']:.0f} client update(s)"
+            found["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
+        if np.any(row.get("overflowed", False)):
+            clusters = np.flatnonzero(row["overflowed"]).tolist()
+            found["overflowed"] = (
+                f"the models of clusters {clusters} overflowed; these clusters keep their last finite model and are not"
+                " examined any more, the others go on"
             )
-        if row.get("nonfinite") and "nonfinite" not in warned:
-            warned.add("nonfinite")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: {row['nonfinite']:.0f} client update(s) so far held NaN or"
-                " infinity and were left out",
-                stacklevel=3,
-            )
-        if np.any(row.get("overflowed", False)) and "overflowed" not in warned:
-            warned.add("overflowed")
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: the models of clusters"
-                f" {np.flatnonzero(row['overflowed']).tolist()} overflowed; these clusters keep their last finite model"
-                " and are not examined any more, the others go on",
-                stacklevel=3,
-            )
+        for kind in [kind for kind in found if kind not in warned]:
+            warned.add(kind)
+            warnings.warn(f"round {row['round']}, seed {row['seed']}: {found[kind]}", stacklevel=4)
 
 
-FEW_ROUNDS = 10  # of fewer, little can be said
-NEVER = 1e-20  # an eps_1 below is meant to prevent splits
+FEW_ROUNDS = 10  # fewer are too few for a conclusion
+NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
 
 
 def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:
-    """Warns once of a run of `jfcl.cfl` that ends without a decision although updates are long.
+    """Warns once if a run of `jfcl.cfl` ends without a decision although updates are long.
 
     Args:
       rows: the last record of each seed.
@@ -221,6 +213,6 @@ def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:
             )
             warnings.warn(
                 f"round {row['round']}, seed {row['seed']}: no cluster was ever examined for a split. {long}, {why}",
-                stacklevel=3,
+                stacklevel=4,
             )
             return

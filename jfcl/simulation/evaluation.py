@@ -1,0 +1,102 @@
+"""What an evaluation measures, and the records and final arrays that follow from it, for every kind of simulation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.analysis import metrics
+
+# A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
+# events. Of every other metric it holds the value of the last round.
+SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
+EVENTS = ("split_from", "capacity_reached", "overflowed")
+SERVE = ("loss", "state")
+MOST_LISTED = 1000  # clients whose clusters are listed in records; more would make metrics.jsonl unwieldy
+
+
+class Subjects(NamedTuple):
+    """The clients of all evaluations of a run.
+
+    Attributes:
+      seeds: `R` names of the keys.
+      test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
+      true_cluster: `[N]`, or None if it is unknown.
+      lists_clusters: whether a record holds the cluster of every client.
+    """
+
+    seeds: list
+    test_size: np.ndarray | None
+    new_size: np.ndarray | None
+    true_cluster: np.ndarray | None
+    lists_clusters: bool
+
+
+class Assessment(NamedTuple):
+    """The evaluation of one state, as NumPy arrays with a leading axis of `R` seeds.
+
+    Attributes:
+      cluster: `[R, N]`, the clusters that are reported.
+      values: metrics of the last round, `[R, ...]` each.
+      held_out: `[R, N]` each, of the test clients: `cluster`, the model that a client is served, and its `loss`,
+        `accuracy`, …; None without test clients.
+      newcomers: the same for newcomers, `[R, N']` each.
+      excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
+      counts: `[R]` each, further entries of the records.
+    """
+
+    cluster: np.ndarray
+    values: dict[str, np.ndarray]
+    held_out: dict[str, np.ndarray] | None = None
+    newcomers: dict[str, np.ndarray] | None = None
+    excluded: np.ndarray | None = None
+    counts: dict[str, list] = {}  # noqa: RUF012 (never written to)
+
+    def of_clients(self) -> dict[str, np.ndarray]:
+        """Returns `cluster`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""
+        held_out = dict(self.held_out or {})
+        served = {"model": held_out.pop("cluster")} if held_out else {}
+        return {"cluster": self.cluster} | served | held_out
+
+
+def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:
+    """Returns the records of round `t`, one per seed; `totals` holds `SUMMED` and `EVENTS` metrics, `[R, ...]` each."""
+    rows = []
+    for s, seed in enumerate(subjects.seeds):
+        row = {"seed": seed, "round": t}
+
+        # The models, and the clusters.
+        if found.held_out is not None:
+            row |= metrics.summarize({name: v[s] for name, v in found.held_out.items()}, subjects.test_size)
+        if found.newcomers is not None:
+            summary = metrics.summarize({name: v[s] for name, v in found.newcomers.items()}, subjects.new_size)
+            row |= {f"newcomer_{name}": value for name, value in summary.items()}
+        row["train_loss"] = float(found.values["loss"][s])
+        row["clusters_in_use"] = len(np.unique(found.cluster[s]))
+        if subjects.true_cluster is not None:
+            row |= metrics.cluster_recovery(found.cluster[s], subjects.true_cluster)
+
+        # Metrics of the method, and totals.
+        row |= {name: v[s].tolist() for name, v in found.values.items() if name != "loss"}
+        if subjects.lists_clusters:
+            row["cluster"] = found.cluster[s].tolist()
+            if found.excluded is not None:
+                row["excluded"] = found.excluded[s].tolist()
+        for name, total in totals.items():
+            row[name] = np.array(total[s], found.values[name].dtype).tolist() if name in EVENTS else total[s]
+        rows.append(row | {name: v[s] for name, v in found.counts.items()})
+    return rows
+
+
+def found_clusters(state: Any) -> Any:
+    """Returns the clusters that a method has found, `[N]`: `state.group` if every client has its own model."""
+    return getattr(state, "group", state.cluster)
+
+
+def finite_mean(values: jax.Array) -> jax.Array:
+    """Returns the mean of the finite entries of `values`; NaN if there are none."""
+    values = values.astype(jnp.float32)
+    return jnp.nanmean(jnp.where(jnp.isfinite(values), values, jnp.nan))

@@ -1,0 +1,263 @@
+"""Rounds with all clients on the device: one program for many rounds and seeds."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfcl.analysis import metrics
+from jfcl.client.losses import lowest_loss
+from jfcl.core import Algorithm, Clients, check_state, is_finite, num_clients
+from jfcl.execution import hosts, mapping, memory
+from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
+from jfcl.simulation.folder import Restored
+from jfcl.simulation.loop import Block
+from jfcl.simulation.progress import warn_once
+
+# ---------------------------------------------------------------------------------------------------------------
+# The compiled parts. Algorithm, task and mappings are static: a second call with the same objects compiles nothing.
+
+
+def build(algorithm, hyperparams) -> Algorithm:
+    return algorithm if hyperparams is None else algorithm(**hyperparams)
+
+
+def _constrained(state, clients, client_axis):
+    """Returns `state` with per-client arrays placed like the clients: a resumed run compiles the same program."""
+    if not isinstance(client_axis, mapping.sharded):
+        return state
+    n = num_clients(clients)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, _sharding(x.shape, n, client_axis)), state)
+
+
+def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> NamedSharding:
+    """Returns the sharding of an array of the state: `[R, N, ...]` as the clients, any other on every device."""
+    spec = PartitionSpec(None, client_axis.mesh.axis_names) if shape[1:2] == (n,) else PartitionSpec()
+    return NamedSharding(client_axis.mesh, spec)
+
+
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"))
+def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
+    algorithm = build(algorithm, hyperparams)
+    state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
+    jax.vmap(lambda s: check_state(s, clients))(state)
+    return _constrained(state, clients, client_axis)
+
+
+def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `total`, a sum and its rounding error (Knuth's two-sum), plus `x`.
+
+    Sums of whole numbers are exact up to 2^48, so that they do not depend on the number of rounds in one call.
+    """
+    high, low = total
+    new = high + x
+    part = new - high
+    return new, low + ((high - (new - part)) + (x - part))
+
+
+@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
+def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
+    """Runs `count` rounds from round `first` on.
+
+    Returns:
+      `(state, values, sums, events, finite)`: the metrics of the last round; the sums of `SUMMED` and the largest
+      values of `EVENTS` over all rounds; whether the models are finite, `[R]`.
+    """
+    algorithm = build(algorithm, hyperparams)
+
+    def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
+        long = {name: v.ndim > 0 and v.shape[0] > MOST_LISTED for name, v in values.items()}
+        return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
+
+    def one_seed(key, state):
+        def one_round(t, carry):
+            state, _, sums, events = carry
+            state, values = algorithm.step(jax.random.fold_in(key, t), state, clients)
+            sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
+            events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
+            return state, values, sums, events
+
+        like = jax.eval_shape(algorithm.step, key, state, clients)[1]
+        last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+        sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
+        events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
+        state, last, sums, events = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums, events))
+        return state, shorten(last), sums, events, is_finite(state.params)
+
+    state, *results = seed_axis(one_seed)(keys, state)
+    return _constrained(state, clients, client_axis), *results
+
+
+@partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
+def _evaluate(params, cluster, clients, learners, *, task, seed_axis, client_axis, by_loss):
+    """Evaluates the models `params[cluster]`, or those of lowest loss.
+
+    The loss is that on `clients` (`by_loss`), or that on `learners`, the clients in training, where they are given.
+    """
+
+    def one_seed(params, cluster):
+        if learners is not None:
+            cluster = lowest_loss(task, params, learners, client_axis=client_axis)
+        chosen = None if by_loss else cluster
+        return metrics.evaluate(task, params, clients, chosen, client_axis=client_axis)
+
+    return seed_axis(one_seed)(params, cluster)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Padding clients, which fill up the devices: a checkpoint leaves them out.
+
+
+def _without_padding(tree: Any, like: Any) -> Any:
+    """Returns `tree`, cut to the shapes of `like`."""
+    return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
+
+
+def _with_padding(small: Any, whole: Any, n: int, client_axis: mapping.sharded) -> Any:
+    """Returns `small` on the devices, padded with zeros to the shapes of `whole`: the inverse of `_without_padding`."""
+
+    def put(array, like):
+        host = np.pad(array, [(0, b - a) for a, b in zip(array.shape, like.shape, strict=True)])
+        return jax.make_array_from_callback(
+            host.shape, _sharding(host.shape, n, client_axis), lambda index: host[index]
+        )
+
+    return jax.tree.map(put, small, whole)
+
+
+def _shapes(clients: Clients, n: int) -> Clients:
+    """Returns the shapes of the `n` clients of all processes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The backend.
+
+
+class OnDevice:
+    """A backend of `run_rounds` with all clients on the device, and a leading seed axis in every array of the state.
+
+    Attributes:
+      like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
+        devices.
+      whole: shapes of the state on the devices.
+    """
+
+    resident = True
+
+    def __init__(self, algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis):
+        self._made = build(algorithm, hyperparams)
+        self._seeds, self._seed_axis, self._client_axis = seeds, seed_axis, client_axis
+        self._static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
+        self._n = hosts.total(num_clients(clients))
+        self._keys, self._clients, self._hyperparams = keys, clients, hyperparams
+        self.like = jax.eval_shape(partial(_init, **self._static), keys, _shapes(clients, self._n), hyperparams)
+
+    def place(self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str) -> None:
+        """Moves the clients and the subjects of evaluations to the devices, if the memory suffices.
+
+        What a round refuses is refused here, before anything is computed.
+        """
+        n, client_axis, seed_axis, made = self._n, self._client_axis, self._seed_axis, self._made
+
+        # Memory.
+        shapes = _shapes(self._clients, n)
+        others = [] if tests is None else [_shapes(tests, n)]
+        others += [] if newcomers is None else [newcomers]
+        count = len(self._seeds)
+        seeds_at_once = min(seed_axis.size, count) if isinstance(seed_axis, mapping.chunked) else count
+        memory.check_memory(made, shapes, client_axis, self.like, others=others, seeds_at_once=seeds_at_once)
+
+        # Placement.
+        self._clients = mapping.place(client_axis, self._clients, n)
+        test_size = new_size = None
+        if tests is not None:
+            tests = mapping.place(client_axis, tests, n)
+            test_size = np.asarray(hosts.fetch(tests.size))[:n]
+        if newcomers is not None:
+            new_size = np.asarray(newcomers.size)
+            if hosts.several():  # every process holds all newcomers
+                own = mapping.own_rows(client_axis, len(new_size))
+                newcomers = jax.tree.map(lambda x: x[own], newcomers)
+            newcomers = mapping.place(client_axis, newcomers, len(new_size))
+        self._tests, self._newcomers = tests, newcomers
+        self._num_rows = num_clients(self._clients)
+
+        # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one.
+        num_models = jax.tree.leaves(self.like.params)[0].shape[1]
+        by_loss = serve == "loss" and made.by_loss and num_models > 1 and tests is not None and made.task is not None
+        self._learners = self._clients if by_loss else None
+        true_cluster = None if true_cluster is None else np.asarray(true_cluster)
+        self.subjects = Subjects(self._seeds, test_size, new_size, true_cluster, n <= MOST_LISTED)
+        models = 1 if hasattr(self.like, "active") else num_models
+        self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
+
+        # Shapes.
+        self.whole = jax.eval_shape(partial(_init, **self._static), self._keys, self._clients, self._hyperparams)
+        one = np.int32(1)
+        args = (self._keys, self.whole, one, one, self._clients, self._hyperparams)
+        jax.eval_shape(partial(_advance, **self._static), *args)
+
+    def restore(self, restored: Restored | None) -> Restored:
+        """Returns `restored` with its state on the devices; the beginning of a run if it is None."""
+        if restored is None:
+            return Restored(0, _init(self._keys, self._clients, self._hyperparams, **self._static), {}, [])
+        if isinstance(self._client_axis, mapping.sharded):
+            state = _with_padding(restored.state, self.whole, self._num_rows, self._client_axis)
+        else:
+            state = jax.device_put(restored.state)
+        return restored._replace(state=state)
+
+    def advance(self, state, first, count) -> Block:
+        args = (self._keys, state, np.int32(first), np.int32(count), self._clients, self._hyperparams)
+        state, values, sums, events, finite = jax.block_until_ready(_advance(*args, **self._static))
+        sums, events = hosts.fetch((sums, events))
+        totals = {
+            name: [float(h) + float(l) for h, l in zip(high, low, strict=True)] for name, (high, low) in sums.items()
+        }
+        return Block(state, values, totals, events, finite)
+
+    def commit(self) -> None:
+        """Does nothing: the state of a block is complete."""
+
+    def evaluate(self, state, values) -> Assessment:
+        n, padded = self._n, state.cluster.shape[1]
+        held_out = self._losses(state, self._tests, self._learners)
+        cluster = found_clusters(state) if self._learners is None else held_out["cluster"]
+        newcomers = self._losses(state, self._newcomers, None, by_loss=True)
+        arrays = (held_out, newcomers, values, cluster, getattr(state, "excluded", None))
+        held_out, newcomers, values, cluster, excluded = hosts.fetch(arrays)
+
+        # Padding clients are behind the others.
+        return Assessment(
+            cluster[:, :n],
+            {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()},
+            None if held_out is None else {name: v[:, :n] for name, v in held_out.items()},
+            None if newcomers is None else {name: v[:, : len(self.subjects.new_size)] for name, v in newcomers.items()},
+            None if excluded is None else excluded[:, :n],
+        )
+
+    def _losses(self, state: Any, data: Clients | None, learners: Clients | None, *, by_loss: bool = False):
+        """Returns the results of `_evaluate` on `data`, `[R, ...]` each; None without data or task."""
+        if data is None or self._made.task is None:
+            return None
+        static = {"task": self._made.task, "seed_axis": self._seed_axis, "client_axis": self._client_axis}
+        return _evaluate(state.params, state.cluster, data, learners, by_loss=by_loss, **static)
+
+    @contextlib.contextmanager
+    def snapshot(self, done, state, totals):
+        yield hosts.fetch(_without_padding(state, self.like)), totals
+
+    def result(self, state: Any) -> Any:
+        """Returns `state` without padding clients."""
+        return state if mapping.num_rows(self._client_axis, self._n) == self._n else _without_padding(state, self.like)
+
+    def sizes(self) -> np.ndarray:
+        """Returns the numbers of training examples, `[R, N]`."""
+        return np.tile(hosts.fetch(self._clients.size)[: self._n], (len(self._seeds), 1))

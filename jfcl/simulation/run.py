@@ -1,0 +1,224 @@
+"""`simulate`: a run with all clients on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    check,
+    check_choice,
+    check_clients,
+    check_count,
+    check_key,
+    check_labels,
+    num_clients,
+)
+from jfcl.execution import hosts, mapping
+from jfcl.simulation.evaluation import SERVE
+from jfcl.simulation.folder import Restored
+from jfcl.simulation.loop import History, open_folder, read_checkpoint, run_rounds
+from jfcl.simulation.on_device import OnDevice, build
+from jfcl.simulation.progress import Watch
+
+
+def simulate(
+    algorithm: Algorithm | Callable[..., Algorithm],
+    clients: Clients,
+    *,
+    key: jax.Array,
+    num_rounds: int,
+    test_clients: Clients | None = None,
+    newcomers: Clients | None = None,
+    true_cluster: np.ndarray | None = None,
+    serve: str = "loss",
+    hyperparams: dict[str, Any] | None = None,
+    eval_every: int = 1,
+    seeds: list[int] | None = None,
+    seed_axis: mapping.Mapping | None = None,
+    client_axis: mapping.Mapping | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    config: dict[str, Any] | None = None,
+    checkpoint_seconds: float = 30.0,
+    progress: bool = False,
+    description: str = "rounds",
+    stop_after: int | None = None,
+    state: Any = None,
+) -> History:
+    """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
+
+    Some methods end (`jfcl.cfl` with `recursive=True`, once every cluster is final). The run then stops at the first
+    evaluation after the end in all seeds, and `History.rounds` is below `num_rounds`.
+
+    Args:
+      algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. A second call with the
+        same object compiles nothing, also for other values of `hyperparams`. The programs, some ten megabytes, stay in
+        memory until `jfcl.clear_programs()` drops them.
+      clients: training data.
+      key: one key, or `[R]` of them: seeds, run together in one program.
+      num_rounds: `T`.
+      test_clients: held-out examples, row `i` of client `i`; evaluated under the model that the client is served.
+      newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
+        (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
+      true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
+        with -1, for example malicious ones, do not count.
+      serve: the model that a test client is served by a method with a choice among several (`Algorithm.by_loss`: IFCA,
+        HypCluster). "loss": the model of lowest loss on the client's training examples now. "state": the model of the
+        client's last round. "loss" costs `K` more passes over the training examples in each evaluation of
+        `test_clients`, and the clusters in the records and in `History.clients` are the models served; without
+        `test_clients`, they are those of the state. Other methods always serve the state's model.
+      hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
+      eval_every: rounds between evaluations; the last round is always evaluated.
+      seeds: names of the `R` keys in the records; default `0 .. R-1`.
+      seed_axis: mapping over seeds; default: one after another on a CPU, `jax.vmap` elsewhere.
+      client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
+        its devices (give it to the algorithm too). With several processes, `clients` and `test_clients` are those of
+        this process, `mapping.own_rows`, and the first process writes all files.
+      out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
+      resume: continue from the last checkpoint in `out` (from the start if there is none yet).
+      config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused.
+        Default: the numbers of the key.
+      checkpoint_seconds: least time between two checkpoints; one is always made at the end and on Ctrl-C.
+      progress: show a bar with rate and time left.
+      description: the label of the bar.
+      stop_after: stop after this many rounds, with a checkpoint (to run in instalments); default: never.
+      state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
+        `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
+        their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
+        checkpoint in `out` has precedence.
+
+    Returns:
+      `History`.
+
+    Raises:
+      ValueError: bad input, before anything is compiled.
+      DivergedError: a model is no longer finite, or no client sent a finite update; the last good checkpoint stays.
+      KeyboardInterrupt: on Ctrl-C, once the present rounds (about a second's, at least one) are done and saved.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}, np.full(2, 4))
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.25), num_steps=1))
+      >>> history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
+      >>> [round(r["loss"], 4) for r in history.records]
+      [0.25, 0.0625]
+    """
+    # Check the options, without the data.
+    check_key(key)
+    check_count("num_rounds", num_rounds)
+    check_count("eval_every", eval_every)
+    check_choice("serve", serve, SERVE)
+    client_axis = mapping.auto() if client_axis is None else client_axis
+    _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+
+    # Keys, and hyperparameters with types that do not depend on Python's.
+    single = key.ndim == 0
+    keys = key[None] if single else key
+    seeds = list(range(len(keys))) if seeds is None else list(seeds)
+    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
+    if seed_axis is None:
+        seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
+    mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
+    keys = hosts.replicate(keys, mesh)
+    if hyperparams is not None:
+        hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
+        hyperparams = hosts.replicate(hyperparams, mesh)
+    _check_method(build(algorithm, hyperparams), clients, test_clients, newcomers)
+
+    is_shown = progress and hosts.is_first()
+    watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
+    with contextlib.ExitStack() as opened, watch:
+        # Place the data; up to here a refusal leaves no trace on the disk.
+        backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
+        first = None if state is None else _first_state(state, backend.like, single)
+        backend.place(test_clients, newcomers, true_cluster, serve)
+
+        # Begin or resume.
+        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
+        folder = open_folder(opened, out, resume, config)
+        restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
+        if restored is None and first is not None:
+            restored = Restored(0, first, {}, [])
+        start = backend.restore(restored)
+        if resume:
+            hosts.by_first(lambda: folder.begin())
+
+        # Run.
+        schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
+        end, assessment = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
+        assessment = assessment or backend.evaluate(end.state, {})
+        final = assessment.of_clients() | {"examples": backend.sizes()}
+        seconds, compile_seconds = watch.clock()
+        state = backend.result(end.state)
+    if single:
+        state = jax.tree.map(lambda x: x[0], state)
+    steps = sum(end.totals.get("client_steps", []))
+    return History(end.records, state, final, end.round, seconds, compile_seconds, steps)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checks.
+
+
+def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> None:
+    """`ValueError` for data that do not fit together, or not to the number of processes."""
+    spread = isinstance(client_axis, mapping.sharded)
+    check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
+    n = _check_rows(client_axis, clients, "clients")
+    check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
+    for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
+        if part is not None and (num_clients(part) or jax.process_count() == 1):  # one of several may hold none
+            check_clients(part, name=name, allow_empty=part is not clients)
+    if test_clients is not None:
+        rows = _check_rows(client_axis, test_clients, "test_clients")
+        check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
+    if true_cluster is not None:
+        check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
+        check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
+
+
+def _check_rows(client_axis, clients: Clients, name: str) -> int:
+    """Returns the number of clients in all processes; `ValueError` unless this one holds those of `own_rows`."""
+    n = hosts.total(num_clients(clients))
+    rows, own = mapping.own_rows(client_axis, n), num_clients(clients)
+    check(own == rows.stop - rows.start, name, f"{own} clients in process {jax.process_index()}", f"those of {rows}")
+    return n
+
+
+def _check_method(made: Algorithm, clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> None:
+    """`ValueError` for labels outside the task's classes, and for clients that the method does not support."""
+    if made.task is not None and made.task.num_classes is not None and jax.process_count() == 1:
+        for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
+            if part is not None:
+                check_labels(part, made.task.num_classes, name=name)
+    if made.check is not None and num_clients(clients):  # one of several processes may hold none
+        made.check(clients)
+
+
+def _first_state(state: Any, like: Any, single: bool) -> Any:
+    """Returns a user's `state` with a seed axis, on the host; `ValueError` unless its shapes are those of `like`."""
+    if single:
+        state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+
+    def shapes(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in leaves}
+
+    found, wanted = shapes(state), shapes(like)
+    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    difference = "; ".join(f"{n} is {found.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:3])
+    accepted = "of this algorithm with these options, of these clients, and with a seed axis if there are several keys"
+    fits = not names and jax.tree.structure(state) == jax.tree.structure(like)
+    check(fits, "state", difference or type(state).__name__, accepted)
+    return jax.tree.map(lambda x: np.array(hosts.fetch(x)), state)  # copies, since a round overwrites its state

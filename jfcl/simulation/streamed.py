@@ -1,0 +1,217 @@
+"""Rounds with a cohort on the device at a time.
+
+A round of a population is `algorithm.step` on a cohort. The rows that the method keeps of each client (`client_rows`)
+stay on the host until the client is drawn again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl.analysis import metrics
+from jfcl.core import Algorithm, Clients, check_state, is_finite
+from jfcl.data.store import ClientStore
+from jfcl.simulation.client_rows import ClientRows
+from jfcl.simulation.cohorts import Cohort, CohortStream
+from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
+from jfcl.simulation.loop import Block
+from jfcl.simulation.progress import warn_once
+from jfcl.simulation.state_split import Split, Start
+
+NONE = np.zeros(0, np.int32)
+
+# ---------------------------------------------------------------------------------------------------------------
+# The compiled parts. Algorithm and split are static: a second call with the same objects compiles nothing.
+
+
+def _strong(tree: Any) -> Any:
+    """Returns `tree` with strong types: a weak type, of a Python scalar, would make the next round another program."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
+
+
+def _with(clients: Clients, remembered: Any) -> Clients:
+    """Returns `clients`, followed by clients with the ids `remembered` `[R]` and without examples."""
+    count = len(remembered)
+    if count == 0:
+        return clients
+
+    def extend(x):
+        return jnp.concatenate([x, jnp.zeros((count, *x.shape[1:]), x.dtype)])
+
+    ids = jnp.concatenate([clients.id, remembered])
+    return Clients(jax.tree.map(extend, clients.examples), extend(clients.size), ids)
+
+
+@partial(jax.jit, static_argnames=("init", "split"))
+def _start(key, clients, remembered, *, init, split):
+    """Returns the first state, apart."""
+    clients = _with(clients, remembered)
+    state = init(jax.random.fold_in(key, 0), clients)
+    check_state(state, clients)
+    return _strong(split.apart(state))
+
+
+@partial(jax.jit, static_argnames=("join", "split"))
+def _fresh(key, clients, remembered, *, join, split):
+    """Returns the first rows of clients. XLA removes all other computations of `join`."""
+    return _strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
+
+
+@partial(jax.jit, static_argnames=("step", "split"), donate_argnames="common")
+def _round(key, t, common, rows, clients, remembered, *, step, split):
+    """Returns `(common, rows, values, finite)` after round `t`; per-client metrics as means over participants."""
+    clients = _with(clients, remembered)
+    state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
+    n = clients.size.shape[0]
+    values = {name: finite_mean(v) if v.ndim > 0 and v.shape[0] == n else v for name, v in values.items()}
+    return *_strong(split.apart(state)), values, is_finite(state.params)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The backend.
+
+
+@dataclasses.dataclass
+class Streamed:
+    """A backend of `run_rounds` with a cohort on the device at a time; its state is the shared part of the algorithm's.
+
+    Attributes:
+      join: `(key, clients) -> state`, which gives clients their first rows.
+      split, shapes: the division of the algorithm's state, and its shapes.
+      cohort, remember: `C` and `R`, the numbers of clients that train, and of further clients with rows.
+      rows: the rows of all clients.
+      stream: the cohorts.
+    """
+
+    algorithm: Algorithm
+    store: ClientStore
+    key: jax.Array
+    join: Start
+    split: Split
+    shapes: Any
+    cohort: int
+    remember: int
+    rows: ClientRows
+    stream: CohortStream
+    resident = False
+    _drawn: Cohort | None = None  # of the last round
+
+    def observe(
+        self, seed: int, test_store: ClientStore | None, evaluated: np.ndarray, serve: str, client_axis: Any
+    ) -> None:
+        """Prepares the evaluations, always of the clients `evaluated`, under the models that they are served."""
+        split, algorithm, store = self.split, self.algorithm, self.store
+        self._num_models = 1 if split.personal else jax.tree.leaves(self.shapes.params)[0].shape[0]
+        self._evaluated, choose = evaluated, serve == "loss" and algorithm.by_loss
+        self._needs_rows = split.personal or (self._num_models > 1 and not choose)
+        self._tests = self._learners = true = None
+        if test_store is not None and algorithm.task is not None:
+            self._tests = jax.device_put(test_store.gather(evaluated))
+            if self._needs_rows or self._num_models > 1:
+                self._learners = jax.device_put(store.gather(evaluated))
+            true = None if store.cluster is None else store.cluster[evaluated]
+        self._losses = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
+        self._refresh = jax.jit(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
+        test_size = None if self._tests is None else np.asarray(self._tests.size)
+        is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
+        self.subjects = Subjects([seed], test_size, None, true, is_listed)
+        models = 1 if hasattr(self.shapes, "active") else self._num_models  # one that is never split is no collapse
+        self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
+
+    def advance(self, state, first, count) -> Block:
+        # The cohort, the remembered clients and their rows.
+        drawn = self.stream.take(first)
+        others = self._heard_last(drawn.ids) if self.remember else NONE
+        split, step = self.split, self.algorithm.step
+        if first == 1:
+            common, before = _start(self.key, drawn.clients, others, init=self.algorithm.init, split=split)
+        else:
+            common, before = state, self._rows_of(drawn.ids, drawn.clients, others)
+
+        # The round.
+        args = (self.key, np.int32(first), common, jax.device_put(before), drawn.clients, others)
+        common, after, values, finite = _round(*args, step=step, split=split)
+        after, values, finite = jax.device_get((after, values, finite))
+
+        # The rows of participants change, and those of remembered clients where the server has changed them.
+        changed = drawn.size > 0
+        if self.remember:
+            changed = np.concatenate([changed, self.rows.seen[others] & _differ(before, after, self.cohort)])
+        self._drawn, self._after, self._changed = drawn, after, changed
+        self._ids = np.concatenate([drawn.ids, others])
+        sums = {name: [float(v)] for name, v in values.items() if name in SUMMED}
+        sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
+        return Block(common, {name: v[None] for name, v in values.items()}, sums, {}, finite[None])
+
+    def commit(self) -> None:
+        kept = np.flatnonzero(self._changed)
+        self.rows.write(self._ids[kept], [values[kept] for values in self._after])
+
+    def evaluate(self, state, values) -> Assessment:
+        values = {name: v for name, v in values.items() if name not in SUMMED}
+        counts = {"seen": [int(self.rows.seen.sum())]}
+        if self._tests is None:
+            found = found_clusters(self.split.together(state, self._after))
+            return Assessment(np.asarray(found)[None], values, counts=counts)
+        found, held_out = jax.device_get(self._assess(state))
+        held_out = {name: v[None] for name, v in held_out.items()}
+        return Assessment(np.asarray(found)[None], values, held_out, counts=counts)
+
+    def _assess(self, common: list) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the clusters of the evaluated clients, and the results of `metrics.evaluate` on their tests."""
+        split, ids, learners = self.split, self._evaluated, self._learners
+        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * sum(split.of_clients)
+        state = self._refresh(split.together(common, rows), learners)
+        found = served = jnp.zeros(len(ids), jnp.int32)
+        if split.personal:
+            served = jnp.arange(len(ids), dtype=jnp.int32)
+            found = getattr(state, "group", served)
+        elif self._num_models > 1:
+            chosen = state.cluster if self._needs_rows else self._losses(state.params, learners, None)["cluster"]
+            found = served = chosen
+        return found, self._losses(state.params, self._tests, served)
+
+    @contextlib.contextmanager
+    def snapshot(self, done, state, totals):
+        self.rows.checkpointing(done)
+        yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
+        self.rows.checkpointed(done)
+
+    def last_cohort(self, last: int) -> Cohort:
+        """Returns the cohort of the last round done; of round `last` if none was done in this call."""
+        return self._drawn or self.stream.take(last)
+
+    def whole_state(self, common: list, cohort: Cohort) -> Any:
+        """Returns the algorithm's state with the rows of `cohort`."""
+        rows = self._rows_of(cohort.ids, cohort.clients)
+        return self.split.together(common, jax.tree.map(jnp.asarray, rows))
+
+    def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
+        """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
+        ids = np.concatenate([ids, remembered])
+        if self.rows.all_seen(ids):
+            return self.rows.take(ids, None)
+        fresh = _fresh(self.key, clients, remembered, join=self.join, split=self.split)
+        return self.rows.take(ids, jax.device_get(fresh))
+
+    def _heard_last(self, ids: np.ndarray) -> np.ndarray:
+        """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
+        when = np.where(self.rows.seen, self.rows.arrays[self.split.heard], 0)
+        when[ids] = -1
+        return np.sort(np.argpartition(-when, self.remember - 1)[: self.remember]).astype(np.int32)
+
+
+def _differ(before: list, after: list, first: int) -> np.ndarray:
+    """Returns `[R]` bool: the rows from `first` on that differ in any bit."""
+    found = np.zeros(len(after[0]) - first, bool)
+    for old, new in zip(before, after, strict=True):
+        pair = [np.ascontiguousarray(x[first:]).reshape(len(found), -1).view(np.uint8) for x in (old, new)]
+        found |= (pair[0] != pair[1]).any(axis=1)
+    return found
