@@ -53,12 +53,12 @@ def optimal_bipartition(
     values alone, not on the order of an algorithm's steps.
 
     With `min_size` above 1, the maximum spanning tree of the active clients loses its weakest edge with at least
-    `min_size` clients on both sides, as in HDBSCAN's condensed tree (Campello, Moulavi, Sander 2013). The sides are
-    the two components of the tree without that one edge, and `cross_similarity` is that edge's similarity. This is
-    not the minimum of equation 25 over bipartitions with `min_size` clients on each side: that minimum is reached by
-    collecting the outliers of all groups on one side, which separates no groups. Of equal similarities, that of the
-    pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest, so that the tree and the edge are
-    unique. The sides then depend on the order of the clients too.
+    `min_size` clients on both sides, as in HDBSCAN's condensed tree (Campello, Moulavi, Sander 2013). The sides are the
+    two components of the tree without that one edge, and `cross_similarity` is that edge's similarity. This is not the
+    minimum of equation 25 over bipartitions with `min_size` clients on each side: that minimum is reached by collecting
+    the outliers of all groups on one side, which separates no groups. Of equal similarities, that of the pair `(i, j)`,
+    `i < j`, first in lexicographic order counts as the largest, so that the tree and the edge are unique. The sides
+    then depend on the order of the clients too.
 
     Args:
       similarity: `[N, N]`, symmetric; the diagonal is not read.
