@@ -11,7 +11,7 @@ test: .venv/dev
 	$(BIN)/python -m pytest -n 2
 
 test-slow: .venv/dev
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	XLA_FLAGS= $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -3,6 +3,8 @@
 import atexit
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for the o
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jfcl-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+# Three quarters of the tests' time is XLA compiling programs that run for milliseconds: here it optimises less. The
+# slow tests (make test-slow sets XLA_FLAGS to nothing) run what users run. XLA ends a process at a flag it does not know.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_use_fusion_emitters=false"
+if "XLA_FLAGS" not in os.environ:
+    accepts = [sys.executable, "-c", "import jax; jax.devices()"]
+    flags = {"XLA_FLAGS": QUICK, "JAX_PLATFORMS": "cpu"}
+    known = subprocess.run(accepts, env=os.environ | flags, capture_output=True).returncode == 0
+    os.environ["XLA_FLAGS"] = QUICK if known else ""
 
 import hypothesis
 import jax

@@ -601,7 +601,7 @@ RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
         ({"dropout": -0.1}, "dropout must be"),
         ({"dropout": float("nan")}, "dropout must be"),
         ({"stragglers": -1}, "stragglers must be 0 or more"),
-        ({"stragglers": 1.0}, "the 8 clients asked are among the 7"),
+        ({"stragglers": 1.0}, "the 8 clients drawn are among the 7"),
         ({"serve": "lost"}, "did you mean 'loss'"),
         ({"evaluate": 0}, "evaluate must be an integer"),
         ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
@@ -620,7 +620,7 @@ RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
         ({"algorithm": jfcl.fesem(TASK, TRAINING, num_clusters=2)}, "join must be given"),
         ({"algorithm": jfcl.flhc(TASK, TRAINING, num_clusters=2)}, "join must be given"),
         ({"algorithm": jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=2)}, "join must be given"),
-        ({"join": METHODS["local"].init}, "join must be an init whose states have the same shapes"),
+        ({"join": METHODS["local"].init}, "join must be an init with states of the same shapes"),
         ({"algorithm": jfcl.ifca(TASK, TRAINING, num_clusters=5)}, "num_clusters must be at most the 4 clients"),
     ],
 )

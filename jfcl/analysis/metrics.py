@@ -135,7 +135,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Measures the agreement of found clusters with the true ones; names of clusters have no effect.
 
     Args:
-      found, true: `[N]` integers; clients whose true cluster is -1 do not count.
+      found, true: `[N]` integers; clients with the true cluster -1 do not count.
 
     Returns:
       `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian

@@ -292,7 +292,7 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
 
     Args:
       state: of `jfcl.cfl` or `jfcl.byzantine_cfl`; continue from it by `jfcl.rollout(..., state=...)`.
-      who: `[N]` bool, the clients that leave.
+      `who`: `[N]` bool, the clients that leave.
 
     Raises:
       ValueError: `who` of another shape or type.

@@ -214,7 +214,7 @@ def sweep(
       examples: `M`; batch_size: of a local step; local_steps: a round; clusters: `K`, of IFCA.
       repeats: timed runs of every round; the median counts.
       seconds: what the runs of one round may take. A round that the one with fewer clients says will take longer is
-        left out, and so is one whose temporaries need more than half of the free memory; `left_out` says so.
+        left out, and so is one with temporaries of more than half of the free memory; `left_out` says so.
       tick: called before every round with its name and the number of all rounds.
 
     Returns:

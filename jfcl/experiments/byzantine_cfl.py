@@ -53,7 +53,7 @@ def _config(setting: dict[str, Any], dataset: str, scenario: str, method: str) -
 
 
 def _removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all seeds: who was shut out at the end, and when the last of the malicious was."""
+    """Over all seeds: the clients excluded at the end, and the round in which the last malicious one was excluded."""
     malicious = malicious_clients(config)
     last = {r["seed"]: np.array(r["excluded"]) for r in records}
     removed = min(int((e[malicious] > 0).sum()) for e in last.values())

@@ -120,7 +120,7 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
             (line,) = axes.plot(rounds, gaps.mean(axis=1), label=similarity)
             axes.fill_between(rounds, gaps.min(axis=1), gaps.max(axis=1), color=line.get_color(), alpha=0.15)
             row = {"data": dataset, "similarity of": similarity, "gap at the end": float(gaps[-1].mean())}
-            row |= {"above 0 for good from round": rounds_to_recovery([int(t) for t in rounds], (gaps > 0).all(axis=1))}
+            row |= {"above 0 from round on": rounds_to_recovery([int(t) for t in rounds], (gaps > 0).all(axis=1))}
             rows.append(row | {"paper": "about 10" if similarity == "updates" else ""})
         axes.axhline(0, color="0.5", lw=1)
         axes.set(xlabel="round", ylabel=r"separation gap $g(\alpha)$", title=dataset)
@@ -241,7 +241,7 @@ def newcomers(bench: Bench, setting: dict[str, Any]) -> Outcome:
     counts = setting["newcomer_examples"]
     rest = {name: value for name, value in setting.items() if name not in ("newcomer_examples", "newcomers")}
     config = _label_swap_config({**rest, "seeds": 1, "newcomer_examples": max(counts)})
-    config = dataclasses.replace(config, eval_every=config.rounds)  # which looks at all newcomers under all models
+    config = dataclasses.replace(config, eval_every=config.rounds)  # it evaluates all newcomers under all models
     bench.run("run", config)
     parts = setup(config, data_dir=bench.data_dir)
     state = parameter_tree.load_tree(bench.out / "run", parts.task)

@@ -106,8 +106,8 @@ def failure_runs(lr: float) -> dict[str, list[tuple[str, Algorithm, str]]]:
             ("federated_clustering", fc(a, step(), radius=0.9 / lr, init_params=at(1.5)), "(0, 0, 3)"),
         ],
         "ifca": [
-            ("ifca, option I", algorithms.ifca(b, step(), average="gradients", **options), "(0, 0) for ever"),
-            ("ifca, option II", algorithms.ifca(b, step(), **options), "(0, 0) for ever"),
+            ("ifca, option I", algorithms.ifca(b, step(), average="gradients", **options), "(0, 0) in all rounds"),
+            ("ifca, option II", algorithms.ifca(b, step(), **options), "(0, 0) in all rounds"),
             ("federated_clustering", fc(b, step(), radius=1.5, init_params=at(0.0)), "(-1/2, 1/2)"),
         ],
         "cfl": [

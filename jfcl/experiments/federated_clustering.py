@@ -1,7 +1,7 @@
 """The experiments of Provably Personalized and Robust Federated Learning (Werner et al. 2023): figures 1 to 7, table 1.
 
-Where the paper's text leaves a choice open, its authors' code decides, as far as it is known; what is ours is said at
-each.
+Where the paper's text leaves a choice open, its authors' code decides, as far as it is known; each experiment states
+what is ours.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def normalised_mnist(data_dir: str | None) -> data.Dataset:
 
 
 def deal_mnist(dataset, heterogeneity: str, cluster: np.ndarray, seed: int, redraw: bool) -> Iterator[Clients]:
-    """The clients of every epoch: 200 images each, all 60,000 once; drawn anew each time, or always the same."""
+    """The clients of every epoch: 200 images each, all 60,000 once; drawn again each time, or always the same."""
     change = HETEROGENEITY[heterogeneity][0]
     x, y = dataset.train["x"], dataset.train["y"].astype(np.int32)
     rng = np.random.default_rng(seed)

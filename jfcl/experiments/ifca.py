@@ -20,7 +20,7 @@ from jfcl.simulation.folder import write_json
 
 STEP_SIZES = {2: (0.01, 0.1, 1.0), 4: (0.5, 1.0, 2.0)}
 DIM = 1000
-BLOCK = 10  # rounds between two looks at how far the models are
+BLOCK = 10  # rounds between two measurements of the models' distance
 LOT = 60  # trajectories in one program: the data are read once for all of them
 
 
@@ -253,7 +253,7 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """The share of clients whose cluster is right, by round."""
+    """The share of clients in the right cluster, by round."""
     rows, figure = [], Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     for m, n in setting["mnist"]:
@@ -268,7 +268,7 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
             axes.plot([r["round"] for r in mine], right, label=f"{m} x {n}, seed {seed}")
     axes.set(xlabel="round", ylabel="clients in the right cluster")
     axes.legend(fontsize=7)
-    return Outcome(rows, figure, "restarts, whose rounds come before round 1, are ours: 5 of 3 rounds")
+    return Outcome(rows, figure, "the restarts, before round 1, are ours: 5 of 3 rounds")
 
 
 def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:

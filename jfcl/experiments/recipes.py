@@ -50,7 +50,7 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`rows` of the table, with the paper's numbers beside ours where it gives any; `figure`; `notes` to be said."""
+    """`rows` of the table, with the paper's numbers beside ours where it gives any; `figure`; `notes` to be printed."""
 
     rows: list[Row]
     figure: Figure
@@ -89,7 +89,7 @@ def reproduce(
       name: of the recipe.
       recipes: all there are, by name.
       full: the paper's setting instead of the small one.
-      out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is gone on with.
+      out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is resumed.
       data_dir, progress: as in `jfcl run`.
       changes: entries of the setting to change, such as `rounds=40`; `None` leaves one as it is.
 
@@ -141,7 +141,7 @@ def reproduce(
 
 
 def _check_setting(out: Path, asked: dict[str, Any]) -> None:
-    """Notes in `out` what is done there; `ValueError` if it was something else, whose parts would be taken for ours."""
+    """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting."""
     file = out / "setting.json"
     there = read_json(file) if file.exists() else asked
     differ = [f"{k}: {there.get(k)}, asked for {asked.get(k)}" for k in asked | there if there.get(k) != asked.get(k)]

@@ -22,7 +22,7 @@ class Cohort(NamedTuple):
       ids: `[C]`, ascending.
       size: `[C]` int32, 0 for clients that did not answer.
       clients: on the device.
-      asked, dropped, cut: the numbers of clients that were asked, that did not answer, and that answered too late.
+      `asked`, `dropped`, `cut`: the numbers of clients that were drawn, did not answer, and answered too late.
     """
 
     ids: np.ndarray

@@ -15,7 +15,7 @@ from jfcl.analysis import metrics
 SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
 EVENTS = ("split_from", "capacity_reached", "overflowed")
 SERVE = ("loss", "state")
-MOST_LISTED = 1000  # clients whose clusters are listed in records; more would make metrics.jsonl unwieldy
+MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
 
 
 class Subjects(NamedTuple):

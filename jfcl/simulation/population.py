@@ -98,8 +98,9 @@ def simulate_population(
       sampling, strata: as in `jfcl.simulation.cohorts.make_sampler`.
       dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
         examples, and its row stays as it is.
-      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are asked, and the first `C` answers, in
-        random order, make up the round. The others are cut: they count as asked, but their work and bytes do not count.
+      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn, and the first `C` answers, in
+        random order, make up the round. The others are cut: they count as drawn (`asked`), but their work and bytes do
+        not count.
       remember: `R`, for a method that keeps each client's last update (`cfl` with `cohort=C`): the number of clients
         outside the cohort, those with the latest updates, that are compared with the cohort. Default: 1,000, or all.
         Their rows, which hold the updates, are copied to the device in every round; their examples are not.
@@ -151,7 +152,7 @@ def simulate_population(
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
     check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
     asked = round(cohort * (1 + stragglers))
-    check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients asked are among the {n} there are")
+    check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients drawn are among the {n} there are")
     sampler = make_sampler(store, asked, sampling, strata)
     check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
@@ -299,7 +300,7 @@ def _check_algorithm(
     else:
         same = split_state(join, store, count)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
-        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init whose states have the same shapes")
+        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init with states of the same shapes")
     if algorithm.check is not None:  # on the hardest clients, those with the fewest examples
         sizes = store.sizes().astype(np.int64)
         order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)

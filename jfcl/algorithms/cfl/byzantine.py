@@ -35,8 +35,8 @@ def byzantine_cfl(
     """Trains one model for the benign majority: excludes the smaller side of each bipartition below a threshold.
 
     Every round the optimal bipartition of the remaining clients is computed; if `α_cross < threshold`, its smaller side
-    is excluded for ever. Random updates have similarities of the order of `1/√D`, so the paper's threshold needs models
-    of many more than 2,500 parameters.
+    is excluded permanently. Random updates have similarities of the order of `1/√D`, so the paper's threshold needs
+    models of many more than 2,500 parameters.
 
     Args:
       task, training, init_params, adversary, aggregator, client_axis: as in `jfcl.cfl`.

@@ -95,7 +95,7 @@ def cfl(
       min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
       min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
         edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
-      min_examples: clients with fewer have no voice: norms, thresholds, units and bipartitions are those of the others.
+      min_examples: clients with fewer are left out of norms, thresholds, units and bipartitions.
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The
         mean of the others alone does not quite vanish; where small clients hold many examples together, raise `ε₁`.)
@@ -236,7 +236,7 @@ def _check_sizes(
     size = np.asarray(clients.size)
     if clients.id is None and jax.process_count() == 1:
         largest, able = int(size.max()), int((size >= min_examples).sum())
-        accepted = f"at most the {largest} examples of the largest client; clients with fewer have no voice"
+        accepted = f"at most the {largest} examples of the largest client; splits are decided by larger clients"
         check(min_examples <= largest, "min_examples", min_examples, accepted)
         of_these = (
             f"{able} clients" if min_examples == 1 else f"{able} clients with min_examples={min_examples} or more"

@@ -111,7 +111,7 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
     capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
     phases.check_at_most_clients("max_clusters", capacity, clients)
     phases.check_at_most_clients("cohort", rules.cohort, clients)
-    accepted = f"at most the {m} examples of the largest client; clients with fewer have no voice"
+    accepted = f"at most the {m} examples of the largest client; splits are decided by larger clients"
     check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)

@@ -35,7 +35,7 @@ class Rules(NamedTuple):
       tree_dim: numbers kept of an update at a split.
       recursive: stationary clusters that are not split are final.
       min_size: least number of clients on either side.
-      min_examples: clients with fewer have no voice.
+      min_examples: clients with fewer do not influence decisions.
       linkage: of `jfcl.kernels.bipartition.LINKAGES`.
       cohort: clients in each round, or None for all.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
