@@ -221,7 +221,7 @@ def test_a_method_that_was_told_of_all_clients_is_asked_with_all(options):
     clients = jax.tree.map(lambda x: np.repeat(x, 20, axis=0), problem()[0])  # 140, of which 64 would do
     _, _, task, training = problem()
     algorithm = jfcl.fedavg(task, training, client_axis=jax.vmap, **options)
-    assert probe._takes(algorithm, clients, 64) == (options["cohort"] is None)
+    assert probe._supports(algorithm, clients, 64) == (options["cohort"] is None)
     assert probe.seconds_per_client(algorithm, clients, jax.vmap, 64) > 0
 
 

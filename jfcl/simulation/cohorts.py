@@ -153,7 +153,7 @@ class CohortStream:
         self._thread.shutdown()
 
     def take(self, t: int) -> Cohort:
-        """Returns the cohort of round `t`, the one after the last round taken; raises what the thread raised."""
+        """Returns the cohort of round `t`, the one after the last round taken; raises the errors of the thread."""
         coming = self._coming or self._thread.submit(self._prepare, t)
         cohort = coming.result()
         self._coming = self._thread.submit(self._prepare, t + 1) if t < self._last else None

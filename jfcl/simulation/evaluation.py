@@ -1,4 +1,4 @@
-"""What an evaluation measures, and the records and final arrays that follow from it, for every kind of simulation."""
+"""The results of an evaluation, and the records and final arrays made of them, for every kind of simulation."""
 
 from __future__ import annotations
 

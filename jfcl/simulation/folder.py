@@ -230,7 +230,7 @@ class RunFolder:
     # ---- Writing ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Makes the first change of a resumed run: removes what follows the checkpoint that `restore` has found."""
+        """Makes the first change of a resumed run: removes all that follows the checkpoint of `restore`."""
         files.sign(self.lock_path)
         if self._config is not None:
             write_json(self.path / "config.json", self._config)
@@ -307,7 +307,7 @@ class RunFolder:
         """Returns the latest checkpoint, with a state of the structure of `like`; `None` if there is none.
 
         If the latest is damaged, the previous one is taken with a warning (unless `any_round` is False). Nothing is
-        changed; `begin` then removes what follows the checkpoint, since those rounds run again.
+        changed; `begin` then removes all that follows the checkpoint, since those rounds run again.
 
         Raises:
           ValueError: a checkpoint of another model, number of clients or version; only damaged checkpoints; lines of

@@ -18,7 +18,7 @@ from jfcl.core import Algorithm, Clients, PyTree, check, check_count
 from jfcl.execution import hosts
 from jfcl.simulation.evaluation import EVENTS, Assessment, make_records
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.progress import Watch, stop_if_diverged, stop_if_nothing_came, warn_if_never_examined
+from jfcl.simulation.progress import Watch, stop_if_all_nonfinite, stop_if_diverged, warn_if_never_examined
 
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
@@ -168,7 +168,7 @@ def run_rounds(
         has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
         stop_if_diverged(block.finite, done, seeds, folder)
         if (is_evaluated or not backend.resident) and not has_ended:  # no client trains after the end
-            stop_if_nothing_came(block.values, done, seeds, folder)
+            stop_if_all_nonfinite(block.values, done, seeds, folder)
         backend.commit()
         totals = _add(totals, block)
 

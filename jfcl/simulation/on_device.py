@@ -98,7 +98,7 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 def _evaluate(params, cluster, clients, learners, *, task, seed_axis, client_axis, by_loss):
     """Evaluates the models `params[cluster]`, or those of lowest loss.
 
-    The loss is that on `clients` (`by_loss`), or that on `learners`, the clients in training, where they are given.
+    With `by_loss`, the loss is that on `clients`. With `learners`, the clients in training, it is that on `learners`.
     """
 
     def one_seed(params, cluster):
@@ -162,7 +162,7 @@ class OnDevice:
     def place(self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str) -> None:
         """Moves the clients and the subjects of evaluations to the devices, if the memory suffices.
 
-        What a round refuses is refused here, before anything is computed.
+        Raises every `ValueError` of a round before anything is computed.
         """
         n, client_axis, seed_axis, made = self._n, self._client_axis, self._seed_axis, self._made
 

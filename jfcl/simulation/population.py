@@ -184,7 +184,6 @@ def simulate_population(
         return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)
 
     last = num_rounds if stop_after is None else min(num_rounds, stop_after)
-
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch, CohortStream(prepare, last) as stream:
         # Begin or resume.

@@ -37,4 +37,4 @@ def clear_programs() -> None:
         parameter_tree._assign,
     ):
         compiled.clear_cache()
-    gc.collect()  # programs and what is kept with them refer to each other
+    gc.collect()  # programs and the objects kept with them refer to each other

@@ -148,7 +148,7 @@ def stop_if_diverged(finite: Any, t: int, seeds: Sequence, folder: RunFolder | N
         raise _diverged(t, seeds[s], "a model is no longer finite", folder)
 
 
-def stop_if_nothing_came(values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
+def stop_if_all_nonfinite(values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
     """`DivergedError` if, by the metrics of a round, `[R]` each, all updates of participants were not finite."""
     if "nonfinite" in values and "participants" in values:
         bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])

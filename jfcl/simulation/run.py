@@ -139,7 +139,7 @@ def simulate(
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch:
-        # Place the data; up to here a refusal leaves no trace on the disk.
+        # Place the data. Up to the next step a refusal leaves no trace on the disk.
         backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
         first = None if state is None else _first_state(state, backend.like, single)
         backend.place(test_clients, newcomers, true_cluster, serve)

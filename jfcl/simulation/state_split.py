@@ -1,4 +1,4 @@
-"""The division of a state into what all clients share, and rows of clients, which change with the cohort."""
+"""The division of a state into arrays that all clients share, and rows of clients, which change with the cohort."""
 
 from __future__ import annotations
 
