@@ -180,11 +180,11 @@ X = np.zeros((2, 3), np.float32)
         ([{"x": X}, {"y": X}], {}, "client 1 must be of the names"),
         ([{"x": X}, {"x": X * np.nan}], {}, "client 1: x must be finite"),
         ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be integers of shape \(1,\)"),
-        ([{"x": X + 2}], {"stored": {"x": ("uint8", 255.0)}}, "client 0: x must be what"),
+        ([{"x": X + 2}], {"stored": {"x": ("uint8", 255.0)}}, "client 0: x must be within the range"),
         ([{"x": X}], {"stored": {"z": ("uint8",)}}, "stored must be among"),
         ([{"x": X}], {"stored": {"x": ("float16", 255.0)}}, "stored of x must be a type alone"),
         ([{"x": X.astype(int)}], {"stored": {"x": ("uint8", 1.0, -5.0)}}, "stored of x must be a type alone"),
-        ([{"rows": X}], {}, "not the store's own"),
+        ([{"rows": X}], {}, "that the store does not use itself"),
         ([{"x": np.array(["a"])}], {}, "must be numbers"),
     ],
 )
@@ -305,7 +305,7 @@ def test_later_clients_are_not_rounded_to_the_firsts_type(tmp_path):
     for i, (first, later, words) in enumerate(
         [
             (np.int32([[1, 2]]), np.float32([[0.5, 1.7]]), "client 1: x must be whole numbers"),
-            (np.float32([[1, 2]]), np.float64([[1e300, 0]]), "client 1: x must be what"),
+            (np.float32([[1, 2]]), np.float64([[1e300, 0]]), "client 1: x must be within the range"),
         ]
     ):
         with pytest.raises(ValueError, match=words):
