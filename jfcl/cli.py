@@ -13,11 +13,11 @@ from rich.text import Text
 
 from jfcl.execution import hosts
 from jfcl.experiments.commands import COMMANDS
-from jfcl.experiments.flags import LISTS, build_parser
+from jfcl.experiments.flags import build_parser
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError
 
-__all__ = ["COMMANDS", "LISTS", "build_parser", "main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 LONGEST_MESSAGE = 4000  # characters
 

@@ -20,6 +20,7 @@ from jfcl import cli
 from jfcl.core.files import json_bytes, seal
 from jfcl.experiments import Config, load_run, run
 from jfcl.experiments.setups import make_training, matmul_precision
+from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder, identity
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
@@ -566,7 +567,7 @@ def test_a_run_can_be_used_where_it_could_not_be_made(finished, tmp_path):
     np.testing.assert_array_equal(found.cluster, load_run(finished / "ifca").cluster)
 
 
-@pytest.mark.parametrize("what", cli.LISTS)
+@pytest.mark.parametrize("what", lists())
 def test_every_list(what, capsys):
     assert cli.main(["list", what]) == 0
     assert capsys.readouterr().out.startswith(what)

@@ -71,7 +71,7 @@ METHODS = {
     "local": Method(local_only, "every client trains alone, nothing is sent"),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restart_rounds": 5}),
-    "cfl": Method(cfl, "clusters whose clients pull apart are split in two (Sattler et al. 2021)"),
+    "cfl": Method(cfl, "clusters of conflicting updates are split in two (Sattler et al. 2021)"),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
         federated_clustering,

@@ -13,18 +13,8 @@ from jfcl.algorithms import METHODS
 from jfcl.core import check_choice
 from jfcl.core.options import OneOf, Option
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+from jfcl.experiments.tables import lists
 
-LISTS = (
-    "methods",
-    "datasets",
-    "models",
-    "heterogeneities",
-    "partitions",
-    "augmentations",
-    "attacks",
-    "aggregators",
-    "recipes",
-)
 EXAMPLES = """examples:
   jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
   jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
@@ -177,7 +167,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
     listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
-    listing.add_argument("what", nargs="?", metavar="WHAT", help=", ".join(LISTS))
+    listing.add_argument("what", nargs="?", metavar="WHAT", help=", ".join(lists()))
     _add_reproduce(commands)
     _add_bench(commands)
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
