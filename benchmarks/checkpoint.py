@@ -67,12 +67,12 @@ def main() -> None:
     rows = [
         {
             "what": what,
-            "GB": size / 1e9,
-            "seconds (median)": float(np.median(times)),
+            "gb": size / 1e9,
+            "seconds": float(np.median(times)),
             "fastest": min(times),
             "slowest": max(times),
-            "GB/s": size / 1e9 / float(np.median(times)),
-            "speed / plain write": float(floor / np.median(times)),
+            "gb/s": size / 1e9 / float(np.median(times)),
+            "speed_of_plain_write": float(floor / np.median(times)),
         }
         for what, times in found.items()
     ]

@@ -25,6 +25,7 @@ TABLES = {
     "precision-cpu-2-cores": "case products accuracy spread same_cluster",
     "cfl-round-cpu-2-cores": "clients parameters what seconds share_of_training gflops memory_mb updates_mb",
     "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s peak temporary_mb",
+    "checkpoint-cpu-2-cores": "what gb seconds fastest slowest gb/s speed_of_plain_write",
     "federated-clustering-cpu-2-cores": "clients what seconds us_per_pair gflops peak_mb times_torch",
 }
 
