@@ -82,7 +82,7 @@ def test_a_sweep_has_a_row_for_every_combination():
 def test_rounds_that_would_take_too_long_or_too_much_memory_are_left_out(monkeypatch):
     small, large = bench.sweep(**TINY, clients=[2, 4], seconds=1e-9)["rows"]
     assert "client_steps/s" in small and large["left_out"].startswith("takes") and "seconds" not in large
-    monkeypatch.setattr(bench.mapping, "free_memory", lambda: 0.0)
+    monkeypatch.setattr(bench.memory, "free_memory", lambda: 0.0)
     (row,) = bench.sweep(**TINY, clients=[2])["rows"]
     assert row["left_out"].startswith("needs") and "seconds" not in row
     assert len(plots.throughput([row]).axes) == 1  # nothing to draw is no error
@@ -110,7 +110,7 @@ def test_all_mappings_do_the_same_round():
         ({"clients": []}, "clients must be at least one number"),
         ({"clients": [10, 0]}, "clients must be an integer, at least 1, got 0"),
         ({"local_steps": 0}, "local_steps must be an integer, at least 1, got 0"),
-        ({"seconds": 0}, "seconds must be positive, got 0"),
+        ({"seconds": 0}, "seconds must be positive and finite, got 0"),
         ({"methods": ["ifca"], "clients": [3], "clusters": 4}, "clusters must be at most the 3 clients there are"),
     ],
 )

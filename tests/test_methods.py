@@ -182,7 +182,7 @@ def changes_types(good, key, state, clients):
     [
         (forgets_bytes, "metrics must have loss"),
         (counts_padding, "padding clients must not change a model"),
-        (looks_at_padding, "padding examples must not change a bit"),
+        (looks_at_padding, "padding (examples|clients) must not change"),
         (changes_types, "keep the state's shapes and types"),
     ],
 )
