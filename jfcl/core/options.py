@@ -166,6 +166,7 @@ def options_of(function: Callable) -> dict[str, Option]:
     return found
 
 
+@functools.cache
 def argument_texts(documented: Any) -> dict[str, str]:
     """Returns the entries of the `Args` or `Attributes` section of a docstring, by name.
 

@@ -131,7 +131,8 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     # Read and check the options.
     _check_folders(args, "out", "data_dir", "config", "coordinator")
     check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
-    flags = {name: value for name, value in vars(args).items() if name in all_options()}
+    known = all_options()
+    flags = {name: value for name, value in vars(args).items() if name in known}
     options = (read_config(args.config) if args.config else {}) | flags
     options |= {"method": args.method} if args.method else {}
     if "method" not in options:
