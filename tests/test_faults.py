@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest
 import warnings
 from functools import cache
 from pathlib import Path
@@ -228,21 +229,30 @@ def operations(monkeypatch, folder, action):
     return disk.count
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 9])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_an_error_of_the_disk_at_any_operation_costs_nothing(code, every, monkeypatch, tmp_path):
-    total = operations(monkeypatch, tmp_path / "0" / "run", extend)
+def fail_at_every(every, code, action, check, monkeypatch, tmp_path):
+    """Repeats `action(folder)` with an error at one operation, another in each folder, and checks what it leaves."""
+    total = operations(monkeypatch, tmp_path / "0" / "run", action)
+    assert total > 100
     for number in range(1, total + 1, every):
         folder = tmp_path / f"{number}" / "run"
         folder.parent.mkdir(exist_ok=True)
         with monkeypatch.context() as patched:
             Disk(patched, folder.parent, before=failing(number, code))
             try:
-                extend(folder)
+                action(folder)
             except OSError as error:
                 assert error.errno == code
+        check(folder)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_an_error_of_the_disk_at_any_operation_costs_nothing(code, every, monkeypatch, tmp_path):
+    def check(folder):
         check_right(resume_or_begin(folder))
         runs.verify_results(folder)
+
+    fail_at_every(every, code, extend, check, monkeypatch, tmp_path)
 
 
 def test_a_finished_run_that_is_resumed_on_a_full_disk_stays_finished(monkeypatch, tmp_path):
@@ -294,18 +304,7 @@ def check_population(folder):
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_an_error_of_the_disk_below_the_rows_of_clients_costs_nothing(code, every, monkeypatch, tmp_path):
-    total = operations(monkeypatch, tmp_path / "0" / "run", run_population)
-    assert total > 100
-    for number in range(1, total + 1, every):
-        folder = tmp_path / f"{number}" / "run"
-        folder.parent.mkdir(exist_ok=True)
-        with monkeypatch.context() as patched:
-            Disk(patched, folder.parent, before=failing(number, code))
-            try:
-                run_population(folder)
-            except OSError as error:
-                assert error.errno == code
-        check_population(folder)
+    fail_at_every(every, code, run_population, check_population, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
@@ -550,6 +549,16 @@ def test_a_run_of_another_version_is_resumed_with_a_warning(tmp_path):
         check_right(run(tmp_path, resume=True))
 
 
+def test_a_run_that_is_resumed_with_another_mapping_says_so(tmp_path):
+    folder = runs.RunFolder.create(tmp_path, {"chunk": None, "devices": 2, "num_rounds": 3})
+    folder.close()
+    for chunk, devices, words in ((4, 2, r"\(chunk: it has None, asked for 4\)"), (None, 1, r"\(devices: it has 2")):
+        config = {"chunk": chunk, "devices": devices, "num_rounds": 3}
+        with pytest.warns(UserWarning, match=r"is resumed with another mapping " + words):
+            runs.RunFolder.reopen(tmp_path, config).close()
+    runs.RunFolder.reopen(tmp_path, {"chunk": None, "devices": 2, "num_rounds": 3}).close()  # warnings are errors here
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     run(tmp_path, stop_after=2)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -699,4 +708,6 @@ def test_the_folder_for_long():
         pass
 
     Long.TestCase.settings = settings(FAST, max_examples=300, stateful_step_count=20)
-    Long.TestCase().runTest()
+    outcome = unittest.TestResult()
+    Long.TestCase().run(outcome)
+    assert outcome.testsRun == 1 and outcome.wasSuccessful(), outcome.errors + outcome.failures

@@ -1,3 +1,4 @@
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -266,7 +267,10 @@ def test_schedules_that_restart_are_warned_of(optimizer):
     ids=["adamw", "sgd", "injected", "noise", "masked"],
 )
 def test_other_counters_are_not_warned_of(optimizer):
-    local_training(optimizer, num_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = local_training(optimizer, num_steps=1)
+    assert not caught and training.optimizer is optimizer
 
 
 # ---- Noise of an optimiser -----------------------------------------------------------------------------------------

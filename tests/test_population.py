@@ -504,7 +504,9 @@ def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
     straight = population(METHODS["ditto"], out=tmp_path / "whole", rows_in_memory=0)
     population(METHODS["ditto"], stop_after=1, **options)
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first
-    same(straight.state, population(METHODS["ditto"], resume=True, **options).state)
+    again = population(METHODS["ditto"], resume=True, **options)
+    same(straight.state, again.state)
+    assert again.rounds == 6 and again.records == straight.records
 
 
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ from jfcl.simulation.progress import warn_once
 
 
 def build(algorithm, hyperparams) -> Algorithm:
+    """Returns the algorithm, made from `hyperparams` where `algorithm` is a function of them."""
     return algorithm if hyperparams is None else algorithm(**hyperparams)
 
 

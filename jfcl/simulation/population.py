@@ -164,7 +164,7 @@ def simulate_population(
 
     # Check that the method and the memory suffice.
     remember, split, shapes = _divide(algorithm, store, cohort, join, remember)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     memory.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
 

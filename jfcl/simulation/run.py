@@ -118,7 +118,7 @@ def simulate(
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     check_choice("serve", serve, SERVE)
-    client_axis = mapping.auto() if client_axis is None else client_axis
+    client_axis = mapping.or_auto(client_axis)
     _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
 
