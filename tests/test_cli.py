@@ -279,7 +279,7 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
     before = jax.config.jax_default_matmul_precision
     assert cli.main(["run", "ifca", *QUICK, *options]) == 0
     assert seen == [wanted] and jax.config.jax_default_matmul_precision == before
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setitem(matmul_precision.__globals__, "platform", lambda: "gpu")
     on_accelerator = {"bfloat16": "BF16_BF16_F32"}
     assert matmul_precision(options[-1] if options else "float32") == on_accelerator.get(wanted, wanted)
 

@@ -34,6 +34,7 @@ from jfcl.core import (
     is_finite,
     num_bytes,
     num_clients,
+    platform,
     random_order,
 )
 from jfcl.core.options import Range
@@ -309,4 +310,4 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
 
 def models_at_once(num_bytes: int) -> mapping.Mapping:
     """Returns the default mapping: one model at a time on a CPU, on an accelerator as many as `MEMORY` holds."""
-    return mapping.chunked(1 if jax.default_backend() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))
+    return mapping.chunked(1 if platform() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))

@@ -27,6 +27,7 @@ from jfcl.core.clients import (
     take_clients,
 )
 from jfcl.core.parameters import get_parameter, is_finite, num_bytes, path_name, set_parameter
+from jfcl.core.platforms import by_platform, platform
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, dense_start
 
@@ -42,6 +43,7 @@ __all__ = [
     "Task",
     "aligned_zeros",
     "attack_key",
+    "by_platform",
     "check",
     "check_at_most_clients",
     "check_choice",
@@ -63,6 +65,7 @@ __all__ = [
     "num_bytes",
     "num_clients",
     "path_name",
+    "platform",
     "random_order",
     "server_key",
     "set_parameter",

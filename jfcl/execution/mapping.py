@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients
+from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients, platform
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -128,14 +128,24 @@ def client_mesh(num_devices: int | None = None) -> Mesh:
     return Mesh(np.array(devices[:wanted]), ("clients",), axis_types=(AxisType.Auto,))
 
 
+def platform_of(client_axis: Mapping | None) -> str:
+    """Returns the platform of a mapping's devices: that of its mesh, or of the default device where it has none.
+
+    Example:
+      >>> platform_of(sharded(client_mesh())) == platform_of(None) == jax.devices()[0].platform
+      True
+    """
+    return platform(client_axis.mesh.devices.flat if isinstance(client_axis, sharded) else None)
+
+
 def auto() -> Mapping:
-    """Returns the mapping for the default backend: one client at a time on a CPU, all at once on an accelerator.
+    """Returns the mapping for the default device: one client at a time on a CPU, all at once on an accelerator.
 
     Example:
       >>> auto()(lambda x: x + 1)(jnp.zeros(3)).tolist()
       [1.0, 1.0, 1.0]
     """
-    return chunked(1) if jax.default_backend() == "cpu" else jax.vmap
+    return chunked(1) if platform() == "cpu" else jax.vmap
 
 
 def or_auto(client_axis: Mapping | None) -> Mapping:

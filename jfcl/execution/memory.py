@@ -58,13 +58,13 @@ def check_memory(
         free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
     if isinstance(client_axis, mapping.sharded):
         inner = client_axis.inner  # the devices that a CPU is divided into share its memory
-        parts = jax.process_count() if jax.default_backend() == "cpu" else client_axis.mesh.size
+        parts = jax.process_count() if mapping.platform_of(client_axis) == "cpu" else client_axis.mesh.size
 
     def size(tree, skip=0):
         return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
     if copies is None:
-        copies = 0 if jax.default_backend() == "cpu" and inner is client_axis else 1
+        copies = 0 if mapping.platform_of(client_axis) == "cpu" and inner is client_axis else 1
     data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     check(

@@ -27,6 +27,7 @@ from jfcl.core import (
     check_labels,
     client_ids,
     max_examples,
+    platform,
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
@@ -254,7 +255,7 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
 def matmul_precision(name: str) -> str:
     """Returns the name of a `--precision` in JAX: XLA's CPU backend refuses some products in the BF16 of GPUs."""
     check_choice("precision", name, PRECISIONS)
-    return "bfloat16" if name == "bfloat16" and jax.default_backend() == "cpu" else PRECISIONS[name]
+    return "bfloat16" if name == "bfloat16" and platform() == "cpu" else PRECISIONS[name]
 
 
 def _mesh(config: Config):
@@ -263,7 +264,7 @@ def _mesh(config: Config):
 
 def candidates(config: Config) -> dict[str, mapping.Mapping]:
     """Returns the mappings that a probe compares: of one device, and of all where there are several."""
-    sizes = (1, 4, 16) if jax.default_backend() == "cpu" else (32, 256)
+    sizes = (1, 4, 16) if platform() == "cpu" else (32, 256)
     inner = {f"chunked({size})": mapping.chunked(size) for size in sizes if size < config.clients}
     inner |= {"vmap": jax.vmap}
     mesh = _mesh(config)

@@ -92,7 +92,7 @@ def kmeans(
     concrete = is_computable(points, mask, key)
     check(concrete or implementation != "sklearn", "implementation", implementation, "another one inside jit")
     refuse_nonfinite([points], name="points", rows_that_count=mask)
-    small = concrete and points.size <= SKLEARN_BELOW and jax.default_backend() == "cpu"
+    small = concrete and points.size <= SKLEARN_BELOW and next(iter(points.devices())).platform == "cpu"
     if implementation == "sklearn" or (implementation == "auto" and small):
         return _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask)
     return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)

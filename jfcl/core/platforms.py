@@ -1,0 +1,44 @@
+"""The platform that a computation runs on: a CPU has the fastest form of one kind, accelerators of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def by_platform(*args: Any, cpu: Callable[..., Any], accelerator: Callable[..., Any]) -> Any:
+    """Returns `cpu(*args)` in a program for a CPU, and `accelerator(*args)` in one for a GPU or TPU.
+
+    The program's own platform decides, not that of this machine: a program that is compiled here for a TPU contains
+    `accelerator` alone. Both functions are traced, so they should be small.
+
+    Args:
+      args: pytrees of arrays.
+      cpu, accelerator: the two forms, with results of equal structure, shapes and dtypes.
+
+    Raises:
+      TypeError: results of different structures, shapes or dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> by_platform(jnp.arange(3.0), cpu=jnp.sum, accelerator=lambda x: x @ jnp.ones(3)).tolist()
+      3.0
+    """
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=accelerator)
+
+
+def platform(devices: Any = None) -> str:
+    """Returns the platform of `devices`: `"cpu"`, `"gpu"` or `"tpu"`; default: that of the default device.
+
+    Example:
+      >>> platform(jax.devices("cpu"))
+      'cpu'
+    """
+    if devices is None:
+        default = jax.config.jax_default_device
+        if default is None:
+            return jax.devices()[0].platform
+        return default if isinstance(default, str) else default.platform
+    return next(iter(devices)).platform
