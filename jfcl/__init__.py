@@ -35,7 +35,7 @@ from jfcl.client import augment
 from jfcl.client.local import local_training
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Task, stack_clients
 from jfcl.execution import hosts, mapping
-from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded
+from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
 from jfcl.simulation import (
     DivergedError,
     History,
@@ -101,5 +101,6 @@ __all__ = [
     "stack_clients",
     "testing",
     "theory",
+    "use_all_cores",
     "with_restarts",
 ]

@@ -18,7 +18,9 @@ import pytest
 import jfcl
 from jfcl import cli
 from jfcl.core.files import json_bytes, seal
-from jfcl.experiments import Config, load_run, run
+from jfcl.experiments import Config, commands, load_run, run
+from jfcl.experiments.config import all_options
+from jfcl.experiments.flags import build_parser
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder, identity
@@ -737,3 +739,17 @@ def test_momentum_of_zero_is_zero():
     ]
     np.testing.assert_array_equal(losses[0], losses[1])
     assert not np.array_equal(losses[0], losses[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [([], [6]), (["--clients", "4"], [4]), (["--mapping", "vmap"], []), (["--devices", "3"], [3])],
+)
+def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wanted):
+    divided = []
+    monkeypatch.setattr(commands.mapping, "divide_cpu", divided.append)
+    monkeypatch.setattr(commands.mapping, "num_cores", lambda: 6)
+    args = build_parser().parse_args(["run", "fedavg", *options])
+    flags = {name: value for name, value in vars(args).items() if name in all_options()}
+    commands._find_devices(args, Config(**flags))
+    assert divided == wanted

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfcl.core import Clients
+from jfcl.execution import mapping as client_mapping
 from jfcl.execution.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 
 
@@ -141,3 +142,20 @@ def test_what_is_no_mesh_and_devices_inside_devices():
         sharded(None)(lambda x: x)(jnp.zeros(2))
     with pytest.raises(ValueError, match="inner must be the mapping of one device's clients"):
         sharded(client_mesh(), pmapped())(lambda x: x)(jnp.zeros(2))
+
+
+def test_all_cores_are_devices_or_the_reason_is_said(monkeypatch):
+    """`use_all_cores` divides the clients; it refuses where JAX has started with one device for several cores."""
+    divided = []
+    monkeypatch.setattr(client_mapping, "divide_cpu", divided.append)
+    monkeypatch.setattr(client_mapping, "num_cores", lambda: 6)
+    mapped = client_mapping.use_all_cores()  # the tests run on two devices
+    assert divided == [6] and mapped == sharded(client_mesh(2)) and client_mapping.idle_cores() == 0
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert client_mapping.idle_cores() == 5
+    with pytest.raises(RuntimeError, match="one device for 6 cores; call"):
+        client_mapping.use_all_cores()
+    monkeypatch.setattr(client_mapping, "num_cores", lambda: 1)
+    assert client_mapping.use_all_cores() == auto()
+    monkeypatch.setattr(client_mapping, "platform", lambda devices=None: "tpu")
+    assert client_mapping.use_all_cores() is jax.vmap

@@ -16,7 +16,7 @@ import pytest
 import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
-from jfcl.simulation import loop, on_device
+from jfcl.simulation import loop, on_device, progress
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -162,10 +162,10 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         counts = []
 
         def counted(*args, counts=counts, **options):
-            if not isinstance(args[3], jax.core.Tracer):  # a first look at what a round would refuse
-                counts.append(int(args[3]))
+            counts.append(int(args[3]))
             return advance(*args, **options)
 
+        counted.lower = advance.lower
         monkeypatch.setattr(on_device, "_advance", counted)
         history = sim(algorithm=algorithm, num_rounds=40, eval_every=20)
         seen.append((counts, history))
@@ -409,3 +409,38 @@ def test_cleared_programs_are_compiled_again():
     with count_compilations() as compiled:
         second = sim(num_rounds=1)
     assert compiled.count >= 3 and equal(first.state, second.state)  # init, rounds, evaluation
+
+
+def test_a_program_is_compiled_once_and_ahead():
+    """The programs of a run are compiled side by side before they are called, and never again."""
+    compiled = []
+
+    def note(event, duration, fun_name="", **_):
+        if event.endswith("backend_compile_duration") and fun_name.startswith("jit(_"):
+            compiled.append((fun_name, threading.current_thread().name.split("_")[0]))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for axis in (jfcl.chunked(1), jfcl.sharded(jfcl.client_mesh(2))):
+            jfcl.clear_programs()
+            algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, client_axis=axis)
+            for _ in range(2):
+                sim(algorithm=algorithm, num_rounds=3, client_axis=axis, test_clients=CLIENTS)
+            ours = [row for row in compiled if row[0] in ("jit(_init)", "jit(_advance)", "jit(_evaluate)")]
+            assert sorted(ours) == [
+                ("jit(_advance)", "compile"),
+                ("jit(_evaluate)", "compile"),
+                ("jit(_init)", "MainThread"),
+            ]
+            compiled.clear()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_hint_of_idle_cores_comes_once(monkeypatch):
+    monkeypatch.setattr(progress.mapping, "idle_cores", lambda: 1)
+    monkeypatch.setattr(progress, "LONG_SECONDS", -1.0)
+    progress._warn_of_idle_cores.cache_clear()
+    with pytest.warns(UserWarning, match="client_axis=jfcl.use_all_cores"):
+        sim(num_rounds=1, client_axis=jfcl.chunked(1))
+    sim(num_rounds=1, client_axis=jfcl.chunked(1))  # a second warning would be an error

@@ -14,6 +14,8 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ Mapping = Callable[..., Callable[..., Any]]
 # Chunks that are summed separately before their sums are added. In float32, the error of a sum that grows by one client
 # at a time is 3e-5 after 10,000 clients, and 1e-2 after a million.
 BLOCK = 1024
+MOST_CPU_DEVICES = 1024  # more take long to start, and are of no use
 
 
 class chunked(NamedTuple):
@@ -102,14 +105,64 @@ def _kept_only(mapping: Mapping, fn: Callable[..., Any], in_axes: Any) -> Callab
     return lambda *args: reduced(*args)[1]
 
 
+def num_cores() -> int:
+    """Returns the number of CPU cores that this process may use.
+
+    Example:
+      >>> num_cores() >= 1
+      True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def divide_cpu(count: int) -> None:
+    """Divides the CPU into `count` devices, if JAX has not started its backend yet; else it keeps its devices."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
+
+
+def use_all_cores() -> Mapping:
+    """Divides the CPU into a device for every core, and returns the mapping that divides the clients among them.
+
+    One client rarely keeps all cores busy; two devices train two clients. Give the mapping to the factory and to
+    `simulate`, both as `client_axis`. On an accelerator, and on one core, it is `auto()`. Call it before JAX is first
+    used; the command line does so by itself. A CPU that is divided already stays as it is.
+
+    Raises:
+      RuntimeError: JAX has already started, with a single device.
+
+    Example:
+      >>> client_axis = use_all_cores()
+      >>> client_axis(lambda x: x + 1)(jnp.zeros(3)).tolist()
+      [1.0, 1.0, 1.0]
+    """
+    divide_cpu(num_cores())
+    if idle_cores():
+        raise RuntimeError(
+            f"jax has started with one device for {num_cores()} cores; call jfcl.use_all_cores() before anything that"
+            " uses jax, in a new process"
+        )
+    return auto() if platform() != "cpu" or num_cores() == 1 else sharded(client_mesh())
+
+
+def idle_cores() -> int:
+    """Returns the number of cores without a device of their own where the CPU is one device; else 0.
+
+    Example:
+      >>> idle_cores() < num_cores()
+      True
+    """
+    return num_cores() - 1 if platform() == "cpu" and jax.device_count() == 1 else 0
+
+
 def client_mesh(num_devices: int | None = None) -> Mesh:
     """Returns a mesh with one axis, `"clients"`, over the first `num_devices` devices of all processes (default: all).
 
     The devices of a process are adjacent, so that its clients are too. (`jax.make_mesh` orders the devices of a TPU
     slice by their wiring, across processes, for communication between neighbours, which does not occur here.)
 
-    On a CPU there is one device, unless more are forced: by `jax.config.update("jax_num_cpu_devices", 2)` at the
-    beginning of a program, or by `jfcl run --devices 2`.
+    On a CPU there is one device, unless more are forced: by `use_all_cores`, by
+    `jax.config.update("jax_num_cpu_devices", 2)` at the beginning of a program, or by the command line.
 
     Raises:
       ValueError: more devices than there are.

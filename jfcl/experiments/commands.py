@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
 import os
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
 from jfcl.core.options import is_text
-from jfcl.execution import hosts
+from jfcl.execution import hosts, mapping
 from jfcl.experiments import bench, read_run, reproduce, run
 from jfcl.experiments.config import Config, all_options, check_options, from_saved, of_population
 from jfcl.experiments.tables import (
@@ -33,7 +32,6 @@ from jfcl.experiments.tables import (
 from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import write_json
 
-MOST_CPU_DEVICES = 1024  # more take long to start, and are of no use
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {
     "fedavg": {},
@@ -63,12 +61,12 @@ def read_config(path: str) -> dict[str, Any]:
     return check_options(from_saved(raw) if file.suffix == ".json" else raw, where)
 
 
-def _divide_cpu(devices: int | None) -> None:
-    """Divides the CPU into so many devices, before JAX starts its backend."""
+def _divide_cpu(devices: int | None, default: int | None = None) -> None:
+    """Divides the CPU into so many devices, before JAX starts its backend; by default into `default`, or not at all."""
     if devices is not None:
         check_count("devices", devices)
-        with contextlib.suppress(RuntimeError):  # a backend that has started keeps its devices
-            jax.config.update("jax_num_cpu_devices", min(devices, MOST_CPU_DEVICES))
+    if devices or default:
+        mapping.divide_cpu(devices or default)
 
 
 def _check_platform() -> None:
@@ -116,9 +114,10 @@ def _unused(folder: str) -> Path:
     return out
 
 
-def _find_devices(args: argparse.Namespace, devices: int | None) -> None:
+def _find_devices(args: argparse.Namespace, config: Config) -> None:
     """Divides the CPU and connects to the other processes, where the options say so."""
-    _divide_cpu(devices)
+    divides = config.mapping not in ("vmap", "chunked") and args.coordinator is None
+    _divide_cpu(config.devices, min(mapping.num_cores(), config.clients) if divides else None)
     if args.coordinator is not None:
         hosts.connect(args.coordinator, args.num_processes, args.process_id)
     elif args.num_processes is not None or args.process_id is not None:
@@ -141,7 +140,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     (check_values if of_population(config) else validate)(config)  # that of a population needs its store
     _check_out(args.out)
     # Run.
-    _find_devices(args, config.devices)
+    _find_devices(args, config)
     if not hosts.is_first():
         console = Console(quiet=True)
     summary, _, _ = run(
@@ -218,6 +217,7 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
     _check_folders(args, "out", "data_dir")
     _check_out(args.out)
+    _divide_cpu(None, mapping.num_cores())
     _check_platform()
     changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
     result = reproduce(
@@ -283,6 +283,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
     for config in configs:
         validate(config)
+    _divide_cpu(None, mapping.num_cores())
     _check_platform()
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"

@@ -198,7 +198,8 @@ class Run:
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
-      devices: devices to use; a CPU is divided into so many, often faster: try the number of cores.
+      devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one
+        for each core, and a single one with --mapping vmap or chunked.
       precision: precision inside the matrix products of training; no effect on a CPU.
     """
 

@@ -18,7 +18,7 @@ from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
-from jfcl.simulation.progress import warn_once
+from jfcl.simulation.progress import compile_ahead, warn_once
 
 # ---------------------------------------------------------------------------------------------------------------
 # The compiled parts. Algorithm, task and mappings are static: a second call with the same objects compiles nothing.
@@ -199,11 +199,19 @@ class OnDevice:
         models = 1 if hasattr(self.like, "active") else num_models
         self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
 
-        # Shapes.
+        # Programs. A call finds the one that is compiled already, or waits for it.
         self.whole = jax.eval_shape(partial(_init, **self._static), self._keys, self._clients, self._hyperparams)
+        if isinstance(client_axis, mapping.sharded):
+            rows = self._num_rows
+            self.whole = jax.tree.map(lambda x: x.update(sharding=_sharding(x.shape, rows, client_axis)), self.whole)
         one = np.int32(1)
-        args = (self._keys, self.whole, one, one, self._clients, self._hyperparams)
-        jax.eval_shape(partial(_advance, **self._static), *args)
+        programs = [(_advance, (self._keys, self.whole, one, one, self._clients, self._hyperparams), self._static)]
+        for data, learners, by_loss in ((tests, self._learners, False), (newcomers, None, True)):
+            if data is not None and made.task is not None:
+                programs.append(
+                    (_evaluate, (self.whole.params, self.whole.cluster, data, learners), self._how(by_loss))
+                )
+        self._compiling = compile_ahead([program.lower(*args, **how) for program, args, how in programs])
 
     def restore(self, restored: Restored | None) -> Restored:
         """Returns `restored` with its state on the devices; the beginning of a run if it is None."""
@@ -217,6 +225,7 @@ class OnDevice:
 
     def advance(self, state, first, count) -> Block:
         args = (self._keys, state, np.int32(first), np.int32(count), self._clients, self._hyperparams)
+        self._compiling.wait()
         state, values, sums, events, finite = jax.block_until_ready(_advance(*args, **self._static))
         sums, events = hosts.fetch((sums, events))
         totals = {
@@ -248,8 +257,17 @@ class OnDevice:
         """Returns the results of `_evaluate` on `data`, `[R, ...]` each; None without data or task."""
         if data is None or self._made.task is None:
             return None
-        static = {"task": self._made.task, "seed_axis": self._seed_axis, "client_axis": self._client_axis}
-        return _evaluate(state.params, state.cluster, data, learners, by_loss=by_loss, **static)
+        self._compiling.wait()
+        return _evaluate(state.params, state.cluster, data, learners, **self._how(by_loss))
+
+    def _how(self, by_loss: bool) -> dict[str, Any]:
+        """Returns the static arguments of `_evaluate`."""
+        return {
+            "task": self._made.task,
+            "seed_axis": self._seed_axis,
+            "client_axis": self._client_axis,
+            "by_loss": by_loss,
+        }
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +16,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jfcl.execution import mapping
 from jfcl.simulation.folder import RunFolder
+
+LONG_SECONDS = 20.0  # of a run that is worth a hint
 
 
 class DivergedError(RuntimeError):
@@ -40,8 +45,13 @@ class CompileClock:
         # jax calls a list of listeners in the thread that compiles. One listener serves all clocks: if each clock
         # registered its own, its removal from the list would make jax skip the listener of another thread.
         if event.startswith("/jax/core/compile/"):
-            for clock in CompileClock._open.get(threading.get_ident(), ()):
-                clock._count(duration)
+            CompileClock.count(duration)
+
+    @staticmethod
+    def count(duration: float) -> None:
+        """Adds the last `duration` seconds to the clocks that are open in this thread."""
+        for clock in CompileClock._open.get(threading.get_ident(), ()):
+            clock._count(duration)
 
     def _count(self, duration: float) -> None:
         end = time.perf_counter()
@@ -61,6 +71,30 @@ class CompileClock:
                 del self._open[self._thread]
             if not self._open:
                 jax.monitoring.unregister_event_duration_listener(CompileClock._listen)
+
+
+class compile_ahead:
+    """Programs that other threads compile: at once, and while this thread computes.
+
+    XLA compiles one program by one thread. A function that was lowered for the same arguments finds its program when
+    it is called after `wait`. Processes that compile together must do so in the same order: with several of them
+    nothing is compiled ahead.
+    """
+
+    def __init__(self, lowered: Sequence[jax.stages.Lowered]):
+        self._futures = []
+        if jax.process_count() == 1:
+            pool = ThreadPoolExecutor(max(len(lowered), 1), "compile")
+            self._futures = [pool.submit(program.compile) for program in lowered]
+            pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler."""
+        began, futures, self._futures = time.perf_counter(), self._futures, []
+        for future in futures:
+            future.result()
+        if futures:
+            CompileClock.count(time.perf_counter() - began)
 
 
 class Watch:
@@ -189,6 +223,21 @@ def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_c
 
 FEW_ROUNDS = 10  # fewer are too few for a conclusion
 NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
+
+
+def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
+    """Warns, once in a process, after a run of more than `LONG_SECONDS` with one client at a time on one device."""
+    if seconds > LONG_SECONDS and isinstance(client_axis, mapping.chunked) and mapping.idle_cores():
+        _warn_of_idle_cores()
+
+
+@functools.cache
+def _warn_of_idle_cores() -> None:
+    warnings.warn(
+        f"one of {mapping.num_cores()} cores trained most of the time; client_axis=jfcl.use_all_cores(), given to the"
+        " method and to simulate, divides the clients among all",
+        stacklevel=4,
+    )
 
 
 def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:

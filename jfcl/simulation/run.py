@@ -27,7 +27,7 @@ from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.on_device import OnDevice, build
-from jfcl.simulation.progress import Watch
+from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
 
 
 def simulate(
@@ -161,6 +161,7 @@ def simulate(
         final = assessment.of_clients() | {"examples": backend.sizes()}
         seconds, compile_seconds = watch.clock()
         state = backend.result(end.state)
+    warn_if_cores_are_idle(client_axis, seconds)
     if single:
         state = jax.tree.map(lambda x: x[0], state)
     steps = sum(end.totals.get("client_steps", []))
