@@ -751,5 +751,5 @@ def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wa
     monkeypatch.setattr(commands.mapping, "num_cores", lambda: 6)
     args = build_parser().parse_args(["run", "fedavg", *options])
     flags = {name: value for name, value in vars(args).items() if name in all_options()}
-    commands._find_devices(args, Config(**flags))
+    commands._find_devices(args, Config("fedavg", **flags))
     assert divided == wanted
