@@ -83,7 +83,6 @@ def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
 def test_the_page_on_mappings(capsys):
     text = (ROOT / "docs" / "mappings.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    code = code.replace('jax.config.update("jax_num_cpu_devices", 2)\n', "")  # there are two in the tests
     exec(code, {})
     assert capsys.readouterr().out == "41\n"
     for line in re.findall(r"^    (jfcl run [^#\n]*?)(?:\s+#.*)?$", text, flags=re.MULTILINE):
