@@ -1,0 +1,161 @@
+"""Rounds compiled for TPUs and GPUs that are not here: memory, communication, and predicted seconds.
+
+    python benchmarks/targets.py                                    # all cases and targets; some 30 minutes of 2 cores
+    python benchmarks/targets.py --cases ifca-mlp cfl --targets h100
+
+Needs the compilers (docs/plan.md). Nothing is run: memory and collectives are facts of the compiled programs, seconds are
+predictions of `jfcl.execution.cost`. A case that the results hold already is compiled again only with `--again`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from common import RESULTS, cell
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import jfcl
+from jfcl.core import Clients
+from jfcl.execution import targets
+from jfcl.simulation.folder import environment
+
+TARGETS = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2", "h100")
+FILE = RESULTS / "targets.json"
+PICTURE = RESULTS / "targets.png"
+COLUMNS = "case target mapping ms mfu temporaries_gb collectives sent_mb steps".split()
+SCALING = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4")
+
+
+class Case(NamedTuple):
+    """A round of a method.
+
+    Attributes:
+      make: `(task, training, client_axis) -> Algorithm`.
+      model: a flax module.
+      clients, examples: `N` and `M`, of 28 x 28 pixels.
+      steps, batch: of local training; None is the full batch.
+      inner: chunks to compare beside `vmap`; () for the planner's own.
+    """
+
+    make: Callable[..., Any]
+    model: Any
+    clients: int
+    examples: int
+    steps: int
+    batch: int | None = None
+
+
+MLP, WIDE = jfcl.models.MLP(10), jfcl.models.MLP(10, hidden=(2048,))
+CNN = jfcl.models.CNNMnist(10)
+CASES = {
+    "fedavg-mlp": Case(jfcl.fedavg, MLP, 1200, 200, 10),
+    "ifca-mlp": Case(partial(jfcl.ifca, num_clusters=4), MLP, 1200, 200, 10),
+    "cfl": Case(jfcl.cfl, MLP, 1000, 200, 10),
+    "federated-clustering": Case(jfcl.federated_clustering, MLP, 300, 200, 1, 32),
+    "momentum-clustering": Case(partial(jfcl.momentum_clustering, num_clusters=4, quantile=0.25), MLP, 300, 200, 1),
+    "fedavg-cnn": Case(jfcl.fedavg, CNN, 100, 600, 6, 100),
+    "fedavg-mlp-2048": Case(jfcl.fedavg, WIDE, 1000, 200, 10),
+}
+
+
+def shapes(case: Case) -> Clients:
+    n, m = case.clients, case.examples
+    examples = {"x": jax.ShapeDtypeStruct((n, m, 28, 28, 1), np.float32), "y": jax.ShapeDtypeStruct((n, m), np.int32)}
+    return Clients(examples, jax.ShapeDtypeStruct((n,), np.int32))
+
+
+def planned(name: str, target: str) -> list[dict[str, Any]]:
+    """The rows of one case: of its rarest branches, and without them where that is less."""
+    case = CASES[name]
+    task = jfcl.models.classification(case.model, (28, 28, 1), 10)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=case.steps, batch_size=case.batch)
+    began = time.perf_counter()
+    plan = jfcl.plan(lambda axis: case.make(task, training, client_axis=axis), shapes(case), target=target)
+    row = {
+        "case": name,
+        "target": target,
+        "mapping": plan.mapping if plan.chunk is None else f"chunked({plan.chunk})",
+        "fits": plan.fits,
+        "needed_gb": plan.needed_bytes / 1e9,
+        "temporaries_gb": plan.temp_bytes / 1e9,
+        "compile_seconds": time.perf_counter() - began,
+    }
+    if plan.cost is None:
+        return [row]
+    rows = []
+    for rare in (True, False):
+        cost = plan.cost if rare else plan.common
+        if rare or cost.seconds < 0.95 * plan.cost.seconds:
+            rows.append(
+                row
+                | {
+                    "case": name if rare else f"{name}, no rare branch",
+                    "ms": 1000 * cost.seconds,
+                    "mfu": cost.mfu,
+                    "collectives": float(sum(count for count, _ in cost.collectives.values())),
+                    "sent_mb": sum(size for _, size in cost.collectives.values()) / 1e6,
+                    "steps": float(cost.sequential_steps),
+                    "parts": dict(list(cost.parts.items())[:6]),
+                }
+            )
+    return rows
+
+
+def picture(rows: list[dict[str, Any]]) -> Figure:
+    """Milliseconds of a round by case, a bar for each target, on a logarithmic axis."""
+    cases = [name for name in CASES if any(row["case"] == name for row in rows)]
+    shown = [t for t in TARGETS if any(row["target"] == t for row in rows)]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(len(shown), 1)
+    for i, target in enumerate(shown):
+        found = {row["case"]: row.get("ms") for row in rows if row["target"] == target and row["fits"]}
+        at = [k + (i - (len(shown) - 1) / 2) * width for k in range(len(cases))]
+        axes.bar(at, [found.get(name) or np.nan for name in cases], width, label=target)
+    axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
+    axes.set(yscale="log", ylabel="ms a round, predicted", title="One round, compiled for accelerators that are not here")
+    axes.legend(ncols=len(shown), fontsize=8)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--scaling", action="store_true", help="IFCA's round on 1, 4, 8 and 16 chips, too")
+    parser.add_argument("--again", action="store_true")
+    args = parser.parse_args()
+    targets.only_compile()
+    rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    jobs = [(name, target) for name in args.cases for target in args.targets]
+    jobs += [("ifca-mlp", target) for target in SCALING] if args.scaling else []
+    for name, target in dict.fromkeys(jobs):
+        done = [row for row in rows if row["case"].split(",")[0] == name and row["target"] == target]
+        if done and not args.again:
+            continue
+        rows = [row for row in rows if row not in done] + planned(name, target)
+        rows.sort(key=lambda row: (list(CASES).index(row["case"].split(",")[0]), row["case"], row["target"]))
+        versions = environment()["versions"]
+        kept = {"command": "python benchmarks/targets.py --scaling", "predicted": True, "versions": versions}
+        FILE.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+    table = Table(title="rounds compiled for accelerators (seconds are predictions)", title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*[cell(row.get(column)) for column in COLUMNS])
+    Console(width=140).print(table)
+    picture(rows).savefig(PICTURE, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
