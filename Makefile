@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench peers notebooks clean
+.PHONY: demo test test-slow lint bench peers gpu notebooks clean
 
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
@@ -32,6 +32,11 @@ peers:
 	  $(PYTHON) -m venv .venv-$$name && \
 	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
 	done
+
+# On a machine with an NVIDIA GPU: its tests, predictions against measurements, IFCA's Table 1, rounds beside PyTorch.
+gpu: .venv/dev
+	$(BIN)/pip install --quiet -e ".[cuda]"
+	$(BIN)/python benchmarks/gpu.py
 
 notebooks: .venv/dev
 	$(BIN)/python -m pytest -m slow tests/test_notebooks.py

@@ -2,6 +2,7 @@
 
     python benchmarks/targets.py                                    # all cases and targets; some 30 minutes of 2 cores
     python benchmarks/targets.py --cases ifca-mlp cfl --targets h100
+    python benchmarks/targets.py --here                             # on this machine's GPU: predicted and measured
 
 Needs the compilers (docs/plan.md). Nothing is run: memory and collectives are facts of the compiled programs, seconds are
 predictions of `jfcl.execution.cost`. A case that the results hold already is compiled again only with `--again`.
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from common import RESULTS, cell
+from common import RESULTS, cell, report
+from jfcl.execution.cost import price
+from jfcl.execution.plan import candidates
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +35,7 @@ from jfcl.simulation.folder import environment
 TARGETS = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2", "h100")
 FILE = RESULTS / "targets.json"
 PICTURE = RESULTS / "targets.png"
-COLUMNS = "case target mapping ms mfu temporaries_gb collectives sent_mb steps".split()
+COLUMNS = ["case", "target", "mapping", "ms", "mfu", "temporaries_gb", "collectives", "sent_mb", "steps"]
 SCALING = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4")
 
 
@@ -111,6 +114,49 @@ def planned(name: str, target: str) -> list[dict[str, Any]]:
     return rows
 
 
+def measured(name: str, chip: str, rounds: int = 10) -> list[dict[str, Any]]:
+    """The rows of one case on the devices of this machine: rounds of each mapping, and what was predicted for `chip`."""
+    case = CASES[name]
+    rng = np.random.default_rng(0)
+    examples = {
+        "x": rng.standard_normal((case.clients, case.examples, 28, 28, 1), np.float32),
+        "y": rng.integers(0, 10, (case.clients, case.examples)).astype(np.int32),
+    }
+    clients = Clients(examples, np.full(case.clients, case.examples, np.int32))
+    task = jfcl.models.classification(case.model, (28, 28, 1), 10)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=case.steps, batch_size=case.batch)
+    mesh = jfcl.client_mesh()
+    rows = []
+    for inner in candidates(case.clients, mesh.size):
+        axis = jfcl.sharded(mesh, inner)
+        algorithm, placed = case.make(task, training, client_axis=axis), jfcl.mapping.place(axis, clients)
+        state = jax.jit(algorithm.init)(jax.random.key(0), placed)
+        began = time.perf_counter()
+        try:
+            step = jax.jit(algorithm.step, donate_argnums=1).lower(jax.random.key(1), state, placed).compile()
+            compiled = time.perf_counter()
+            seconds = []
+            for t in range(rounds + 1):
+                started = time.perf_counter()
+                state, _ = jax.block_until_ready(step(jax.random.key(t), state, placed))
+                seconds.append(time.perf_counter() - started)
+        except jax.errors.JaxRuntimeError as error:  # too little memory for this mapping
+            print(f"{name}, {inner}: {str(error).splitlines()[0][:200]}")
+            continue
+        stats = mesh.devices.flat[0].memory_stats() or {}
+        row = {
+            "case": name,
+            "target": chip,
+            "mapping": f"chunked({inner.size})" if isinstance(inner, jfcl.chunked) else "vmap",
+            "ms": 1000 * price(step.as_text(), targets.target(chip)).seconds,
+            "measured_ms": 1000 * float(np.median(seconds[1:])),
+            "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+            "compile_seconds": compiled - began,
+        }
+        rows.append(row | {"predicted_of_measured": row["ms"] / row["measured_ms"]})
+    return rows
+
+
 def picture(rows: list[dict[str, Any]]) -> Figure:
     """Milliseconds of a round by case, a bar for each target, on a logarithmic axis."""
     cases = [name for name in CASES if any(row["case"] == name for row in rows)]
@@ -123,7 +169,9 @@ def picture(rows: list[dict[str, Any]]) -> Figure:
         at = [k + (i - (len(shown) - 1) / 2) * width for k in range(len(cases))]
         axes.bar(at, [found.get(name) or np.nan for name in cases], width, label=target)
     axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
-    axes.set(yscale="log", ylabel="ms a round, predicted", title="One round, compiled for accelerators that are not here")
+    axes.set(
+        yscale="log", ylabel="ms a round, predicted", title="One round, compiled for accelerators that are not here"
+    )
     axes.legend(ncols=len(shown), fontsize=8)
     return figure
 
@@ -134,7 +182,27 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     parser.add_argument("--scaling", action="store_true", help="IFCA's round on 1, 4, 8 and 16 chips, too")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--here", action="store_true", help="run on the GPUs of this machine")
+    parser.add_argument("--chip", help="whose figures predict with --here; default: those of this machine's GPU")
     args = parser.parse_args()
+    if args.here:
+        kind = jax.devices()[0].device_kind.lower()
+        chip = args.chip or next((name for name in targets.CHIPS if name in kind), None)
+        if chip is None:
+            parser.error(f"no figures of {kind!r}; give --chip, one of {', '.join(targets.CHIPS)}")
+        rows = [row for name in args.cases for row in measured(name, chip)]
+        columns = [
+            "case",
+            "target",
+            "mapping",
+            "ms",
+            "measured_ms",
+            "predicted_of_measured",
+            "peak_gb",
+            "compile_seconds",
+        ]
+        report("measured", f"rounds on {kind}", columns, rows, "python benchmarks/targets.py --here")
+        return
     targets.only_compile()
     rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
     jobs = [(name, target) for name in args.cases for target in args.targets]

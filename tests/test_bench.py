@@ -213,3 +213,23 @@ def test_the_same_job_in_every_library_that_is_set_up():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "jfcl, vmap" in done.stdout
+
+
+def test_the_steps_of_a_gpu_machine_are_done_once_and_continue(tmp_path, monkeypatch, capsys):
+    """A step that fails or is stopped is called again; one that ended well is not."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu = importlib.import_module("gpu")
+
+    flag, called = tmp_path / "flag", tmp_path / "called"
+    python = [sys.executable, "-c"]
+    steps = [
+        gpu.Step("first", [*python, f"open({str(called)!r}, 'a').write('x')"], 1),
+        gpu.Step("fails once", [*python, f"import os, sys; sys.exit(not os.path.exists({str(flag)!r}))"], 1),
+        gpu.Step("too long", [*python, "import time; time.sleep(60)"], 0.01),
+    ]
+    assert list(gpu.run_steps(steps, tmp_path, minutes=1)) == ["first"]
+    assert "fails once: status 1" in (said := capsys.readouterr().out) and "too long: status stopped" in said
+    flag.touch()
+    assert list(gpu.run_steps(steps, tmp_path, minutes=1)) == ["first", "fails once"]
+    assert called.read_text() == "x"
+    assert list(gpu.run_steps(steps, tmp_path / "other", minutes=0)) == []

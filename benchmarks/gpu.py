@@ -1,0 +1,91 @@
+"""What a machine with a GPU is used for, in order of value: each step in its time, and none twice.
+
+    make gpu                                 # python benchmarks/gpu.py, in some 30 minutes
+    python benchmarks/gpu.py --list          # the steps, and which of them are done
+
+A step that ends well is noted in runs/gpu/done.json and left out the next time. One that is stopped by its limit is
+called again, and continues where its own files say so (`jfcl reproduce` resumes its runs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "runs" / "gpu"
+
+
+class Step(NamedTuple):
+    """A command, and the minutes that it may take."""
+
+    name: str
+    command: list[str]
+    minutes: float
+
+
+PYTHON = [sys.executable]
+STEPS = [
+    Step("tests", [*PYTHON, "-m", "pytest", "-q", "-n", "0", "-m", "gpu"], 4),
+    Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here"], 6),
+    Step(
+        "table 1 of IFCA",
+        [*PYTHON, "-m", "jfcl", "reproduce", "ifca.table1", "--full", "--seeds", "5", "--out", "runs/gpu/ifca-table1"],
+        12,
+    ),
+    Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 8),
+]
+
+
+def run_steps(steps: list[Step], folder: Path, minutes: float) -> dict[str, float]:
+    """Runs the steps that are not done, while there is time. Returns the seconds of those that are done.
+
+    The output of a step is in `folder`, in a file of its name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    noted = folder / "done.json"
+    done = json.loads(noted.read_text()) if noted.exists() else {}
+    end = time.monotonic() + 60 * minutes
+    for step in steps:
+        left = min(60 * step.minutes, end - time.monotonic())
+        if step.name in done or left <= 0:
+            continue
+        began = time.monotonic()
+        with open(folder / f"{step.name.replace(' ', '-')}.log", "ab") as log:
+            try:
+                status = subprocess.run(step.command, cwd=ROOT, stdout=log, stderr=log, timeout=left).returncode
+            except subprocess.TimeoutExpired:
+                status = "stopped by its limit"
+        seconds = time.monotonic() - began
+        print(f"{step.name}: {'done' if status == 0 else f'status {status}'} after {seconds:.0f} s", flush=True)
+        if status == 0:
+            done[step.name] = seconds
+            noted.write_text(json.dumps(done, indent=1) + "\n")
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if args.list:
+        noted = FOLDER / "done.json"
+        done = json.loads(noted.read_text()) if noted.exists() else {}
+        for step in STEPS:
+            print(
+                f"{step.name}: {'done' if step.name in done else f'up to {step.minutes:g} min'}: {' '.join(step.command)}"
+            )
+        return
+    done = run_steps(STEPS, FOLDER, args.minutes)
+    left = [step.name for step in STEPS if step.name not in done]
+    print("all steps are done" if not left else f"left: {', '.join(left)}; call again to go on")
+
+
+if __name__ == "__main__":
+    main()
