@@ -4,8 +4,8 @@
     python benchmarks/targets.py --cases ifca-mlp cfl --targets h100
     python benchmarks/targets.py --here                             # on this machine's GPU: predicted and measured
 
-Needs the compilers (docs/plan.md). Nothing is run: memory and collectives are facts of the compiled programs, seconds are
-predictions of `jfcl.execution.cost`. A case that the results hold already is compiled again only with `--again`.
+Needs the compilers (docs/plan.md). Nothing is run: memory and collectives are facts of the compiled programs, seconds
+are predictions of `jfcl.execution.cost`. A case that the results hold already is compiled again only with `--again`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def planned(name: str, target: str) -> list[dict[str, Any]]:
 
 
 def measured(name: str, chip: str, rounds: int = 10) -> list[dict[str, Any]]:
-    """The rows of one case on the devices of this machine: rounds of each mapping, and what was predicted for `chip`."""
+    """The rows of one case on this machine's devices: rounds of each mapping, beside predictions for `chip`."""
     case = CASES[name]
     rng = np.random.default_rng(0)
     examples = {
@@ -169,9 +169,7 @@ def picture(rows: list[dict[str, Any]]) -> Figure:
         at = [k + (i - (len(shown) - 1) / 2) * width for k in range(len(cases))]
         axes.bar(at, [found.get(name) or np.nan for name in cases], width, label=target)
     axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
-    axes.set(
-        yscale="log", ylabel="ms a round, predicted", title="One round, compiled for accelerators that are not here"
-    )
+    axes.set(yscale="log", ylabel="ms a round, predicted", title="One round on accelerators that are not here")
     axes.legend(ncols=len(shown), fontsize=8)
     return figure
 
