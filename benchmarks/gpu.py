@@ -78,9 +78,8 @@ def main() -> None:
         noted = FOLDER / "done.json"
         done = json.loads(noted.read_text()) if noted.exists() else {}
         for step in STEPS:
-            print(
-                f"{step.name}: {'done' if step.name in done else f'up to {step.minutes:g} min'}: {' '.join(step.command)}"
-            )
+            state = "done" if step.name in done else f"up to {step.minutes:g} min"
+            print(f"{step.name} ({state}): {' '.join(step.command)}")
         return
     done = run_steps(STEPS, FOLDER, args.minutes)
     left = [step.name for step in STEPS if step.name not in done]
