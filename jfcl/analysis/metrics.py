@@ -54,7 +54,7 @@ def evaluate(
 @partial(jax.jit, static_argnames=("task", "client_axis"))
 def _evaluate(params, clients, cluster, *, task, client_axis):
 
-    def client(examples, size, k):
+    def client(params, examples, size, k):
         if k is None:
             k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
         model = jax.tree.map(lambda p: p[k], params)
@@ -68,9 +68,9 @@ def _evaluate(params, clients, cluster, *, task, client_axis):
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
         return result | {"cluster": k}
 
-    if cluster is None:
-        return client_axis(lambda examples, size: client(examples, size, None))(clients.examples, clients.size)
-    return client_axis(client)(clients.examples, clients.size, cluster)
+    # The models are an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
+    axes = (None, 0, 0, None if cluster is None else 0)
+    return client_axis(client, in_axes=axes)(params, clients.examples, clients.size, cluster)
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:
