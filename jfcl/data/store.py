@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files
 from jfcl.core.files import new_folder, read_json
 from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_cluster, check_places, check_types, decode
-
-BAD_HEADER = (ValueError, EOFError, OSError, TypeError, SyntaxError, tokenize.TokenError)  # np.load's errors
 
 
 class ClientStore:
@@ -237,10 +234,9 @@ class ClientStore:
                 what = "was cut short or changed" if file.exists() else "is missing"
                 raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
             # A plain array over the map: NumPy's memmap objects cost a Python call at every indexing.
-            empty = 0 in wanted["shape"]
             try:
-                arrays[name] = np.load(file, mmap_mode=None if empty else "r").view(np.ndarray)
-            except BAD_HEADER as error:
+                arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
+            except files.BAD_ARRAY as error:
                 raise ValueError(f"{file} was changed: {error}") from None
         fields = {
             name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])

@@ -195,11 +195,8 @@ class Streamed:
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
-        ids = np.concatenate([ids, remembered])
-        if self.rows.all_seen(ids):
-            return self.rows.take(ids, None)
-        fresh = _fresh(self.key, clients, remembered, join=self.join, split=self.split)
-        return self.rows.take(ids, jax.device_get(fresh))
+        fresh = partial(_fresh, self.key, clients, remembered, join=self.join, split=self.split)
+        return self.rows.take(np.concatenate([ids, remembered]), lambda: jax.device_get(fresh()))
 
     def _heard_last(self, ids: np.ndarray) -> np.ndarray:
         """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
