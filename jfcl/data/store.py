@@ -158,12 +158,10 @@ class ClientStore:
           >>> store.arrays["x"].dtype.name, store.arrays["x"].shape, store.gather([0, 1]).size.tolist()
           ('uint8', (4, 2), [3, 1])
         """
-
-        def fill(writer: StoreWriter) -> None:
+        with _writing(path, stored, cluster, about) as writer:
             for i, client in enumerate(clients):
                 writer.client(writer.examples(client, f"client {i}"))
-
-        return cls._written(path, fill, stored, cluster, about)
+        return cls.open(path)
 
     @classmethod
     def create_indexed(
@@ -189,8 +187,7 @@ class ClientStore:
         Raises:
           ValueError: rows outside the base, and the errors of `create`.
         """
-
-        def fill(writer: StoreWriter) -> None:
+        with _writing(path, stored, cluster, about) as writer:
             count = sum(writer.examples(part, "base") for part in base)
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
@@ -200,14 +197,6 @@ class ClientStore:
                 check(fits, f"rows of client {i}", part, f"a vector of integers in 0..{count - 1}")
                 out.write(part.astype(out.dtype))
                 writer.client(len(part))
-
-        return cls._written(path, fill, stored, cluster, about)
-
-    @classmethod
-    def _written(cls, path, fill, stored, cluster, about) -> ClientStore:
-        with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored or {})) as writer:
-            fill(writer)
-            writer.finish(cluster, about)
         return cls.open(path)
 
     @classmethod
@@ -238,23 +227,12 @@ class ClientStore:
                 arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
             except files.BAD_ARRAY as error:
                 raise ValueError(f"{file} was changed: {error}") from None
-        fields = {
-            name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])
-            for name, f in about["fields"].items()
-        }
+        fields = {name: Field(**f)._replace(shape=tuple(f["shape"])) for name, f in about["fields"].items()}
         check_types(path, arrays, about["files"], fields)
         check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
-        store = cls(
-            path,
-            fields,
-            {name: arrays[name] for name in fields},
-            arrays["offsets"],
-            arrays.get("rows"),
-            arrays.get("cluster"),
-            about,
-            digest.hexdigest()[:16],
-        )
+        places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
+        store = cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])
         if verify:
             store.verify()
         return store
@@ -286,6 +264,14 @@ class ClientStore:
                     raise ValueError(f"{self.path / name}.npy was changed: {digests}")
 
 
+@contextlib.contextmanager
+def _writing(path: str | Path, stored: dict | None, cluster: Any, about: dict[str, Any]) -> Iterator[StoreWriter]:
+    """Yields the writer of a store in `path`, which appears at the end."""
+    with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored or {})) as writer:
+        yield writer
+        writer.finish(cluster, about)
+
+
 def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
     """Checks that two stores have the same number of clients and the same kind of examples.
 
@@ -307,9 +293,7 @@ def check_cohort(store: ClientStore, cohort: int) -> None:
 
 def example_shapes(store: ClientStore, cohort: int) -> Clients:
     """Returns a cohort's arrays as `jax.ShapeDtypeStruct`, without reading any."""
-    examples = {
-        name: jax.ShapeDtypeStruct((cohort, store.max_size, *field.shape), field.dtype)
-        for name, field in store.fields.items()
-    }
+    shapes = {name: (cohort, store.max_size, *field.shape) for name, field in store.fields.items()}
+    examples = {name: jax.ShapeDtypeStruct(shape, store.fields[name].dtype) for name, shape in shapes.items()}
     vector = jax.ShapeDtypeStruct((cohort,), np.int32)
     return Clients(examples, vector, vector)

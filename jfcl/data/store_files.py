@@ -159,25 +159,17 @@ class StoreWriter:
             unknown = sorted(set(self.stored) - set(examples))
             check(not unknown, "stored", unknown, f"among the examples' names, {sorted(examples)}")
             for name, values in examples.items():
-                reserved = name in ("offsets", "rows", "cluster")
-                check(
-                    name.isidentifier() and not reserved,
-                    f"{where}: name",
-                    name,
-                    "a name that the store does not use itself",
-                )
+                is_free = name.isidentifier() and name not in ("offsets", "rows", "cluster")
+                check(is_free, f"{where}: name", name, "a name that the store does not use itself")
                 check(values.dtype.kind in "fiub", f"{where}: {name}", values.dtype, "numbers")
                 dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
                 field = Field(values.shape[1:], dtype, *self.stored.get(name, (dtype,)))
                 levels = np.dtype(dtype).kind == "f" and np.dtype(field.stored).kind in "iu"
-                check(
-                    levels or (field.per_unit, field.offset) == (1, 0),
-                    f"stored of {name}",
-                    self.stored.get(name),
-                    f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers",
-                )
+                accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
+                plain = (field.per_unit, field.offset) == (1, 0)
+                check(levels or plain, f"stored of {name}", self.stored.get(name), accepted)
                 self.fields[name] = field
-                self.file(name, values.shape[1:], self.fields[name].stored)
+                self.file(name, field.shape, field.stored)
         check(set(examples) == set(self.fields), where, sorted(examples), f"of the names {sorted(self.fields)}")
         lengths = {len(values) for values in examples.values()}
         check(len(lengths) == 1, where, sorted(lengths), "arrays of one length")
