@@ -36,6 +36,7 @@ from jfcl.core import (
     client_keys,
     is_finite,
     max_examples,
+    named_leaves,
     num_clients,
 )
 from jfcl.execution import mapping
@@ -413,6 +414,6 @@ def _check_examples(task: Task, clients: Clients) -> None:
     try:
         jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
     except Exception as error:  # of flax or jax, for shapes that do not fit
-        about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
+        about = {name: x.shape for name, x in named_leaves(clients.examples).items()}
         message = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
         raise ValueError(message) from error

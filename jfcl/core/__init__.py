@@ -26,7 +26,7 @@ from jfcl.core.clients import (
     server_key,
     take_clients,
 )
-from jfcl.core.parameters import get_parameter, is_finite, num_bytes, path_name, set_parameter
+from jfcl.core.parameters import get_parameter, is_finite, named_leaves, num_bytes, path_name, set_parameter
 from jfcl.core.platforms import by_platform, platform
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, dense_start
