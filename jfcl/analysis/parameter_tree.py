@@ -372,12 +372,10 @@ def enrol(
     check(whole, "state", "a state without sides", accepted)
     check_clients(clients)
     _check_examples(task, clients)
-    count, options = (
-        num_clients(clients),
-        {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis},
-    )
+    count = num_clients(clients)
     cluster, placed = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
     if state.tree.updates.shape[2] > 0:
+        options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
     else:
@@ -392,9 +390,7 @@ def enrol(
     if jax.tree.leaves(opt_states):
         fresh = initial_optimizers(training, state.params, clients)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
-    last, sides = state.heard, state.sides
-    if isinstance(last, LastUpdates):
-        last = jax.tree.map(behind, last)
+    sides = state.sides
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
@@ -404,7 +400,7 @@ def enrol(
             placed=jnp.concatenate([sides.placed, placed]),
             changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
         ),
-        heard=last,
+        heard=jax.tree.map(behind, state.heard) if isinstance(state.heard, LastUpdates) else state.heard,
     )
 
 

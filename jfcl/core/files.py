@@ -248,7 +248,18 @@ def _taken(path: Path) -> Iterator[None]:
     found = path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _take(descriptor, path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last owner may have removed the file.
+            is_there = os.path.exists(path) and os.stat(path).st_ino == os.fstat(descriptor).st_ino
+            if not is_there:
+                raise ValueError(f"{path.parent} is in use by another process; try again")
+        except BlockingIOError:
+            last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
+            use = f"in use by another process{f' ({last}, wrote to it last)' if last else ''}"
+            raise ValueError(f"{path.parent} is {use}; wait for it to end, or stop it") from None
+        except OSError:  # a file system without locks
+            pass
         try:
             yield
         finally:
@@ -256,19 +267,6 @@ def _taken(path: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
-
-
-def _take(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
-        owner = f" ({last}, wrote to it last)" if last else ""
-        raise ValueError(f"{path.parent} is in use by another process{owner}; wait for it to end, or stop it") from None
-    except OSError:  # a file system without locks
-        return
-    if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(descriptor).st_ino:  # removed by its last owner
-        raise ValueError(f"{path.parent} is in use by another process; try again")
 
 
 def sign(path: Path) -> None:

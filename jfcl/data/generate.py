@@ -241,6 +241,11 @@ def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
 
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
     """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create`."""
+
+    def is_exact(x, per_unit):
+        stored = np.rint(x * per_unit).astype(np.uint8)
+        return np.array_equal(np.divide(stored, x.dtype.type(per_unit), dtype=x.dtype), x)
+
     levels, largest = set(LEVELS), {"x": 0, "y": 0}
     whole = {"x": True, "y": True}  # integers from 0 on
     for part in parts:
@@ -248,10 +253,6 @@ def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
             whole[name] = whole[name] and values.dtype.kind in "iu" and values.min() >= 0
             largest[name] = max(largest[name], int(values.max())) if whole[name] else 0
         x = part["x"]
-        levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and _same(x, p)}
+        levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and is_exact(x, p)}
     stored: dict[str, tuple] = {name: (np.min_scalar_type(largest[name]).name,) for name in whole if whole[name]}
     return stored | ({"x": ("uint8", max(levels))} if levels else {})
-
-
-def _same(x: np.ndarray, per_unit: float) -> bool:
-    return np.array_equal(np.divide(np.rint(x * per_unit).astype(np.uint8), x.dtype.type(per_unit), dtype=x.dtype), x)

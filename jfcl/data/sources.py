@@ -197,39 +197,9 @@ _HOW = {
 }
 
 # SHA-256 of each file's content, unpacked. Of AG News' training file only the git blob id is known.
-_DIGESTS = {
-    "mnist/train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "mnist/train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    "mnist/t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    "mnist/t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    "fashion_mnist/train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "fashion_mnist/train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "fashion_mnist/t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "fashion_mnist/t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    "qmnist_writers/qmnist-train-labels-idx2-int": "bb1b6e1ec7b04fd5696f1ed50b5f58f8ef195118edd5c93c81783df9740b8ac5",
-    "qmnist_writers/qmnist-test-labels-idx2-int": "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd",
-    "emnist_letters/emnist-letters-train-images-idx3-ubyte": (
-        "7a786db773b2096a7b9a3f3275388a27711f4451548c3ca8be96f09ae94371ae"
-    ),
-    "emnist_letters/emnist-letters-train-labels-idx1-ubyte": (
-        "e8e94c3f4353d5532fd9604b939cb4c76e7847945b9b0d9ff7884d881dead6bc"
-    ),
-    "emnist_letters/emnist-letters-test-images-idx3-ubyte": (
-        "d5895e82d14765b22a84342337bc5c25f1affd61cc97d3821d4e65504bbf8dbc"
-    ),
-    "emnist_letters/emnist-letters-test-labels-idx1-ubyte": (
-        "22dbcde0a929a7f166bdac863b9195b2994d840a1e082f8f6daaeac5606376a6"
-    ),
-    "cifar10/data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-    "cifar10/data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-    "cifar10/data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-    "cifar10/data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-    "cifar10/data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-    "cifar10/test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-    "ag_news_csv/test.csv": "521465c2428ed7f02f8d6db6ffdd4b5447c1c701962353eb2c40d548c3c85699",
-    "ag_news_csv/samples10000valMed.csv": "b8d073074344b16bcf53357ba236bc832abe125fe4ce9dea4e5a72371f6265f7",
-    "ag_news_csv/train.csv": "694aa19971315410e000404523796b76349d3c1d",
-}
+_SUMS = Path(__file__).with_name("SHA256SUMS").read_text().splitlines()
+_DIGESTS = {"ag_news_csv/train.csv": "694aa19971315410e000404523796b76349d3c1d"}
+_DIGESTS |= {name: digest for digest, name in map(str.split, _SUMS)}
 
 
 def _open_xz(path: Path, mode: str) -> BinaryIO:

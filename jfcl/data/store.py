@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples
 from jfcl.core.files import new_folder, read_json
 from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_cluster, check_places, check_types, decode
 
@@ -112,13 +112,10 @@ class ClientStore:
         check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
         check(isinstance(clients.examples, dict), "clients.examples", type(clients.examples), "a dict of arrays")
         check_clients(clients, allow_empty=True)
-        size = np.asarray(clients.size)
-        arrays, fields = {}, {}
-        for name, values in clients.examples.items():
-            values = np.asarray(values)
-            arrays[name] = values[np.arange(values.shape[1])[None, :] < size[:, None]]
-            fields[name] = Field(values.shape[2:], values.dtype.name, values.dtype.name)
-            m = values.shape[1]
+        size, m = np.asarray(clients.size), max_examples(clients)
+        real = np.arange(m)[None, :] < size[:, None]
+        arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
+        fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(size, dtype=np.int64)])
         digest = hashlib.sha256(offsets.tobytes())
         for name in sorted(arrays):

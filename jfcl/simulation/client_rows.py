@@ -13,7 +13,6 @@ resumed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -153,17 +152,14 @@ class ClientRows:
         """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""
         if self.folder is None:
             return
-        old: dict[int, list[bytes]] = {}  # former contents of changed rows; the earliest record counts
-        for record in reversed(_records(self._journal_of(round_))):
-            columns = [np.asarray(record[f"{i}"]) for i in range(len(self.arrays))]
-            old |= {int(c): [column[j].tobytes() for column in columns] for j, c in enumerate(record["ids"])}
+        old: dict[int, int] = {}  # checksums of the former contents of changed rows; the earliest record counts
+        for ids, rows in self._undo(round_):
+            old |= dict(zip(ids.tolist(), _checksums(rows).tolist(), strict=True))
         seen = np.flatnonzero(saved["seen"])
         for start in range(0, len(seen), 4096):
             ids = seen[start : start + 4096]
             found = _checksums([array[ids] for array in self.arrays])
-            for j, c in enumerate(ids):
-                if int(c) in old:
-                    found[j] = _checksum(old[int(c)])
+            found = np.array([old.get(c, crc) for c, crc in zip(ids.tolist(), found.tolist(), strict=True)])
             wrong = ids[found != saved["crc"][ids]]
             if len(wrong):
                 raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
@@ -176,27 +172,27 @@ class ClientRows:
             for array, values in zip(self.arrays, saved["rows"], strict=True):
                 array[:] = values
         elif self.folder is not None:
-            for record in reversed(_records(self._journal_of(round_))):
-                self._put(record["ids"], [record[f"{i}"] for i in range(len(self.arrays))])
+            for ids, rows in self._undo(round_):
+                self._put(ids, rows)
             self._sync()  # before the journal is removed
             self.checkpointed(round_)
 
-    def _journal_of(self, round_: int) -> Path:
+    def _undo(self, round_: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+        """Returns the ids and former rows of all changes since the checkpoint of `round_`, the latest first."""
         journal = self.folder / f"undo-{round_:08d}"
         if not journal.exists():
             raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost")
-        return journal
-
-
-def _checksum(parts: Sequence[bytes]) -> int:
-    return functools.reduce(lambda total, part: zlib.crc32(part, total), parts, 0)
+        return _records(journal)[::-1]
 
 
 def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the CRC-32 of each client's row over all arrays `[C, ...]`, `[C]` uint32."""
-    count = len(rows[0]) if rows else 0
-    flat = [np.ascontiguousarray(x).reshape(count, -1).view(np.uint8) for x in rows if x.size]
-    return np.array([_checksum([x[c] for x in flat]) for c in range(count)], np.uint32)
+    totals = [0] * (len(rows[0]) if rows else 0)
+    for values in rows:
+        if values.size:
+            flat = np.ascontiguousarray(values).reshape(len(totals), -1).view(np.uint8)
+            totals = [zlib.crc32(row, total) for row, total in zip(flat, totals, strict=True)]
+    return np.array(totals, np.uint32)
 
 
 class _RowFile:
@@ -233,8 +229,8 @@ def _open(folder: Path, whole: Sequence[jax.ShapeDtypeStruct], resume: bool) -> 
     return found
 
 
-def _records(journal: Path) -> list[dict[str, np.ndarray]]:
-    """Returns the records of a journal, without a last one that was cut short: its rows were not yet overwritten.
+def _records(journal: Path) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Returns the ids and rows of a journal, without a last record that was cut short: its rows were not overwritten.
 
     Raises:
       ValueError: another record is damaged.
@@ -252,5 +248,5 @@ def _records(journal: Path) -> list[dict[str, np.ndarray]]:
                 break
             raise ValueError(f"{journal} is damaged: a record differs from its digest")
         with np.load(io.BytesIO(body)) as record:
-            records.append(dict(record))
+            records.append((record["ids"], [record[f"{i}"] for i in range(len(record.files) - 1)]))
     return records

@@ -24,16 +24,12 @@ def write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
         for name, leaf in named_leaves(state).items():
             array = np.asarray(_plain(leaf))
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            digests.append(hashing.submit(_sha256, data))
+            digests.append(hashing.submit(hashlib.sha256, data))
             files.write_all(descriptor, data)
             leaves.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape)})
             if len(digests) > 2:  # hashing is slower than writing, and the host holds three arrays at most
                 digests[-3].result()
-    return [leaf | {"sha256": digest.result()} for leaf, digest in zip(leaves, digests, strict=True)]
-
-
-def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return [leaf | {"sha256": digest.result().hexdigest()} for leaf, digest in zip(leaves, digests, strict=True)]
 
 
 def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTree:

@@ -201,7 +201,7 @@ def simulate_population(
         end, assessment = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
 
         # Results.
-        state = backend.whole_state(end.state, backend.last_cohort(last))
+        state = backend.whole_state(end.state, last)
         final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
         if backend.subjects.test_size is not None:
             final |= (assessment or backend.evaluate(end.state, {})).of_clients()
@@ -279,7 +279,7 @@ def _check_algorithm(
         raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
     if join is None:
         learnt = depends_on_clients(algorithm.init, store, count)
-        if any(depends for depends, has_rows in zip(learnt, split.of_clients, strict=True) if not has_rows):
+        if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
                 " that it would give clients of later ones places among other models. For IFCA with restarts, or"
