@@ -19,6 +19,7 @@ from jfcl.core.clients import (
     check_state,
     client_ids,
     client_keys,
+    client_shapes,
     mask,
     max_examples,
     num_clients,

@@ -24,6 +24,11 @@ def max_examples(clients: Clients) -> int:
     return jax.tree.leaves(clients.examples)[0].shape[1]
 
 
+def client_shapes(clients: Clients, count: int) -> Clients:
+    """Returns the shapes of `count` such clients."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *np.shape(x)[1:]), x.dtype), clients)
+
+
 def client_ids(clients: Clients) -> jax.Array:
     """Returns `[N]` int32, the ids from which clients derive their randomness."""
     return jnp.arange(num_clients(clients), dtype=jnp.int32) if clients.id is None else jnp.asarray(clients.id)

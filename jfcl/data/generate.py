@@ -120,19 +120,15 @@ def generate_store(
     }
     pools = [(of_cluster(split, split.train, k), of_cluster(split, split.test, k)) for k in range(num_clusters)]
 
+    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
+    sizes = np.bincount(cluster)
     with new_folder(Path(path)) as folder:
-        for part in ("train", "test"):
-            plan = _plan(split, pools, num_clients, of_test=part == "test")
-            _write(folder / part, plan, [pair[part == "test"] for pair in pools], layout, known)
+        for is_test, part in enumerate(("train", "test")):
+            streams = [_deals(split, *pool, k, int(sizes[k]), is_test) for k, pool in enumerate(pools)]
+            rows = (next(streams[k]) for k in cluster)  # computed client by client
+            plan = SplitPlan(rows, cluster, transform_of(split))
+            _write(folder / part, plan, [pair[is_test] for pair in pools], layout, known)
     return open_stores(path)
-
-
-def _plan(split: Split, pools: list[tuple[Pool, Pool]], num_clients: int, *, of_test: bool) -> SplitPlan:
-    """Returns the plan of the training or test data of a population; its rows are computed client by client."""
-    count = split.num_clusters
-    streams = [_deals(split, *pools[k], k, len(range(k, num_clients, count)), of_test) for k in range(count)]
-    rows = (next(streams[i % count]) for i in range(num_clients))
-    return SplitPlan(rows, (np.arange(num_clients) % count).astype(np.int32), transform_of(split))
 
 
 def _deals(
