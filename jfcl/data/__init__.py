@@ -19,3 +19,30 @@ from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
 from jfcl.data.text import tokenize
+
+__all__ = [
+    "DATASETS",
+    "HETEROGENEITY",
+    "PARTITIONS",
+    "ClientStore",
+    "Dataset",
+    "Federation",
+    "blobs",
+    "build",
+    "by_label",
+    "by_sizes",
+    "by_writer",
+    "dirichlet",
+    "fc_regression",
+    "generate_store",
+    "ifca_regression",
+    "iid",
+    "load",
+    "open_stores",
+    "power_law",
+    "power_law_sizes",
+    "stratified",
+    "synthetic_store",
+    "tokenize",
+    "xor_toy",
+]

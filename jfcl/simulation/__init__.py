@@ -5,3 +5,13 @@ from jfcl.simulation.population import PopulationHistory, simulate_population
 from jfcl.simulation.programs import clear_programs
 from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.run import simulate
+
+__all__ = [
+    "DivergedError",
+    "History",
+    "PopulationHistory",
+    "clear_programs",
+    "rollout",
+    "simulate",
+    "simulate_population",
+]
