@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples
 from jfcl.core.files import new_folder, read_json
-from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_cluster, check_places, check_types, decode
+from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_of_clients, check_places, check_types, decode
 
 
 class ClientStore:
@@ -120,7 +120,7 @@ class ClientStore:
         digest = hashlib.sha256(offsets.tobytes())
         for name in sorted(arrays):
             digest.update(np.ascontiguousarray(arrays[name]).tobytes())
-        cluster = None if cluster is None else check_cluster(cluster, n)
+        cluster = None if cluster is None else check_of_clients("cluster", cluster, n).astype(np.int32)
         return cls(None, fields, arrays, offsets, None, cluster, {"max_size": m} | about, digest.hexdigest()[:16])
 
     @classmethod

@@ -100,12 +100,12 @@ def check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count
         raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
 
 
-def check_cluster(cluster: Any, n: int) -> np.ndarray:
-    """Returns `cluster` as `[n]` int32, or raises `ValueError`."""
-    cluster = np.asarray(cluster)
-    fits = cluster.shape == (n,) and cluster.dtype.kind in "iu"
-    check(fits, "cluster", f"{cluster.dtype} {cluster.shape}", f"integers of shape ({n},), one for every client")
-    return cluster.astype(np.int32)
+def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
+    """Returns `values` as an array of `[n]` integers, or raises `ValueError`."""
+    values = np.asarray(values)
+    fits = values.shape == (n,) and values.dtype.kind in "iu"
+    check(fits, name, f"{values.dtype} {values.shape}", f"integers of shape ({n},), one for every client")
+    return values
 
 
 class _File:
@@ -187,8 +187,8 @@ class StoreWriter:
         check(self.num_clients > 0, "clients", "none", "at least one")
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
-            cluster = check_cluster(cluster, self.num_clients)
-            self.file("cluster", (), "int32").write(cluster)
+            cluster = check_of_clients("cluster", cluster, self.num_clients)
+            self.file("cluster", (), "int32").write(cluster.astype(np.int32))
         known = {
             "format": FORMAT,
             "num_clients": self.num_clients,

@@ -37,16 +37,8 @@ FORMAT = 1
 # Options that may differ between a run and its resumption.
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
-WRITTEN = (
-    "metrics.jsonl",
-    "summary.json",
-    "clients.csv",
-    "params.npz",
-    "tree.npz",
-    "paths.csv",
-    "checkpoints",
-    "plots",
-)
+RESULTS = ("summary.json", "clients.csv", "params.npz", "tree.npz", "paths.csv")
+WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots")
 UNCHANGED = "nothing was changed"
 VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
