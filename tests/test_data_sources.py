@@ -10,6 +10,7 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
+import zlib
 
 import numpy as np
 import pytest
@@ -214,6 +215,28 @@ def test_a_broken_xz_file_is_noticed(data_dir, tmp_path):
     (tmp_path / "cifar10" / "data_batch_1.bin.xz").write_bytes(head)
     with pytest.raises(ValueError, match=r"data_batch_1.bin.xz is corrupted.*cannot be unpacked"):
         load("cifar10", tmp_path)
+
+
+def test_the_memory_of_an_xz_file_is_bounded(data_dir, tmp_path):
+    """A block's header may ask for a dictionary of 4 GB, whatever the size of the content."""
+    (tmp_path / "cifar10").mkdir()
+    packed = bytearray(lzma.compress(b"0" * 3073, preset=0))
+    header = packed[12 : 12 + 4 * (packed[12] + 1)]
+    assert header[2:4] == b"\x21\x01"  # LZMA2, and one byte for the size of its dictionary
+    header[4] = 40
+    packed[12 : 12 + len(header)] = header[:-4] + zlib.crc32(header[:-4]).to_bytes(4, "little")
+    (tmp_path / "cifar10" / "data_batch_1.bin.xz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"data_batch_1.bin.xz is corrupted: .*Memory usage limit"):
+        load("cifar10", tmp_path)
+
+
+def test_an_xz_file_may_have_several_streams(data_dir, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    for path in (data_dir / "mnist").glob("*.gz"):
+        content = gzip.decompress(path.read_bytes())
+        packed = lzma.compress(content[:5000], preset=0) + bytes(8) + lzma.compress(content[5000:], preset=0)
+        (tmp_path / "mnist" / f"{path.stem}.xz").write_bytes(packed)
+    np.testing.assert_array_equal(load("mnist", tmp_path).test["x"], load("mnist", data_dir).test["x"])
 
 
 def test_a_training_file_of_ag_news_is_verified_too(data_dir, tmp_path):
@@ -427,7 +450,7 @@ def test_files_that_are_there_are_not_asked_for(no_network, tmp_path):
         source.check_reachable("x", ["https://host.example/a.gz", "https://host.example/b.gz"], tmp_path)
 
 
-def test_femnist_is_read_as_leaf_writes_it(tmp_path):
+def test_femnist_is_read_as_leaf_writes_it(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     images = {name: rng.random((n, 784)).round(3) for name, n in (("ann", 3), ("bob", 2), ("cy", 4))}
     for split, groups in (("train", [["ann", "bob"], ["cy"]]), ("test", [["cy", "ann", "bob"]])):
@@ -444,6 +467,9 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path):
     assert found.train["y"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     fed = build("femnist", num_clients=2, partition="writer", data_dir=tmp_path)
     assert fed.train.size.max() == 3 and fed.num_classes == 62  # cy's, less the one that is kept for the test
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match=r"memory must be .* free; .*all_data_0"):
+        patched.setattr("jfcl.data.sources.free_host_memory", lambda: 1e5)
+        load("femnist", tmp_path)
     file.write_text('{"user_data": {"ann": {"x": [[1, 2]], "y": [0]}}}')
     with pytest.raises(ValueError, match="is not as LEAF writes it"):
         load("femnist", tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
-from jfcl.execution.mapping import chunked
+from jfcl.execution.mapping import chunked, client_mesh, sharded
 from jfcl.testing import count_compilations
 
 SIGN = Task(
@@ -54,6 +54,24 @@ def test_newcomers_get_the_model_of_lowest_loss():
     real = clients.size > 0
     assert (np.asarray(got["cluster"])[real] == losses[:, real].argmin(axis=0)).all()
     np.testing.assert_allclose(np.asarray(got["loss"])[real], losses[:, real].min(axis=0), rtol=1e-6)
+
+
+def test_models_on_several_devices_are_indexed_by_newcomers():
+    """JAX refuses to index an array of another mesh; kNN-Per's models hold labels that are indexed in this way."""
+    mesh, rng = client_mesh(2), np.random.default_rng(3)
+    lookup = Task(
+        init=lambda key: {"table": jnp.zeros(4)},
+        loss=lambda p, b: (p["table"][b["x"]] - b["y"]) ** 2,
+        predict=lambda p, x: p["table"][x],
+    )
+    table = rng.normal(size=(2, 4))
+    x, y = rng.integers(0, 4, (4, 3)), rng.normal(size=(4, 3))
+    clients = Clients({"x": x.astype(np.int32), "y": y.astype(np.float32)}, np.full(4, 3, np.int32))
+    placed = jax.device_put(np.float32(table), jax.NamedSharding(mesh, jax.P("clients")))
+    got = evaluate(lookup, {"table": placed}, clients, None, client_axis=sharded(mesh, jax.vmap))
+    losses = np.array([[np.mean((t[x[i]] - y[i]) ** 2) for t in table] for i in range(4)])
+    assert got["cluster"].tolist() == losses.argmin(axis=1).tolist()
+    np.testing.assert_allclose(got["loss"], losses.min(axis=1), rtol=1e-5)
 
 
 def test_summary():

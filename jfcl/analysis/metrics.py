@@ -54,7 +54,7 @@ def evaluate(
 @partial(jax.jit, static_argnames=("task", "client_axis"))
 def _evaluate(params, clients, cluster, *, task, client_axis):
 
-    def client(examples, size, k):
+    def client(params, examples, size, k):
         if k is None:
             k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
         model = jax.tree.map(lambda p: p[k], params)
@@ -68,9 +68,9 @@ def _evaluate(params, clients, cluster, *, task, client_axis):
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
         return result | {"cluster": k}
 
-    if cluster is None:
-        return client_axis(lambda examples, size: client(examples, size, None))(clients.examples, clients.size)
-    return client_axis(client)(clients.examples, clients.size, cluster)
+    # The models are an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
+    axes = (None, 0, 0, None if cluster is None else 0)
+    return client_axis(client, in_axes=axes)(params, clients.examples, clients.size, cluster)
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:
@@ -122,15 +122,6 @@ def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[
     }
 
 
-def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Counts the clients that clusters share: `[found clusters, true clusters]` int; ascending, without empty ones."""
-    _, rows = np.unique(found, return_inverse=True)
-    _, columns = np.unique(true, return_inverse=True)
-    table = np.zeros((rows.max() + 1, columns.max() + 1), np.int64)
-    np.add.at(table, (rows, columns), 1)
-    return table
-
-
 def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Measures the agreement of found clusters with the true ones; names of clusters have no effect.
 
@@ -149,6 +140,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
       0.5
     """
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # half a second to import
+    from sklearn.metrics.cluster import contingency_matrix
 
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
@@ -157,7 +149,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     if not counts.any():
         raise ValueError("true must have the cluster of one client at least, got -1 for all")
     found, true = found[counts], true[counts]
-    table = contingency(found, true)
+    table = contingency_matrix(found, true)
     matched = table[linear_sum_assignment(table, maximize=True)].sum()
     return {
         "cluster_accuracy": float(matched / len(found)),
@@ -175,10 +167,6 @@ def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, leve
       >>> rounds_to_recovery([1, 2, 3, 4], [1.0, 0.5, 0.99, 1.0])
       3
     """
-    first = None
-    for r, accuracy in zip(rounds, cluster_accuracy, strict=True):
-        if accuracy < level:
-            first = None
-        elif first is None:
-            first = r
-    return first
+    below = [i for i, accuracy in enumerate(cluster_accuracy) if accuracy < level]
+    stable = rounds[below[-1] + 1 :] if below else rounds
+    return stable[0] if stable else None

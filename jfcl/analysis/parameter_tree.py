@@ -36,6 +36,7 @@ from jfcl.core import (
     client_keys,
     is_finite,
     max_examples,
+    named_leaves,
     num_clients,
 )
 from jfcl.execution import mapping
@@ -77,15 +78,13 @@ def nodes(state: CFLState) -> list[Node]:
       ValueError: the state of another method.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
-      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
-      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
-      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
-      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
-      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+      >>> import jax, jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
       >>> [(node.children, node.clients.tolist()) for node in nodes(state)]
-      [((1, 2), [0, 1, 2]), ((), [0, 2]), ((), [1])]
+      [((1, 2), [0, 1, 2, 3, 4, 5, 6]), ((), [0, 2, 3, 4]), ((), [1, 5, 6])]
     """
     check_state(state)
     cluster, active, parent = (np.asarray(x) for x in (state.cluster, state.active, state.parent))
@@ -212,14 +211,12 @@ def assign_newcomer(
         in another way. (Not: by another secret, which the server cannot know.)
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
-      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
-      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
-      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
-      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
-      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
-      >>> late = jfcl.Clients({"x": np.zeros((1, 3, 2), np.float32), "y": y[1:2]}, np.full(1, 3, np.int32))
+      >>> import jax, jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
+      >>> late = jax.tree.map(lambda x: x[1:2], clients)
       >>> jfcl.assign_newcomer(task, training, state, late, key=jax.random.key(1)).cluster.tolist()
       [1]
     """
@@ -298,14 +295,13 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
       ValueError: `who` of another shape or type.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
-      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
-      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
-      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
-      >>> state = leave(algorithm.init(jax.random.key(0), clients), np.array([False, True, False]))
+      >>> import jax, jfcl, numpy as np
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> algorithm = jfcl.cfl(task, training, max_clusters=2)
+      >>> state = leave(algorithm.init(jax.random.key(0), clients), np.arange(7) == 1)
       >>> int(algorithm.step(jax.random.key(1), state, clients)[1]["participants"])
-      2
+      6
     """
     check_state(state)
     who = jnp.asarray(who)
@@ -351,19 +347,17 @@ def enrol(
         run cannot continue, such as one of `load_tree`.
 
     Example:
-      >>> import jax, jfcl, numpy as np, optax
-      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
-      >>> y = np.repeat(np.float32([[1, 1], [-1, 1], [1, 1]])[:, None], 3, axis=1)
-      >>> clients = jfcl.Clients({"x": np.zeros((3, 3, 2), np.float32), "y": y}, np.full(3, 3, np.int32))
-      >>> training = jfcl.local_training(optax.sgd(0.2), num_steps=1)
-      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=3)
-      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=60)
+      >>> import jax, jfcl, numpy as np
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
       >>> late = jax.tree.map(lambda x: x[1:2], clients)
       >>> state = enrol(state, late, task=task, training=training, key=jax.random.key(1))
       >>> every = jax.tree.map(lambda *x: np.concatenate(x), clients, late)
       >>> history = jfcl.simulate(algorithm, every, key=jax.random.key(2), num_rounds=1, state=state)
       >>> history.state.cluster.tolist()
-      [0, 1, 0, 1]
+      [0, 1, 0, 0, 0, 1, 1, 1]
     """
     check_state(state)
     whole = isinstance(state.sides, Sides)
@@ -371,12 +365,10 @@ def enrol(
     check(whole, "state", "a state without sides", accepted)
     check_clients(clients)
     _check_examples(task, clients)
-    count, options = (
-        num_clients(clients),
-        {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis},
-    )
+    count = num_clients(clients)
     cluster, placed = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
     if state.tree.updates.shape[2] > 0:
+        options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
     else:
@@ -391,9 +383,7 @@ def enrol(
     if jax.tree.leaves(opt_states):
         fresh = initial_optimizers(training, state.params, clients)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
-    last, sides = state.heard, state.sides
-    if isinstance(last, LastUpdates):
-        last = jax.tree.map(behind, last)
+    sides = state.sides
     return state._replace(
         cluster=jnp.concatenate([state.cluster, cluster]),
         excluded=behind(state.excluded),
@@ -403,7 +393,7 @@ def enrol(
             placed=jnp.concatenate([sides.placed, placed]),
             changing=() if isinstance(sides.changing, tuple) else behind(sides.changing, fill=True),
         ),
-        heard=last,
+        heard=jax.tree.map(behind, state.heard) if isinstance(state.heard, LastUpdates) else state.heard,
     )
 
 
@@ -413,6 +403,6 @@ def _check_examples(task: Task, clients: Clients) -> None:
     try:
         jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
     except Exception as error:  # of flax or jax, for shapes that do not fit
-        about = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(clients.examples)}
+        about = {name: x.shape for name, x in named_leaves(clients.examples).items()}
         message = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
         raise ValueError(message) from error

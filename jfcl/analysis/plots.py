@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
-from jfcl.analysis.metrics import contingency
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core.files import write_whole
 
@@ -95,8 +94,10 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
       >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
       {3: 1, 7: 0}
     """
+    from sklearn.metrics.cluster import contingency_matrix  # half a second to import
+
     names = np.unique(found).tolist()
-    rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
+    rows, columns = linear_sum_assignment(contingency_matrix(found, true), maximize=True)
     truth = np.unique(true)
     matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
     free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))
@@ -117,10 +118,9 @@ def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None 
     true_cluster = np.asarray(true_cluster)
     names = match_clusters(found[:, -1], true_cluster)
     free = max([*names.values(), int(true_cluster.max())]) + 1
-    for k in np.unique(found):
-        if int(k) not in names:
-            names[int(k)] = free
-            free += 1
+    others = [k for k in np.unique(found).tolist() if k not in names]
+    names |= {k: free + i for i, k in enumerate(others)}
+    free += len(others)
     order = np.argsort(true_cluster, kind="stable")
     renamed = np.vectorize(names.get)(found)[order]
     figure = Figure(figsize=(6.4, 3.8))

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.algorithms.cfl.state import CFLState, ParameterTree
-from jfcl.core import PyTree, Task, check
+from jfcl.core import PyTree, Task, check, named_leaves
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
 
 
 def _named(tree: PyTree) -> dict[str, np.ndarray]:
     """Returns the arrays by name; types without a NumPy file format, such as bfloat16, as float32."""
-    leaves = [(jax.tree_util.keystr(p), np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
-    return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in leaves}
+    arrays = {name: np.asarray(x) for name, x in named_leaves(tree).items()}
+    return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()}
 
 
 def save_tree(file: str | Path, state: CFLState) -> None:
@@ -58,16 +58,15 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
     capacity = len(saved["active"])
 
     def read(part):
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        names = [jax.tree_util.keystr(p) for p, _ in leaves]
-        there = {name.removeprefix(part) for name in saved if name.startswith(part)}
-        differ = sorted(there ^ set(names))
+        there = {name.removeprefix(part): x for name, x in saved.items() if name.startswith(part)}
+        here = named_leaves(shapes)
+        differ = sorted(there.keys() ^ here.keys())
         check(not differ, "file", str(file), f"of this task's model, which differs in {', '.join(differ)}")
-        for name, leaf in zip(names, (leaf for _, leaf in leaves), strict=True):
-            shape, wanted = saved[part + name].shape, (capacity, *leaf.shape)
+        for name, leaf in here.items():
+            shape, wanted = there[name].shape, (capacity, *leaf.shape)
             check(shape == wanted, "file", str(file), f"of this task's model: {name} is {shape} there, {wanted} here")
-        arrays = [jnp.asarray(saved[part + name], leaf.dtype) for name, (_, leaf) in zip(names, leaves, strict=True)]
-        return jax.tree.unflatten(structure, arrays)
+        arrays = [jnp.asarray(there[name], leaf.dtype) for name, leaf in here.items()]
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     tree = ParameterTree(
         model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
@@ -85,10 +84,7 @@ def check_state(state: CFLState) -> None:
 
 def check_model(task: Task, params: PyTree) -> None:
     """Checks that the models `params` `[K, ...]` have the shapes of the task's model, or raises `ValueError`."""
-
-    def shapes(tree, of_one):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape[not of_one :] for path, leaf in leaves}
-
-    wanted, have = shapes(jax.eval_shape(task.init, jax.random.key(0)), True), shapes(params, False)
+    one = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
+    wanted = {name: leaf.shape for name, leaf in one.items()}
+    have = {name: leaf.shape[1:] for name, leaf in named_leaves(params).items()}
     check(have == wanted, "state", have, f"of the task's model {wanted}")

@@ -19,6 +19,7 @@ from jfcl.core.clients import (
     check_state,
     client_ids,
     client_keys,
+    client_shapes,
     mask,
     max_examples,
     num_clients,
@@ -26,7 +27,7 @@ from jfcl.core.clients import (
     server_key,
     take_clients,
 )
-from jfcl.core.parameters import get_parameter, is_finite, num_bytes, path_name, set_parameter
+from jfcl.core.parameters import get_parameter, is_finite, named_leaves, num_bytes, path_name, set_parameter
 from jfcl.core.platforms import by_platform, platform
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, dense_start
@@ -55,6 +56,7 @@ __all__ = [
     "check_state",
     "client_ids",
     "client_keys",
+    "client_shapes",
     "dense_start",
     "free_host_memory",
     "get_parameter",
@@ -62,6 +64,7 @@ __all__ = [
     "is_finite",
     "mask",
     "max_examples",
+    "named_leaves",
     "num_bytes",
     "num_clients",
     "path_name",

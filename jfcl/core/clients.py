@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check, is_concrete
+from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Clients
 
 
@@ -21,6 +22,11 @@ def num_clients(clients: Clients) -> int:
 def max_examples(clients: Clients) -> int:
     """Returns the length `M` of the example axis, padding included."""
     return jax.tree.leaves(clients.examples)[0].shape[1]
+
+
+def client_shapes(clients: Clients, count: int) -> Clients:
+    """Returns the shapes of `count` such clients."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *np.shape(x)[1:]), x.dtype), clients)
 
 
 def client_ids(clients: Clients) -> jax.Array:
@@ -95,14 +101,13 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
             " drop them, or give them data"
         )
     real = np.arange(m)[None, :] < size[:, None]
-    for path, leaf in jax.tree.leaves_with_path(clients.examples):
+    for where, leaf in named_leaves(clients.examples).items():
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             # The sum of a row is finite exactly when all entries are (except for overflow of real data), and needs no
             # boolean copy of the data.
             sums = np.asarray(leaf).reshape(n, m, -1).sum(axis=2, dtype=np.float64)
             bad = np.flatnonzero((~np.isfinite(sums) & real).any(axis=1))
             if len(bad):
-                where = jax.tree_util.keystr(path)
                 raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
 
 

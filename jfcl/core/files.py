@@ -16,11 +16,13 @@ import shutil
 import socket
 import threading
 import time
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from jfcl.core.checks import check
 
 try:
     import fcntl
@@ -31,10 +33,11 @@ SUFFIX = ".tmp"
 LEFTOVER = re.compile(r"(.+\.(json|csv|npz|png)|\d+)\.tmp")  # of results, and of checkpoints
 CHUNK = 2**24  # bytes in one call of the operating system
 MOST_JSON = 2**28  # bytes; jfcl writes no larger JSON file
+BAD_ARRAY = (ValueError, EOFError, OSError, TypeError, SyntaxError, tokenize.TokenError)  # of a damaged `.npy` file
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Adds the path to errors of the operating system, which omits it where a call takes a descriptor."""
     try:
         yield
@@ -44,47 +47,39 @@ def _named(path: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
-def _bytes_of(data: Any) -> memoryview:
-    if isinstance(data, np.ndarray):
-        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return memoryview(data)
-
-
-def write_all(descriptor: int, data: Any) -> None:
-    """Writes all of `data` (bytes or an array) to an open file."""
-    view = _bytes_of(data)
-    while len(view):
-        view = view[os.write(descriptor, view[:CHUNK]) :]
-
-
-def write_at(descriptor: int, data: Any, offset: int) -> None:
-    """Writes all of `data` (bytes or an array) into an open file, from `offset` on."""
-    view = _bytes_of(data)
-    while len(view):
-        count = os.pwrite(descriptor, view[:CHUNK], offset)
-        view, offset = view[count:], offset + count
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Yields a descriptor of a file or folder, and closes it at the end; errors have the path."""
+    descriptor = os.open(path, flags, 0o666)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            yield descriptor
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
+    """Writes all of `data` (bytes or an array of bytes) to an open file: at its position, or from `offset` on."""
+    view = memoryview(data)
+    while len(view):
+        part = view[:CHUNK]
+        count = os.write(descriptor, part) if offset is None else os.pwrite(descriptor, part, offset)
+        view, offset = view[count:], None if offset is None else offset + count
+
+
+def sync(path: Path) -> None:
+    """Makes the content of a file durable, or the names in a folder."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
     """Yields a descriptor of a new file, which is durable at the end, or removed where an error ends it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        with _named(path):
-            try:
-                yield descriptor
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+            yield descriptor
+            os.fsync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -98,8 +93,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
       ValueError: `path` exists.
     """
-    if path.exists():
-        raise ValueError(f"path must be a folder that is not there yet, got {str(path)!r}")
+    check(not path.exists(), "path", str(path), "a folder that is not there yet")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -107,7 +101,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         os.rename(scratch, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -118,31 +112,30 @@ def replace_together(folder: Path, contents: dict[str, Any]) -> None:
     All of them are first written as temporary files, so that a full disk changes nothing. Then the last one is removed,
     the others are renamed, and the last one is renamed as well.
     """
-    *others, last = names = [*contents]
-    for name in names:
-        if (folder / name).is_dir():
-            raise ValueError(f"{folder / name} must be a file, but it is a folder: move it away; nothing was changed")
-    written = []
+    *others, last = paths = [folder / name for name in contents]
+    scratch = [path.with_name(path.name + SUFFIX) for path in paths]
+    for path in paths:
+        if path.is_dir():
+            raise ValueError(f"{path} must be a file, but it is a folder: move it away; nothing was changed")
     try:
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with new_file(folder / (name + SUFFIX)) as descriptor:
-                written.append(folder / (name + SUFFIX))
-                write_all(descriptor, contents[name])
-        if others and (folder / last).exists():
-            os.unlink(folder / last)
-            sync_folder(folder)
-        for name in names:
-            if name == last and others:
-                for parent in {(folder / other).parent for other in others}:
-                    sync_folder(parent)
-            os.replace(folder / (name + SUFFIX), folder / name)
+        for path, data in zip(scratch, contents.values(), strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(path) as descriptor:
+                write_all(descriptor, data)
+        if others and last.exists():
+            os.unlink(last)
+            sync(folder)
+        for path, target in zip(scratch[:-1], others, strict=True):
+            os.replace(path, target)
+        for parent in {path.parent for path in others}:
+            sync(parent)
+        os.replace(scratch[-1], last)
     except BaseException:
-        for path in written:
+        for path in scratch:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
-    sync_folder((folder / last).parent)
+    sync(last.parent)
 
 
 def write_whole(path: Path, data: Any) -> None:
@@ -155,7 +148,7 @@ def remove_folder(path: Path) -> None:
     aside = path.with_name(path.name + SUFFIX)
     _remove(aside)
     os.rename(path, aside)
-    sync_folder(path.parent)
+    sync(path.parent)
     _remove(aside)
 
 
@@ -218,8 +211,7 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: it must hold names and values, got {type(value).__name__}")
     if check_format is not None:
         found = value.get("format")
-        if found != check_format:
-            raise ValueError(f"format of {path} must be {check_format}, as jfcl writes it, got {found!r}")
+        check(found == check_format, f"format of {path}", found, f"{check_format}, as jfcl writes it")
     if value.get("sha256", _digest_of(value)) != _digest_of(value):
         raise ValueError(f"{path} is damaged: its content differs from its digest")
     return value
@@ -228,7 +220,7 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------
 # The lock.
 
-_held: dict[tuple[str, int], int] = {}  # the number of holds by file and thread
+_held: Counter[tuple[str, int]] = Counter()  # the number of holds by file and thread
 
 
 @contextlib.contextmanager
@@ -242,51 +234,45 @@ def lock(path: Path) -> Iterator[None]:
       ValueError: another process or thread holds it; the message names it.
     """
     name = (str(path.absolute()), threading.get_ident())
-    if fcntl is None or name in _held:
-        _held[name] = _held.get(name, 0) + 1
+    is_free = fcntl is not None and not _held[name]
+    with _taken(path) if is_free else contextlib.nullcontext():
+        _held[name] += 1
         try:
             yield
         finally:
             _held[name] -= 1
-            if not _held[name]:
-                del _held[name]
-        return
+
+
+@contextlib.contextmanager
+def _taken(path: Path) -> Iterator[None]:
     found = path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _take(descriptor, path)
-        _held[name] = 1
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last owner may have removed the file.
+            is_there = os.path.exists(path) and os.stat(path).st_ino == os.fstat(descriptor).st_ino
+            if not is_there:
+                raise ValueError(f"{path.parent} is in use by another process; try again")
+        except BlockingIOError:
+            last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
+            use = f"in use by another process{f' ({last}, wrote to it last)' if last else ''}"
+            raise ValueError(f"{path.parent} is {use}; wait for it to end, or stop it") from None
+        except OSError:  # a file system without locks
+            pass
         try:
             yield
         finally:
-            del _held[name]
             if not found and not os.fstat(descriptor).st_size:  # nothing was written, so nothing is left
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        last = os.pread(descriptor, 200, 0).decode(errors="replace").strip()  # of `sign`
-        owner = f" ({last}, wrote to it last)" if last else ""
-        raise ValueError(f"{path.parent} is in use by another process{owner}; wait for it to end, or stop it") from None
-    except OSError:  # a file system without locks
-        return
-    if not os.path.exists(path) or os.stat(path).st_ino != os.fstat(descriptor).st_ino:  # removed by its last owner
-        raise ValueError(f"{path.parent} is in use by another process; try again")
-
-
 def sign(path: Path) -> None:
     """Writes this process's number, host and time into a lock that it holds."""
     owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        with _named(path):
-            data = f"{owner}\n".encode()
-            write_all(descriptor, data)
-            os.ftruncate(descriptor, len(data))
-    finally:
-        os.close(descriptor)
+    data = f"{owner}\n".encode()
+    with opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
+        write_all(descriptor, data)
+        os.ftruncate(descriptor, len(data))

@@ -18,6 +18,11 @@ def path_name(path: Iterable[Any]) -> str:
     return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
 
 
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of `tree` by their paths, such as `"['Dense_0']['kernel']"`."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def get_parameter(params: PyTree, name: str) -> jax.Array:
     """Returns the parameter with the `path_name` `name`, or raises `ValueError` if there is none.
 

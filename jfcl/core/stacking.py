@@ -45,12 +45,8 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     count = math.prod(shape) * np.dtype(dtype).itemsize
     if count > 2**27:  # smaller arrays are not checked
         free = free_host_memory()
-        check(
-            count < free,
-            "memory",
-            f"{count / 1e9:.1f} GB for clients' examples {shape}",
-            f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples",
-        )
+        accepted = f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples"
+        check(count < free, "memory", f"{count / 1e9:.1f} GB for clients' examples {shape}", accepted)
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + count].view(dtype).reshape(shape)
@@ -85,10 +81,8 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
         if len(lengths) != 1:
             raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")
         sizes.append(lengths.pop())
-    longest = max(sizes)
-    if pad_to is not None and pad_to < longest:
-        raise ValueError(f"pad_to must be at least the largest client's {longest} examples, got {pad_to}")
-    length = longest if pad_to is None else pad_to
+    length = max(sizes) if pad_to is None else pad_to
+    check(length >= max(sizes), "pad_to", pad_to, f"at least the largest client's {max(sizes)} examples")
 
     def stack(*leaves):
         leaves = [np.asarray(leaf) for leaf in leaves]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check_at_most_clients, check_choice, check_count, free_host_memory
+from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
@@ -118,6 +118,7 @@ def build(
     check_choice("reuse", reuse, ["auto", "none", "cluster"])
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
+    options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
     split = split_dataset(
         dataset,
         num_clients=num_clients,
@@ -129,12 +130,7 @@ def build(
         test_fraction=test_fraction,
         seed=seed,
         data_dir=data_dir,
-        options={
-            "labels_per_client": labels_per_client,
-            "alpha": alpha,
-            "exponent": exponent,
-            "min_size": min_size,
-        },
+        options=options,
     )
     dataset = split.dataset
     if num_clients is None:  # a writer of one example has none to be tested on
@@ -217,10 +213,7 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
     for k in clusters:
         own = of_cluster(split, split.test, k).rows
         clients = len(own) // count
-        if clients == 0:
-            raise ValueError(
-                f"newcomer_examples must be at most {len(own)}, the test examples of cluster {k}, got {count}"
-            )
+        check(clients > 0, "newcomer_examples", count, f"at most {len(own)}, the test examples of cluster {k}")
         new = iid(len(own), clients, seed=(split.seed, NEWCOMERS, k), examples_per_client=count)
         parts += [own[part] for part in new]
         cluster += [k] * clients

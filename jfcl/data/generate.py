@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jfcl.core import check_at_most_clients, check_choice, check_count
+from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
@@ -97,24 +97,7 @@ def generate_store(
     check_count("num_clients", num_clients)
     check_count("examples_per_client", examples_per_client)
     options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
-    split = split_dataset(
-        dataset,
-        num_clients=num_clients,
-        num_clusters=num_clusters,
-        heterogeneity=heterogeneity,
-        partition=partition,
-        partitions=[name for name in PARTITIONS if name != "writer"],
-        examples_per_client=examples_per_client,
-        test_fraction=test_fraction,
-        seed=seed,
-        data_dir=data_dir,
-        options=options,
-    )
-    dataset = split.dataset
-    values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
-    _check_room(Path(path), values, num_clients, examples_per_client)
     made = {
-        "dataset": dataset.name,
         "num_clients": num_clients,
         "examples_per_client": examples_per_client,
         "num_clusters": num_clusters,
@@ -123,29 +106,29 @@ def generate_store(
         "test_fraction": test_fraction,
         "seed": seed,
     }
+    partitions = [name for name in PARTITIONS if name != "writer"]
+    split = split_dataset(dataset, **made, partitions=partitions, data_dir=data_dir, options=options)
+    dataset = split.dataset
+    values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
+    _check_room(Path(path), values, num_clients, examples_per_client)
     known = {
         "num_classes": dataset.num_classes,
         "num_clusters": num_clusters,
         "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
         f" {num_clusters} cluster(s) ({heterogeneity})",
-        "made": made | options | (about or {}),
+        "made": {"dataset": dataset.name} | made | options | (about or {}),
     }
     pools = [(of_cluster(split, split.train, k), of_cluster(split, split.test, k)) for k in range(num_clusters)]
 
-    def fill(folder: Path) -> None:
-        for part in ("train", "test"):
-            plan = _plan(split, pools, num_clients, of_test=part == "test")
-            _write(folder / part, plan, [pair[part == "test"] for pair in pools], layout, known)
-
-    return _both(path, fill)
-
-
-def _plan(split: Split, pools: list[tuple[Pool, Pool]], num_clients: int, *, of_test: bool) -> SplitPlan:
-    """Returns the plan of the training or test data of a population; its rows are computed client by client."""
-    count = split.num_clusters
-    streams = [_deals(split, *pools[k], k, len(range(k, num_clients, count)), of_test) for k in range(count)]
-    rows = (next(streams[i % count]) for i in range(num_clients))
-    return SplitPlan(rows, (np.arange(num_clients) % count).astype(np.int32), transform_of(split))
+    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
+    sizes = np.bincount(cluster)
+    with new_folder(Path(path)) as folder:
+        for is_test, part in enumerate(("train", "test")):
+            streams = [_deals(split, *pool, k, int(sizes[k]), is_test) for k, pool in enumerate(pools)]
+            rows = (next(streams[k]) for k in cluster)  # computed client by client
+            plan = SplitPlan(rows, cluster, transform_of(split))
+            _write(folder / part, plan, [pair[is_test] for pair in pools], layout, known)
+    return open_stores(path)
 
 
 def _deals(
@@ -153,11 +136,8 @@ def _deals(
 ) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
     at_once = len(train.rows) // split.examples_per_client
-    if at_once == 0:
-        raise ValueError(
-            f"examples_per_client must be at most {len(train.rows)}, the training examples of cluster {cluster}, got"
-            f" {split.examples_per_client}"
-        )
+    accepted = f"at most {len(train.rows)}, the training examples of cluster {cluster}"
+    check(at_once > 0, "examples_per_client", split.examples_per_client, accepted)
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
         group = cluster + split.num_clusters * deal
@@ -238,19 +218,16 @@ def synthetic_store(
             for i in range(min(block, num_clients - first)):
                 yield {field: values[i, : data.size[i]] for field, values in data.examples.items()}
 
-    def fill(folder: Path) -> None:
+    about = {
+        "num_classes": 2 if name == "xor_toy" else None,
+        "num_clusters": num_clusters,
+        "description": f"{name}: {num_clients} clients, {num_clusters} clusters",
+        "made": {"dataset": name, "num_clients": num_clients, "seed": seed} | options,
+    }
+    with new_folder(Path(path)) as folder:
         for part in ("train", "test"):
-            ClientStore.create(
-                folder / part,
-                clients(part),
-                cluster=cluster,
-                num_classes=2 if name == "xor_toy" else None,
-                num_clusters=num_clusters,
-                description=f"{name}: {num_clients} clients, {num_clusters} clusters",
-                made={"dataset": name, "num_clients": num_clients, "seed": seed} | options,
-            )
-
-    return _both(path, fill)
+            ClientStore.create(folder / part, clients(part), cluster=cluster, **about)
+    return open_stores(path)
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
@@ -258,15 +235,13 @@ def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
     return ClientStore.open(Path(path) / "train"), ClientStore.open(Path(path) / "test")
 
 
-def _both(path: str | Path, fill: Callable[[Path], None]) -> tuple[ClientStore, ClientStore]:
-    """Writes both stores by `fill(folder)`, into a folder that gets its name when they are complete."""
-    with new_folder(Path(path)) as folder:
-        fill(folder)
-    return open_stores(path)
-
-
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
     """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create`."""
+
+    def is_exact(x, per_unit):
+        stored = np.rint(x * per_unit).astype(np.uint8)
+        return np.array_equal(np.divide(stored, x.dtype.type(per_unit), dtype=x.dtype), x)
+
     levels, largest = set(LEVELS), {"x": 0, "y": 0}
     whole = {"x": True, "y": True}  # integers from 0 on
     for part in parts:
@@ -274,10 +249,6 @@ def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
             whole[name] = whole[name] and values.dtype.kind in "iu" and values.min() >= 0
             largest[name] = max(largest[name], int(values.max())) if whole[name] else 0
         x = part["x"]
-        levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and _same(x, p)}
+        levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and is_exact(x, p)}
     stored: dict[str, tuple] = {name: (np.min_scalar_type(largest[name]).name,) for name in whole if whole[name]}
     return stored | ({"x": ("uint8", max(levels))} if levels else {})
-
-
-def _same(x: np.ndarray, per_unit: float) -> bool:
-    return np.array_equal(np.divide(np.rint(x * per_unit).astype(np.uint8), x.dtype.type(per_unit), dtype=x.dtype), x)

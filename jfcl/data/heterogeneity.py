@@ -20,12 +20,7 @@ from jfcl.core import check, check_count
 def _check_cluster(cluster, num_clusters) -> None:
     check_count("num_clusters", num_clusters)
     check_count("cluster", cluster, least=0)
-    check(
-        cluster < num_clusters,
-        "cluster",
-        cluster,
-        f"at most {num_clusters - 1} (num_clusters={num_clusters})",
-    )
+    check(cluster < num_clusters, "cluster", cluster, f"at most {num_clusters - 1} (num_clusters={num_clusters})")
 
 
 def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> None:
@@ -96,8 +91,7 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
     check_count("num_clusters", num_clusters)
     _check_classes(num_classes, "label_swap")
     most = num_classes * (num_classes - 1) // 2
-    if num_clusters > most:
-        raise ValueError(f"num_clusters must be at most {most} (pairs of {num_classes} labels), got {num_clusters}")
+    check(num_clusters <= most, "num_clusters", num_clusters, f"at most {most} (pairs of {num_classes} labels)")
     rng = np.random.default_rng(seed)
     pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
     rest = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
@@ -136,10 +130,7 @@ def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarra
     check_count("num_clusters", num_clusters)
     _check_classes(num_classes, "label_permutation")
     most = math.factorial(min(num_classes, 20))
-    if num_clusters > most:
-        raise ValueError(
-            f"num_clusters must be at most {most} (permutations of {num_classes} labels), got {num_clusters}"
-        )
+    check(num_clusters <= most, "num_clusters", num_clusters, f"at most {most} (permutations of {num_classes} labels)")
     rng = np.random.default_rng(seed)
     if num_classes <= 6:  # few permutations: repeated draws until all differ could take long
         every = np.array(list(itertools.permutations(range(num_classes))), np.int32)

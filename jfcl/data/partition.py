@@ -22,11 +22,8 @@ def _check_enough(num_examples: int, num_clients: int, examples_per_client: int 
     check_count("examples_per_client", each)
     check_count("num_clients", num_clients)
     check_count("num_examples", num_examples)
-    if num_clients * each > num_examples:
-        raise ValueError(
-            f"num_clients must be at most {num_examples // each} ({num_examples} examples, at least {each} a "
-            f"client), got {num_clients}"
-        )
+    accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
+    check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
 
 
 def _count(examples) -> int:
@@ -36,12 +33,8 @@ def _count(examples) -> int:
 
 def _as_labels(labels) -> np.ndarray:
     labels = np.asarray(labels)
-    check(
-        labels.ndim == 1 and labels.dtype.kind in "iu",
-        "labels",
-        f"{labels.dtype} {labels.shape}",
-        "a vector of integers",
-    )
+    fits = labels.ndim == 1 and labels.dtype.kind in "iu"
+    check(fits, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
     return labels
 
 
@@ -131,13 +124,11 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
     ids = np.unique(writer[writer >= 0])
     if num_clients is not None:
         check_count("num_clients", num_clients)
-        if num_clients > len(ids):
-            raise ValueError(f"num_clients must be at most {len(ids)}, the number of writers, got {num_clients}")
+        check(num_clients <= len(ids), "num_clients", num_clients, f"at most {len(ids)}, the number of writers")
         ids = np.sort(np.random.default_rng(seed).permutation(ids)[:num_clients])
     check(len(ids) > 0, "writer", "no writer id", "at least one writer with examples")
     order = np.argsort(writer, kind="stable")
-    first = np.searchsorted(writer[order], ids, side="left")
-    last = np.searchsorted(writer[order], ids, side="right")
+    first, last = (np.searchsorted(writer[order], ids, side=side) for side in ("left", "right"))
     return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
 
 
@@ -266,12 +257,7 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
       [5, 1, 2]
     """
     sizes = np.asarray(sizes)
-    check(
-        sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0,
-        "sizes",
-        sizes,
-        "a vector of integers",
-    )
+    check(sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0, "sizes", sizes, "a vector of integers")
     check(sizes.min() >= 1, "sizes", sizes, "positive: every client needs an example")
     check(sizes.sum() <= num_examples, "sizes", int(sizes.sum()), f"at most {num_examples} in all")
     order = np.random.default_rng(seed).permutation(num_examples)[: sizes.sum()]

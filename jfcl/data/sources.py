@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import lzma
-import math
 import os
 import zlib
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jfcl.core import check
+from jfcl.core import check, free_host_memory
 from jfcl.data.dataset import Dataset
+from jfcl.data.tfds_source import load_tfds
 
 
 def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
@@ -43,11 +43,20 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
       ((1797, 8, 8, 1), [0, 1, 2, 3, 4], None)
     """
     data_dir = data_dir or os.environ.get("JFCL_DATA_DIR") or None
-    if name in DATASETS:
-        return DATASETS[name][0](None if data_dir is None else Path(data_dir))._replace(name=name)
-    from jfcl.data.tfds_source import load_tfds
+    if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
+        return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS)._replace(name=name)
+    if data_dir is None and name in _OFFICIAL_ONLY:
+        folders = _OFFICIAL_ONLY[name]
+        raise ValueError(
+            f"data set {name!r} is read from official files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
+            f" {' and '.join(f'{f}/' for f in folders)} in it. {'; '.join(_HOW[f] for f in folders)}"
+        )
+    loader, description = DATASETS[name]
+    return loader(None if data_dir is None else Path(data_dir))._replace(name=name, description=description)
 
-    return load_tfds(name, data_dir, known=DATASETS)
+
+def _dataset(train: dict, test: dict | None, num_classes: int, writer: dict | None = None) -> Dataset:
+    return Dataset("", train, test, num_classes, writer, "")  # `load` adds the name and the description
 
 
 def _digits(data_dir) -> Dataset:
@@ -55,46 +64,37 @@ def _digits(data_dir) -> Dataset:
 
     digits = load_digits()
     x = (digits.images / 16).astype(np.float32)[..., None]
-    return Dataset("digits", {"x": x, "y": digits.target.astype(np.int32)}, None, 10, None, DATASETS["digits"][1])
+    return _dataset({"x": x, "y": digits.target.astype(np.int32)}, None, 10)
 
 
-def _idx_images(name: str, prefixes: tuple[str, str], num_classes: int):
+def _idx_images(folder: str, prefixes: tuple[str, str], num_classes: int):
     """Returns a loader for the four idx files of an MNIST-like data set."""
 
     def loader(data_dir) -> Dataset:
-        if data_dir is None:
-            return _from_tfds(name)
         splits = []
         for prefix in prefixes:
-            images = _idx(_read(data_dir, [name], f"{prefix}-images-idx3-ubyte"))
-            labels = _idx(_read(data_dir, [name], f"{prefix}-labels-idx1-ubyte"))
+            images = _idx(_read(data_dir, [folder], f"{prefix}-images-idx3-ubyte"))
+            labels = _idx(_read(data_dir, [folder], f"{prefix}-labels-idx1-ubyte"))
             splits.append({"x": _unit(images[..., None]), "y": labels.astype(np.int32)})
-        return Dataset(name, *splits, num_classes, None, DATASETS[name][1])
+        return _dataset(*splits, num_classes)
 
     return loader
 
 
+_mnist = _idx_images("mnist", ("train", "t10k"), 10)
+_fashion_mnist = _idx_images("fashion_mnist", ("train", "t10k"), 10)
+
+
 def _mnist_writers(data_dir) -> Dataset:
-    if data_dir is None:
-        raise ValueError(
-            "data set 'mnist_writers' is read from official files only: set data_dir (or JFCL_DATA_DIR) to a "
-            "folder with mnist/ and qmnist_writers/ in it. " + _HOW["mnist"] + "; " + _HOW["qmnist_writers"]
-        )
-    mnist = DATASETS["mnist"][0](data_dir)
-    writer = {}
+    mnist, writer = _mnist(data_dir), {}
     for split, images in [("train", mnist.train), ("test", mnist.test)]:
         rows = _idx(_read(data_dir, ["qmnist_writers"], f"qmnist-{split}-labels-idx2-int"))
         # Rows 0 .. n-1 describe MNIST's images in order; QMNIST's test file continues with images not in MNIST.
         writer[split] = rows[: len(images["y"]), 2].astype(np.int32)
-    return mnist._replace(writer=writer, description=DATASETS["mnist_writers"][1])
+    return mnist._replace(writer=writer)
 
 
 def _emnist_letters(data_dir) -> Dataset:
-    if data_dir is None:
-        raise ValueError(
-            "data set 'emnist_letters' is read from official files only: set data_dir (or JFCL_DATA_DIR) to "
-            "a folder with emnist_letters/ in it. " + _HOW["emnist_letters"]
-        )
     data = _idx_images("emnist_letters", ("emnist-letters-train", "emnist-letters-test"), 26)(data_dir)
     # Official files store images transposed and count letters from 1.
     train, test = ({"x": s["x"].swapaxes(1, 2), "y": s["y"] - 1} for s in (data.train, data.test))
@@ -102,8 +102,6 @@ def _emnist_letters(data_dir) -> Dataset:
 
 
 def _cifar10(data_dir) -> Dataset:
-    if data_dir is None:
-        return _from_tfds("cifar10")
     folders = ["cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"]
 
     def batches(names):
@@ -114,26 +112,25 @@ def _cifar10(data_dir) -> Dataset:
         return {"x": _unit(np.ascontiguousarray(images)), "y": rows[:, 0].astype(np.int32)}
 
     train = batches([f"data_batch_{i}.bin" for i in range(1, 6)])
-    return Dataset("cifar10", train, batches(["test_batch.bin"]), 10, None, DATASETS["cifar10"][1])
+    return _dataset(train, batches(["test_batch.bin"]), 10)
 
 
 def _ag_news(data_dir) -> Dataset:
-    if data_dir is None:
-        return _from_tfds("ag_news_subset")
     folder = ["ag_news_csv"]
 
+    def read(name, reader, text, label):
+        rows = list(reader(io.StringIO(_read(data_dir, folder, name).decode(), newline="")))
+        x, y = [text(row) for row in rows], [label(row) for row in rows]
+        return {"x": np.array(x, object), "y": np.array(y, np.int32)}
+
     def official(name):
-        rows = list(csv.reader(io.StringIO(_read(data_dir, folder, name).decode(), newline="")))
-        labels = np.array([int(row[0]) - 1 for row in rows], np.int32)
-        return {"x": np.array([f"{row[1]} {row[2]}" for row in rows], object), "y": labels}
+        return read(name, csv.reader, lambda row: f"{row[1]} {row[2]}", lambda row: int(row[0]) - 1)
 
     if _find(data_dir, folder, "train.csv")[0] is None and _find(data_dir, folder, _AG_SUBSET)[0] is not None:
-        rows = csv.DictReader(io.StringIO(_read(data_dir, folder, _AG_SUBSET).decode(), newline=""))
-        text, labels = zip(*((row["text"], int(row["gt"])) for row in rows), strict=True)
-        train = {"x": np.array(text, object), "y": np.array(labels, np.int32)}
+        train = read(_AG_SUBSET, csv.DictReader, lambda row: row["text"], lambda row: int(row["gt"]))
     else:
         train = official("train.csv")
-    return Dataset("ag_news", train, official("test.csv"), 4, None, DATASETS["ag_news"][1])
+    return _dataset(train, official("test.csv"), 4)
 
 
 def _femnist(data_dir) -> Dataset:
@@ -149,6 +146,9 @@ def _femnist(data_dir) -> Dataset:
     for split, paths in files.items():
         x, y, writer = [], [], []
         for path in paths:
+            needed, free = _PER_CHARACTER * path.stat().st_size, free_host_memory()
+            room = f"at most the {free / 1e9:.1f} GB that are free; divide the file by writers"
+            check(needed <= free, "memory", f"{needed / 1e9:.1f} GB to read {path}", room)
             try:
                 by_writer = json.loads(path.read_text())["user_data"]
                 for name, examples in by_writer.items():
@@ -159,36 +159,30 @@ def _femnist(data_dir) -> Dataset:
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
         splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(writer)
-    return Dataset("femnist", splits["train"], splits["test"], 62, writers, DATASETS["femnist"][1])
-
-
-def _from_tfds(name: str) -> Dataset:
-    from jfcl.data.tfds_source import load_tfds
-
-    return load_tfds(name, None, known=DATASETS)
+    return _dataset(splits["train"], splits["test"], 62, writers)
 
 
 DATASETS = {
     "digits": (_digits, "1,797 handwritten digits, 8x8, embedded in scikit-learn"),
-    "mnist": (_idx_images("mnist", ("train", "t10k"), 10), "70,000 handwritten digits, 28x28"),
+    "mnist": (_mnist, "70,000 handwritten digits, 28x28"),
     "mnist_writers": (_mnist_writers, "MNIST with the writer of every digit (QMNIST's label files)"),
-    "fashion_mnist": (
-        _idx_images("fashion_mnist", ("train", "t10k"), 10),
-        "70,000 pieces of clothing, 28x28, 10 kinds",
-    ),
+    "fashion_mnist": (_fashion_mnist, "70,000 pieces of clothing, 28x28, 10 kinds"),
     "emnist_letters": (_emnist_letters, "145,600 handwritten letters, 28x28, upper and lower case merged"),
     "femnist": (_femnist, "805,263 handwritten letters and digits, 28x28, by writer (LEAF's files)"),
     "cifar10": (_cifar10, "60,000 colour photographs, 32x32, 10 kinds"),
     "ag_news": (_ag_news, "news of 4 topics, as text (see jfcl.data.tokenize)"),
 }
+# Without a data directory: names in TFDS, and the folders of data sets that are not in it.
+_IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifar10", "ag_news": "ag_news_subset"}
+_OFFICIAL_ONLY = {"mnist_writers": ["mnist", "qmnist_writers"], "emnist_letters": ["emnist_letters"]}
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Official files.
 
 _AG_SUBSET = "samples10000valMed.csv"
-_PACKED = {".gz": gzip.open, ".xz": lzma.open, "": open}
 _LARGEST = 2**28  # bytes of a file's content; the official ones have fewer than 2**27
+_PER_CHARACTER = 8  # bytes of memory for a character of a JSON file with numbers such as "1.0"
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 _HOW = {
@@ -202,45 +196,25 @@ _HOW = {
     "ag_news_csv": "the csv files of Zhang, Zhao, LeCun (2015), e.g. at github.com/mhjabreel/CharCnn_Keras",
 }
 
-# SHA-256 of each file's content, unpacked.
-_SHA256 = {
-    "mnist": {
-        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    },
-    "fashion_mnist": {
-        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    },
-    "qmnist_writers": {
-        "qmnist-train-labels-idx2-int": "bb1b6e1ec7b04fd5696f1ed50b5f58f8ef195118edd5c93c81783df9740b8ac5",
-        "qmnist-test-labels-idx2-int": "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd",
-    },
-    "emnist_letters": {
-        "emnist-letters-train-images-idx3-ubyte": ("7a786db773b2096a7b9a3f3275388a27711f4451548c3ca8be96f09ae94371ae"),
-        "emnist-letters-train-labels-idx1-ubyte": ("e8e94c3f4353d5532fd9604b939cb4c76e7847945b9b0d9ff7884d881dead6bc"),
-        "emnist-letters-test-images-idx3-ubyte": ("d5895e82d14765b22a84342337bc5c25f1affd61cc97d3821d4e65504bbf8dbc"),
-        "emnist-letters-test-labels-idx1-ubyte": ("22dbcde0a929a7f166bdac863b9195b2994d840a1e082f8f6daaeac5606376a6"),
-    },
-    "cifar10": {
-        "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-        "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-        "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-        "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-        "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-        "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-    },
-    "ag_news_csv": {
-        "test.csv": "521465c2428ed7f02f8d6db6ffdd4b5447c1c701962353eb2c40d548c3c85699",
-        _AG_SUBSET: "b8d073074344b16bcf53357ba236bc832abe125fe4ce9dea4e5a72371f6265f7",
-    },
-}
-# Of AG News' training file only the git blob id is known.
-_GIT_BLOB = {"train.csv": "694aa19971315410e000404523796b76349d3c1d"}
+# SHA-256 of each file's content, unpacked. Of AG News' training file only the git blob id is known.
+_SUMS = Path(__file__).with_name("SHA256SUMS").read_text().splitlines()
+_DIGESTS = {"ag_news_csv/train.csv": "694aa19971315410e000404523796b76349d3c1d"}
+_DIGESTS |= {name: digest for digest, name in map(str.split, _SUMS)}
+
+
+def _open_xz(path: Path, mode: str) -> BinaryIO:
+    """Opens an xz file for reading; its dictionary and its content take at most `_LARGEST` bytes each."""
+    packed, content = path.read_bytes(), b""
+    while packed and len(content) <= _LARGEST:
+        stream = lzma.LZMADecompressor(memlimit=_LARGEST)
+        content += stream.decompress(packed, _LARGEST + 1 - len(content))
+        if not stream.eof and len(content) <= _LARGEST:
+            raise EOFError("the file ends within a stream")
+        packed = stream.unused_data.lstrip(b"\0")
+    return io.BytesIO(content)
+
+
+_PACKED = {".gz": gzip.open, ".xz": _open_xz, "": open}
 
 
 def _find(data_dir: Path, folders: list[str], name: str) -> tuple[Path | None, list[Path]]:
@@ -258,10 +232,11 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
             f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {searched}. To get "
             f"it: {_HOW[folders[0]]}; or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
         )
-    expected = _SHA256[folders[0]].get(name) or _GIT_BLOB[name]
+    expected = _DIGESTS[f"{folders[0]}/{name}"]
     try:
         with _PACKED[path.suffix if path.name != name else ""](path, "rb") as file:
-            content = _bounded(file, is_idx="-idx" in name)
+            content = file.read(_LARGEST + 1)  # at most, because a few packed bytes may unpack to any number
+        check(len(content) <= _LARGEST, "its length", f"more than {_LARGEST} bytes", f"at most {_LARGEST}")
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         with path.open("rb") as file:
             found, size = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
@@ -269,40 +244,15 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
             f"{path} is corrupted: it cannot be unpacked ({error}). Expected content with digest "
             f"{expected}, found a {size}-byte file with SHA-256 {found}"
         ) from error
-    if name in _GIT_BLOB:
-        blob = b"blob %d\0" % len(content) + content
-        kind, found = "git blob id", hashlib.sha1(blob, usedforsecurity=False).hexdigest()
-    else:
-        kind, found = "SHA-256", hashlib.sha256(content).hexdigest()
-    if found != expected:
+    kind, found = "SHA-256", hashlib.sha256(content)
+    if name == "train.csv":
+        kind, found = "git blob id", hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    if found.hexdigest() != expected:
         raise ValueError(
             f"{path} is corrupted, or another version: expected content with {kind} {expected}, found "
-            f"{found} ({len(content)} bytes); fetch it again"
+            f"{found.hexdigest()} ({len(content)} bytes); fetch it again"
         )
     return content
-
-
-def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
-    """Returns the whole content of an open file: at most `_LARGEST` bytes, or the number in the header of an idx file.
-
-    Raises:
-      ValueError: there are more bytes, or fewer in an idx file. At most one more is read, because a few packed bytes
-        may unpack to any number.
-    """
-    head, wanted = b"", _LARGEST
-    if is_idx:
-        head = file.read(4)
-        check(len(head) == 4 and head[2] in _IDX_TYPES and 1 <= head[3] <= 4, "its header", head, "that of an idx file")
-        head += file.read(4 * head[3])
-        shape = np.frombuffer(head, ">u4", offset=4)
-        wanted = math.prod(shape.tolist()) * np.dtype(_IDX_TYPES[head[2]]).itemsize
-        sane = len(shape) == head[3] and wanted <= _LARGEST
-        check(sane, "its header", shape.tolist(), f"whole, of an array of at most {_LARGEST} bytes")
-    body = file.read(wanted + 1)
-    more = len(body) > wanted
-    check(not more, "its length", f"more than {wanted} bytes", "as its header says" if is_idx else f"below {_LARGEST}")
-    check(not is_idx or len(body) == wanted, "its length", f"{len(body)} bytes", f"{wanted} bytes, as its header says")
-    return head + body
 
 
 def _idx(content: bytes) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples
 from jfcl.core.files import new_folder, read_json
-from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_cluster, check_places, check_types, decode
-
-BAD_HEADER = (ValueError, EOFError, OSError, TypeError, SyntaxError, tokenize.TokenError)  # np.load's errors
+from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_of_clients, check_places, check_types, decode
 
 
 class ClientStore:
@@ -115,18 +112,15 @@ class ClientStore:
         check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
         check(isinstance(clients.examples, dict), "clients.examples", type(clients.examples), "a dict of arrays")
         check_clients(clients, allow_empty=True)
-        size = np.asarray(clients.size)
-        arrays, fields = {}, {}
-        for name, values in clients.examples.items():
-            values = np.asarray(values)
-            arrays[name] = values[np.arange(values.shape[1])[None, :] < size[:, None]]
-            fields[name] = Field(values.shape[2:], values.dtype.name, values.dtype.name)
-            m = values.shape[1]
+        size, m = np.asarray(clients.size), max_examples(clients)
+        real = np.arange(m)[None, :] < size[:, None]
+        arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
+        fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(size, dtype=np.int64)])
         digest = hashlib.sha256(offsets.tobytes())
         for name in sorted(arrays):
             digest.update(np.ascontiguousarray(arrays[name]).tobytes())
-        cluster = None if cluster is None else check_cluster(cluster, n)
+        cluster = None if cluster is None else check_of_clients("cluster", cluster, n).astype(np.int32)
         return cls(None, fields, arrays, offsets, None, cluster, {"max_size": m} | about, digest.hexdigest()[:16])
 
     @classmethod
@@ -161,12 +155,10 @@ class ClientStore:
           >>> store.arrays["x"].dtype.name, store.arrays["x"].shape, store.gather([0, 1]).size.tolist()
           ('uint8', (4, 2), [3, 1])
         """
-
-        def fill(writer: StoreWriter) -> None:
+        with _writing(path, stored, cluster, about) as writer:
             for i, client in enumerate(clients):
                 writer.client(writer.examples(client, f"client {i}"))
-
-        return cls._written(path, fill, stored, cluster, about)
+        return cls.open(path)
 
     @classmethod
     def create_indexed(
@@ -192,8 +184,7 @@ class ClientStore:
         Raises:
           ValueError: rows outside the base, and the errors of `create`.
         """
-
-        def fill(writer: StoreWriter) -> None:
+        with _writing(path, stored, cluster, about) as writer:
             count = sum(writer.examples(part, "base") for part in base)
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
@@ -203,14 +194,6 @@ class ClientStore:
                 check(fits, f"rows of client {i}", part, f"a vector of integers in 0..{count - 1}")
                 out.write(part.astype(out.dtype))
                 writer.client(len(part))
-
-        return cls._written(path, fill, stored, cluster, about)
-
-    @classmethod
-    def _written(cls, path, fill, stored, cluster, about) -> ClientStore:
-        with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored or {})) as writer:
-            fill(writer)
-            writer.finish(cluster, about)
         return cls.open(path)
 
     @classmethod
@@ -237,28 +220,16 @@ class ClientStore:
                 what = "was cut short or changed" if file.exists() else "is missing"
                 raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
             # A plain array over the map: NumPy's memmap objects cost a Python call at every indexing.
-            empty = 0 in wanted["shape"]
             try:
-                arrays[name] = np.load(file, mmap_mode=None if empty else "r").view(np.ndarray)
-            except BAD_HEADER as error:
+                arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
+            except files.BAD_ARRAY as error:
                 raise ValueError(f"{file} was changed: {error}") from None
-        fields = {
-            name: Field(tuple(f["shape"]), f["dtype"], f["stored"], f["per_unit"], f["offset"])
-            for name, f in about["fields"].items()
-        }
+        fields = {name: Field(**f)._replace(shape=tuple(f["shape"])) for name, f in about["fields"].items()}
         check_types(path, arrays, about["files"], fields)
         check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
-        store = cls(
-            path,
-            fields,
-            {name: arrays[name] for name in fields},
-            arrays["offsets"],
-            arrays.get("rows"),
-            arrays.get("cluster"),
-            about,
-            digest.hexdigest()[:16],
-        )
+        places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
+        store = cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])
         if verify:
             store.verify()
         return store
@@ -290,6 +261,14 @@ class ClientStore:
                     raise ValueError(f"{self.path / name}.npy was changed: {digests}")
 
 
+@contextlib.contextmanager
+def _writing(path: str | Path, stored: dict | None, cluster: Any, about: dict[str, Any]) -> Iterator[StoreWriter]:
+    """Yields the writer of a store in `path`, which appears at the end."""
+    with new_folder(Path(path)) as folder, contextlib.closing(StoreWriter(folder, stored or {})) as writer:
+        yield writer
+        writer.finish(cluster, about)
+
+
 def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
     """Checks that two stores have the same number of clients and the same kind of examples.
 
@@ -311,9 +290,7 @@ def check_cohort(store: ClientStore, cohort: int) -> None:
 
 def example_shapes(store: ClientStore, cohort: int) -> Clients:
     """Returns a cohort's arrays as `jax.ShapeDtypeStruct`, without reading any."""
-    examples = {
-        name: jax.ShapeDtypeStruct((cohort, store.max_size, *field.shape), field.dtype)
-        for name, field in store.fields.items()
-    }
+    shapes = {name: (cohort, store.max_size, *field.shape) for name, field in store.fields.items()}
+    examples = {name: jax.ShapeDtypeStruct(shape, store.fields[name].dtype) for name, shape in shapes.items()}
     vector = jax.ShapeDtypeStruct((cohort,), np.int32)
     return Clients(examples, vector, vector)

@@ -100,12 +100,12 @@ def check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count
         raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
 
 
-def check_cluster(cluster: Any, n: int) -> np.ndarray:
-    """Returns `cluster` as `[n]` int32, or raises `ValueError`."""
-    cluster = np.asarray(cluster)
-    fits = cluster.shape == (n,) and cluster.dtype.kind in "iu"
-    check(fits, "cluster", f"{cluster.dtype} {cluster.shape}", f"integers of shape ({n},), one for every client")
-    return cluster.astype(np.int32)
+def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
+    """Returns `values` as an array of `[n]` integers, or raises `ValueError`."""
+    values = np.asarray(values)
+    fits = values.shape == (n,) and values.dtype.kind in "iu"
+    check(fits, name, f"{values.dtype} {values.shape}", f"integers of shape ({n},), one for every client")
+    return values
 
 
 class _File:
@@ -159,25 +159,17 @@ class StoreWriter:
             unknown = sorted(set(self.stored) - set(examples))
             check(not unknown, "stored", unknown, f"among the examples' names, {sorted(examples)}")
             for name, values in examples.items():
-                reserved = name in ("offsets", "rows", "cluster")
-                check(
-                    name.isidentifier() and not reserved,
-                    f"{where}: name",
-                    name,
-                    "a name that the store does not use itself",
-                )
+                is_free = name.isidentifier() and name not in ("offsets", "rows", "cluster")
+                check(is_free, f"{where}: name", name, "a name that the store does not use itself")
                 check(values.dtype.kind in "fiub", f"{where}: {name}", values.dtype, "numbers")
                 dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
                 field = Field(values.shape[1:], dtype, *self.stored.get(name, (dtype,)))
                 levels = np.dtype(dtype).kind == "f" and np.dtype(field.stored).kind in "iu"
-                check(
-                    levels or (field.per_unit, field.offset) == (1, 0),
-                    f"stored of {name}",
-                    self.stored.get(name),
-                    f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers",
-                )
+                accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
+                plain = (field.per_unit, field.offset) == (1, 0)
+                check(levels or plain, f"stored of {name}", self.stored.get(name), accepted)
                 self.fields[name] = field
-                self.file(name, values.shape[1:], self.fields[name].stored)
+                self.file(name, field.shape, field.stored)
         check(set(examples) == set(self.fields), where, sorted(examples), f"of the names {sorted(self.fields)}")
         lengths = {len(values) for values in examples.values()}
         check(len(lengths) == 1, where, sorted(lengths), "arrays of one length")
@@ -195,8 +187,8 @@ class StoreWriter:
         check(self.num_clients > 0, "clients", "none", "at least one")
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
-            cluster = check_cluster(cluster, self.num_clients)
-            self.file("cluster", (), "int32").write(cluster)
+            cluster = check_of_clients("cluster", cluster, self.num_clients)
+            self.file("cluster", (), "int32").write(cluster.astype(np.int32))
         known = {
             "format": FORMAT,
             "num_clients": self.num_clients,

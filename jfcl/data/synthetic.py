@@ -53,17 +53,9 @@ def ifca_regression(
     rng = np.random.default_rng([seed, 0])
     theta = _binary_vectors(rng, num_clusters, dim)
     scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
-    return _regression(
-        f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})",
-        theta * scale,
-        np.zeros(num_clusters),
-        num_clients,
-        examples_per_client,
-        test_examples,
-        noise,
-        seed,
-        first_client,
-    )
+    name = f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})"
+    counts = (num_clients, examples_per_client, test_examples)
+    return _regression(name, theta * scale, np.zeros(num_clusters), counts, noise, seed, first_client)
 
 
 def fc_regression(
@@ -105,17 +97,9 @@ def fc_regression(
     check_count("num_clusters", num_clusters)
     _check_scale("radius", radius)
     theta = radius * _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
-    return _regression(
-        f"FC's linear regression (R={radius:g}, sigma={noise:g})",
-        theta,
-        np.arange(1, num_clusters + 1),
-        num_clusters * clients_per_cluster,
-        examples_per_client,
-        test_examples,
-        noise,
-        seed,
-        first_client,
-    )
+    name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"
+    counts = (num_clusters * clients_per_cluster, examples_per_client, test_examples)
+    return _regression(name, theta, np.arange(1, num_clusters + 1), counts, noise, seed, first_client)
 
 
 def xor_toy(
@@ -170,17 +154,9 @@ def xor_toy(
         y = (side > 0) ^ (cluster == 1)[:, None]
         return Clients({"x": x.astype(np.float32), "y": y.astype(np.int32)}, np.full(num_clients, examples, np.int32))
 
-    train = draw(1, examples_per_client)
-    return Federation(
-        train=train,
-        test=draw(2, test_examples),
-        cluster=cluster,
-        num_clusters=2,
-        num_classes=2,
-        input_shape=(2,),
-        split_hash=_hash(["xor_toy", kind, spread, seed], cluster, train),
-        description=f"CFL's toy problem ({kind}): {num_clients} clients of {examples_per_client} points",
-    )
+    train, test = draw(1, examples_per_client), draw(2, test_examples)
+    about = f"CFL's toy problem ({kind}): {num_clients} clients of {examples_per_client} points"
+    return _federation(["xor_toy", kind, spread, seed], about, cluster, 2, train, test, num_classes=2)
 
 
 def blobs(
@@ -224,22 +200,16 @@ def blobs(
     cluster = cluster.astype(np.int32)
     x = points.astype(np.float32)[:, None, :]
     train = Clients({"x": x, "y": np.zeros((num_points, 1), np.float32)}, np.ones(num_points, np.int32))
-    return Federation(
-        train=train,
-        test=None,
-        cluster=cluster,
-        num_clusters=num_clusters,
-        num_classes=None,
-        input_shape=(dim,),
-        split_hash=_hash(["blobs", std, seed], cluster, train),
-        description=f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}",
-        truth=centers.astype(np.float32),
-    )
+    about = f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}"
+    return _federation(["blobs", std, seed], about, cluster, num_clusters, train, None, truth=centers)
 
 
-def _regression(name, theta, mean, num_clients, examples, test_examples, noise, seed, first_client) -> Federation:
-    """Draws `x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise` in float64, client by client."""
-    num_clusters, dim = theta.shape
+def _regression(name, theta, mean, counts: tuple[int, int, int], noise, seed, first_client) -> Federation:
+    """Draws `x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise` in float64, client by client.
+
+    `counts` are the numbers of clients, and of training and test examples of each.
+    """
+    (num_clients, examples, test_examples), (num_clusters, dim) = counts, theta.shape
     check_count("num_clients", num_clients)
     check_count("seed", seed, least=0, most=2**63 - 1)
     check_count("first_client", first_client, least=0)
@@ -258,26 +228,17 @@ def _regression(name, theta, mean, num_clients, examples, test_examples, noise, 
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
         return Clients({"x": x, "y": y}, np.full(num_clients, count, np.int32))
 
-    train = draw("examples_per_client", 1, examples)
-    return Federation(
-        train=train,
-        test=draw("test_examples", 2, test_examples),
-        cluster=cluster,
-        num_clusters=num_clusters,
-        num_classes=None,
-        input_shape=(dim,),
-        split_hash=_hash([name, dim, seed], cluster, train),
-        description=f"{name}: {num_clients} clients of {examples} examples, d={dim}, K={num_clusters}",
-        truth=theta.astype(np.float32),
-    )
+    train, test = draw("examples_per_client", 1, examples), draw("test_examples", 2, test_examples)
+    about = f"{name}: {num_clients} clients of {examples} examples, d={dim}, K={num_clusters}"
+    return _federation([name, dim, seed], about, cluster, num_clusters, train, test, truth=theta)
 
 
 def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
     """Returns `[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
     check_count("num_clusters", count)
     check_count("dim", dim)
-    if dim < 63 and count > 2**dim - 1:
-        raise ValueError(f"num_clusters must be at most {2**dim - 1} (non-zero vectors in {{0, 1}}^{dim}), got {count}")
+    most = 2 ** min(dim, 63) - 1
+    check(count <= most, "num_clusters", count, f"at most {most} (non-zero vectors in {{0, 1}}^{dim})")
     if dim <= 12:  # few vectors: repeated draws until all differ could take long
         numbers = 1 + rng.permutation(2**dim - 1)[:count]
         return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)
@@ -291,7 +252,19 @@ def _check_scale(argument: str, value: float) -> None:
     check(np.isfinite(value) and value >= 0, argument, value, "at least 0 and finite")
 
 
-def _hash(settings: list, cluster, train: Clients) -> str:
-    """Returns the `split_hash` of synthetic data, with clients' first inputs in place of indices."""
-    first = np.ascontiguousarray(train.examples["x"][:, 0]).view(np.int32)
-    return split_hash(settings, cluster, [train.size, *first])
+def _federation(
+    settings: list,
+    description: str,
+    cluster: np.ndarray,
+    num_clusters: int,
+    train: Clients,
+    test: Clients | None,
+    *,
+    num_classes: int | None = None,
+    truth: np.ndarray | None = None,
+) -> Federation:
+    """Returns synthetic data as a `Federation`; in its hash, clients' first inputs stand in place of indices."""
+    x = train.examples["x"]
+    digest = split_hash(settings, cluster, [train.size, *np.ascontiguousarray(x[:, 0]).view(np.int32)])
+    truth = None if truth is None else truth.astype(np.float32)
+    return Federation(train, test, cluster, num_clusters, num_classes, x.shape[2:], digest, description, truth=truth)

@@ -43,19 +43,16 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     check_count("vocab_size", vocab_size, least=3)
     check_count("length", length)
     check(dataset.train["x"].dtype.kind in "UO", "dataset", dataset.train["x"].dtype, "a data set of strings")
-    split = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in _splits(dataset)}
+    parts = {name: part for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None}
+    split = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in parts.items()}
     count = Counter(word for text in split["train"] for word in text)
     common = sorted(count, key=lambda word: (-count[word], word))[: vocab_size - 2]
     vocabulary = ["<pad>", "<unknown>", *common]
     ids = {word: i + 2 for i, word in enumerate(common)}
     encoded = {}
-    for name, part in _splits(dataset):
+    for name, part in parts.items():
         x = aligned_zeros((len(part["x"]), length), np.int32)  # of PAD
         for row, words in zip(x, split[name], strict=True):
             row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
         encoded[name] = {"x": x, "y": part["y"]}
     return dataset._replace(**encoded), vocabulary
-
-
-def _splits(dataset: Dataset):
-    return [(name, part) for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None]

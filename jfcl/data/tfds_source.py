@@ -44,8 +44,8 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
       ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
         reached; no "train" split, image (or text) or label; images of different sizes.
     """
-    roots = [Path(data_dir)] if data_dir else []
-    for root in [*roots, tfds_dir()]:
+    roots = [*([Path(data_dir)] if data_dir else []), tfds_dir()]
+    for root in roots:
         folder = prepared_folder(root, name)
         if folder is not None:
             return _read_folder(name, folder)
@@ -54,7 +54,7 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
     needed = ["tensorflow", "importlib_resources"]
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
-        searched = ", ".join(str(root / name) for root in [*roots, tfds_dir()])
+        searched = ", ".join(str(root / name) for root in roots)
         raise ValueError(
             f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
             f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'. {_OFFICIAL}"
@@ -143,10 +143,7 @@ def _read_folder(name: str, folder: Path) -> Dataset:
         rows = [source[i] for i in range(len(source))]
         y = np.array([row["label"] for row in rows], np.int32)
         if "image" not in features:
-            return {
-                "x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object),
-                "y": y,
-            }
+            return {"x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object), "y": y}
         shapes = {row["image"].shape for row in rows}
         if len(shapes) != 1:
             raise ValueError(f"data set {name!r}: images must have one size, got {len(shapes)} in split {split!r}")

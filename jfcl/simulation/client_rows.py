@@ -17,17 +17,16 @@ import hashlib
 import io
 import os
 import tempfile
-import tokenize
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jfcl.core import files
+from jfcl.core import files, num_bytes
 
 IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 
@@ -43,7 +42,7 @@ class ClientRows:
     Example:
       >>> rows = ClientRows(3, [jax.ShapeDtypeStruct((2,), np.float32)])
       >>> rows.write(np.array([1]), [np.float32([[5, 6]])])
-      >>> rows.take(np.array([1, 2]), [np.zeros((2, 2), np.float32)])[0].tolist(), rows.seen.tolist()
+      >>> rows.take(np.array([1, 2]), lambda: [np.zeros((2, 2), np.float32)])[0].tolist(), rows.seen.tolist()
       ([[5.0, 6.0], [0.0, 0.0]], [False, True, False])
     """
 
@@ -68,40 +67,34 @@ class ClientRows:
         Raises:
           ValueError: with `resume`, a file is missing or was cut short.
         """
-        shapes = [(count, *r.shape) for r in row]
-        self.mapped = (
-            sum(np.prod(s, dtype=float) * r.dtype.itemsize for s, r in zip(shapes, row, strict=True)) > in_memory
-        )
+        whole = [jax.ShapeDtypeStruct((count, *r.shape), r.dtype) for r in row]
+        self.mapped = num_bytes(whole) > in_memory
         self.folder = folder if self.mapped else None
         self.seen = np.zeros(count, bool)
         self._crc = np.zeros(count if self.mapped else 0, np.uint32)  # of each client's row
         self._journal: Path | None = None
         self._files: list[_RowFile] = []
         if not self.mapped:
-            self.arrays = [np.zeros(s, r.dtype) for s, r in zip(shapes, row, strict=True)]
+            self.arrays = [np.zeros(w.shape, w.dtype) for w in whole]
             return
         if folder is not None:
             if not resume:
                 folder.mkdir(parents=True, exist_ok=True)
-            self._files = _open(folder, shapes, row, resume)
+            self._files = _open(folder, whole, resume)
         else:  # unlinked at once: the system frees their room with the arrays, or at the end of the process
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
-                self._files = _open(Path(scratch), shapes, row, False)
+                self._files = _open(Path(scratch), whole, False)
         self.arrays = [file.array for file in self._files]
 
-    def take(self, ids: np.ndarray, fresh: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-        """Returns the rows `[C, ...]` of clients `ids`; for clients never seen, those of `fresh` `[C, ...]`."""
+    def take(self, ids: np.ndarray, fresh: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """Returns the rows `[C, ...]` of clients `ids`; for clients never seen, those of `fresh()` `[C, ...]`."""
         new = ~self.seen[ids]
         if not new.any():
             return [array[ids] for array in self.arrays]
-        taken = [np.array(start) for start in fresh]
+        taken = [np.array(start) for start in fresh()]
         for rows, array in zip(taken, self.arrays, strict=True):
             rows[~new] = array[ids[~new]]
         return taken
-
-    def all_seen(self, ids: np.ndarray) -> bool:
-        """Returns whether each of `ids` has a row."""
-        return bool(self.seen[ids].all())
 
     def write(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
         """Sets the rows of `ids`. The operation is idempotent."""
@@ -110,12 +103,9 @@ class ClientRows:
             buffer = io.BytesIO()
             np.savez(buffer, ids=old, **{f"{i}": array[old] for i, array in enumerate(self.arrays)})
             data = buffer.getvalue()
-            descriptor = os.open(self._journal, os.O_WRONLY | os.O_APPEND)
-            try:  # complete and durable before the first row changes
+            with files.opened(self._journal, os.O_WRONLY | os.O_APPEND) as descriptor:
                 files.write_all(descriptor, len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                os.fsync(descriptor)  # complete and durable before the first row changes
         rows = [np.asarray(values, array.dtype) for array, values in zip(self.arrays, rows, strict=True)]
         self._put(ids, rows)
         if self.mapped:
@@ -154,28 +144,22 @@ class ClientRows:
 
     def _empty(self, journal: Path) -> None:
         """Makes a journal, or empties one in place. If the disk fails the file stays: a checkpoint may need it."""
-        descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
+        with files.opened(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        files.sync_folder(self.folder)
+        files.sync(self.folder)
 
     def verify(self, round_: int, saved: dict[str, Any]) -> None:
         """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""
         if self.folder is None:
             return
-        old: dict[int, list[bytes]] = {}  # former contents of changed rows; the earliest record counts
-        for record in reversed(_records(self._journal_of(round_))):
-            columns = [np.asarray(record[f"{i}"]) for i in range(len(self.arrays))]
-            old |= {int(c): [column[j].tobytes() for column in columns] for j, c in enumerate(record["ids"])}
+        old: dict[int, int] = {}  # checksums of the former contents of changed rows; the earliest record counts
+        for ids, rows in self._undo(round_):
+            old |= dict(zip(ids.tolist(), _checksums(rows).tolist(), strict=True))
         seen = np.flatnonzero(saved["seen"])
         for start in range(0, len(seen), 4096):
             ids = seen[start : start + 4096]
             found = _checksums([array[ids] for array in self.arrays])
-            for j, c in enumerate(ids):
-                if int(c) in old:
-                    found[j] = _checksum(old[int(c)])
+            found = np.array([old.get(c, crc) for c, crc in zip(ids.tolist(), found.tolist(), strict=True)])
             wrong = ids[found != saved["crc"][ids]]
             if len(wrong):
                 raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
@@ -188,30 +172,27 @@ class ClientRows:
             for array, values in zip(self.arrays, saved["rows"], strict=True):
                 array[:] = values
         elif self.folder is not None:
-            for record in reversed(_records(self._journal_of(round_))):
-                self._put(record["ids"], [record[f"{i}"] for i in range(len(self.arrays))])
+            for ids, rows in self._undo(round_):
+                self._put(ids, rows)
             self._sync()  # before the journal is removed
             self.checkpointed(round_)
 
-    def _journal_of(self, round_: int) -> Path:
+    def _undo(self, round_: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+        """Returns the ids and former rows of all changes since the checkpoint of `round_`, the latest first."""
         journal = self.folder / f"undo-{round_:08d}"
         if not journal.exists():
             raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost")
-        return journal
-
-
-def _checksum(parts: Sequence[bytes]) -> int:
-    total = 0
-    for part in parts:
-        total = zlib.crc32(part, total)
-    return total
+        return _records(journal)[::-1]
 
 
 def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the CRC-32 of each client's row over all arrays `[C, ...]`, `[C]` uint32."""
-    count = len(rows[0]) if rows else 0
-    flat = [np.ascontiguousarray(x).reshape(count, -1).view(np.uint8) for x in rows if x.size]
-    return np.array([_checksum([x[c] for x in flat]) for c in range(count)], np.uint32)
+    totals = [0] * (len(rows[0]) if rows else 0)
+    for values in rows:
+        if values.size:
+            flat = np.ascontiguousarray(values).reshape(len(totals), -1).view(np.uint8)
+            totals = [zlib.crc32(row, total) for row, total in zip(flat, totals, strict=True)]
+    return np.array(totals, np.uint32)
 
 
 class _RowFile:
@@ -225,35 +206,31 @@ class _RowFile:
     def write(self, ids: np.ndarray, values: np.ndarray) -> None:
         """Sets the rows `ids` to `values` `[C, ...]`."""
         flat = np.ascontiguousarray(values).reshape(len(ids), -1).view(np.uint8)
-        try:
+        with files.named(self._path):
             for c, data in zip(ids.tolist(), flat, strict=True):
-                files.write_at(self.descriptor, data, self._offset + c * data.nbytes)
-        except OSError as error:
-            raise type(error)(error.errno, error.strerror, str(self._path)) from None
+                files.write_all(self.descriptor, data, self._offset + c * data.nbytes)
 
 
-def _open(folder: Path, shapes, row, resume: bool) -> list[_RowFile]:
+def _open(folder: Path, whole: Sequence[jax.ShapeDtypeStruct], resume: bool) -> list[_RowFile]:
     found = []
-    for i, (shape, r) in enumerate(zip(shapes, row, strict=True)):
+    for i, wanted in enumerate(whole):
         file = folder / f"rows-{i:02d}.npy"
-        if resume:
-            try:
-                array = np.lib.format.open_memmap(file, mode="r")
-            except FileNotFoundError:
-                raise ValueError(f"{file} is missing: the rows of the last checkpoint are lost") from None
-            except (ValueError, OSError, SyntaxError, TypeError, tokenize.TokenError) as error:  # of a damaged header
-                raise ValueError(f"{file} was cut short or is damaged: {error}") from None
-            if (array.shape, array.dtype) != (shape, r.dtype):
-                raise ValueError(f"{file} must hold {r.dtype} {shape}, got {array.dtype} {array.shape}")
-        else:
-            np.lib.format.open_memmap(file, mode="w+", dtype=r.dtype, shape=shape)
+        if not resume:
+            np.lib.format.open_memmap(file, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
+        try:
             array = np.lib.format.open_memmap(file, mode="r")
+        except FileNotFoundError:
+            raise ValueError(f"{file} is missing: the rows of the last checkpoint are lost") from None
+        except files.BAD_ARRAY as error:
+            raise ValueError(f"{file} was cut short or is damaged: {error}") from None
+        if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(f"{file} must hold {wanted.dtype} {wanted.shape}, got {array.dtype} {array.shape}")
         found.append(_RowFile(file, array))
     return found
 
 
-def _records(journal: Path) -> list[dict[str, np.ndarray]]:
-    """Returns the records of a journal, without a last one that was cut short: its rows were not yet overwritten.
+def _records(journal: Path) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Returns the ids and rows of a journal, without a last record that was cut short: its rows were not overwritten.
 
     Raises:
       ValueError: another record is damaged.
@@ -271,5 +248,5 @@ def _records(journal: Path) -> list[dict[str, np.ndarray]]:
                 break
             raise ValueError(f"{journal} is damaged: a record differs from its digest")
         with np.load(io.BytesIO(body)) as record:
-            records.append(dict(record))
+            records.append((record["ids"], [record[f"{i}"] for i in range(len(record.files) - 1)]))
     return records

@@ -10,6 +10,7 @@ import numpy as np
 
 from jfcl.core import Clients, check, check_choice
 from jfcl.data.store import ClientStore, check_cohort
+from jfcl.data.store_files import check_of_clients
 
 SAMPLING = ("uniform", "size", "stratified")
 COHORT_STREAM = 0  # of the random numbers of a run on the host
@@ -56,7 +57,7 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
     if sampling == "stratified":
         strata = store.cluster if strata is None else strata
         check(strata is not None, "strata", None, "given: the store holds no true clusters")
-        return _stratified(np.asarray(strata), n, count)
+        return _stratified(check_of_clients("strata", strata, n), n, count)
     check(strata is None, "strata", strata, 'left out unless sampling="stratified"')
     if sampling == "uniform":
         return lambda rng: np.sort(rng.choice(n, count, replace=False, shuffle=False))
@@ -65,8 +66,6 @@ def make_sampler(store: ClientStore, count: int, sampling: str = "uniform", stra
 
 def _stratified(strata: np.ndarray, n: int, count: int):
     """Returns the function of `make_sampler` for "stratified"."""
-    fits = strata.shape == (n,) and strata.dtype.kind in "iu"
-    check(fits, "strata", f"{strata.dtype} {strata.shape}", f"integers of shape ({n},), one for every client")
     members = np.argsort(strata, kind="stable")
     edges = np.concatenate([[0], np.cumsum(np.unique(strata, return_counts=True)[1])])
     shares = np.diff(edges) * count / n

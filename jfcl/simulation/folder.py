@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +37,10 @@ FORMAT = 1
 # Options that may differ between a run and its resumption.
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
-WRITTEN = (
-    "metrics.jsonl",
-    "summary.json",
-    "clients.csv",
-    "params.npz",
-    "tree.npz",
-    "paths.csv",
-    "checkpoints",
-    "plots",
-)
+RESULTS = ("summary.json", "clients.csv", "params.npz", "tree.npz", "paths.csv")
+WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots")
 UNCHANGED = "nothing was changed"
+VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
 
 class Restored(NamedTuple):
@@ -66,6 +60,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.metrics_path, self.lock_path = self.path / "metrics.jsonl", self.path / "lock"
+        self._checkpoints = self.path / "checkpoints"
         self._open = contextlib.ExitStack()
         self._chain, self._count, self._bytes = hashlib.sha256(), 0, 0  # of the lines of `metrics.jsonl`
         self._config: dict[str, Any] | None = None  # to be written by `begin`
@@ -99,21 +95,19 @@ class RunFolder:
         folder = cls(path)
         cls.look(folder.path, False)
         folder.path.mkdir(parents=True, exist_ok=True)
-        try:
-            folder._open.enter_context(files.lock(folder.lock_path))
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(files.lock(folder.lock_path))
             cls.look(folder.path, False)
             folder._remove_leftovers()
             files.sign(folder.lock_path)
-            (folder.path / "checkpoints").mkdir(exist_ok=True)
+            folder._checkpoints.mkdir(exist_ok=True)
             folder.metrics_path.unlink(missing_ok=True)  # an empty one
             # Last: a folder without config.json holds no run, and remains usable.
-            saved = finite_or_none(config) | {"versions": _versions()}
+            saved = finite_or_none(config) | {"versions": VERSIONS}
             folder._run = identity(saved)
             write_json(folder.path / "config.json", saved)
-            files.sync_folder(folder.path.parent)
-        except BaseException:
-            folder.close()
-            raise
+            files.sync(folder.path.parent)
+            folder._open = opened.pop_all()
         return folder
 
     @classmethod
@@ -126,13 +120,11 @@ class RunFolder:
         """
         folder = cls(path)
         cls.look(folder.path, True)
-        try:
-            folder._open.enter_context(files.lock(folder.lock_path))
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(files.lock(folder.lock_path))
             folder._check_config(finite_or_none(config))
             folder._check_checkpoints()
-        except BaseException:
-            folder.close()
-            raise
+            folder._open = opened.pop_all()
         return folder
 
     def _check_config(self, new: dict[str, Any]) -> None:
@@ -140,23 +132,19 @@ class RunFolder:
         rounds = old.get("num_rounds", 0)
         if isinstance(rounds, bool) or not isinstance(rounds, int):
             raise ValueError(f"{self.path / 'config.json'} is damaged: num_rounds is {rounds!r}; {UNCHANGED}")
-        names = [n for n in sorted({*old, *new} - set(FREE)) if old.get(n) != new.get(n)]
-        if names:
-            differences = "; ".join(_differ(n, old.get(n), new.get(n)) for n in names)
+        if differences := _differences(old, new, sorted({*old, *new} - set(FREE))):
             raise ValueError(f"{self.path} holds a run of another configuration ({differences}); {UNCHANGED}")
         self._run = identity(old)
-        versions = old.get("versions") or _versions()
-        if versions != _versions():
+        versions = old.get("versions") or VERSIONS
+        if versions != VERSIONS:
             warnings.warn(
-                f"{self.path} was begun with {_listed(versions)}, and is resumed with {_listed(_versions())}: the rest"
+                f"{self.path} was begun with {_listed(versions)}, and is resumed with {_listed(VERSIONS)}: the rest"
                 " of the run may differ from that of the former versions",
                 stacklevel=4,
             )
-        moved = [n for n in MAPPED if n in old and n in new and old[n] != new[n]]
-        if moved:
-            differences = "; ".join(_differ(n, old[n], new[n]) for n in moved)
+        if moved := _differences(old, new, [n for n in MAPPED if n in old and n in new]):
             warnings.warn(
-                f"{self.path} is resumed with another mapping ({differences}): the rest of the run may differ in the"
+                f"{self.path} is resumed with another mapping ({moved}): the rest of the run may differ in the"
                 " last bits from one that was not interrupted",
                 stacklevel=4,
             )
@@ -165,28 +153,16 @@ class RunFolder:
             self._config = old | {"num_rounds": new["num_rounds"]}
 
     def _check_checkpoints(self) -> None:
-        place, metrics = self.path / "checkpoints", self.metrics_path
+        place, metrics = self._checkpoints, self.metrics_path
         if (place.exists() or place.is_symlink()) and not place.is_dir():
             raise ValueError(f"{place} must be a folder, but it is a file; move it away; {UNCHANGED}")
         if (metrics.exists() or metrics.is_symlink()) and not metrics.is_file():
             raise ValueError(f"{metrics} must be a file, but it is a folder; put the file back; {UNCHANGED}")
-        if self._rounds():
-            return
-        if (self.path / "summary.json").exists():
+        if not self._rounds() and (self.path / "summary.json").exists():
             raise ValueError(
                 f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
                 f" or run again in another folder; {UNCHANGED}"
             )
-
-    @property
-    def metrics_path(self) -> Path:
-        """`metrics.jsonl`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def lock_path(self) -> Path:
-        """`lock`."""
-        return self.path / "lock"
 
     def close(self) -> None:
         """Releases the lock."""
@@ -194,12 +170,11 @@ class RunFolder:
 
     def _rounds(self) -> list[int]:
         """Returns the rounds with a checkpoint, damaged or not, latest first."""
-        there = self.path / "checkpoints"
-        names = [p.name for p in there.glob("*") if p.name.isascii() and p.name.isdecimal()]
+        names = [p.name for p in self._checkpoints.glob("*") if p.name.isascii() and p.name.isdecimal()]
         return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
 
     def _remove_leftovers(self) -> None:
-        for folder in (self.path, self.path / "checkpoints", self.path / "plots"):
+        for folder in (self.path, self._checkpoints, self.path / "plots"):
             files.remove_leftovers(folder)
 
     def has_checkpoint(self) -> bool:
@@ -214,15 +189,15 @@ class RunFolder:
         """
         if not self.metrics_path.is_file():
             raise ValueError(f"{self.metrics_path} is missing")
-        return [record for _, record in self._lines(self.metrics_path.read_bytes())]
+        return self._lines(self.metrics_path.read_bytes())
 
-    def _lines(self, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    def _lines(self, data: bytes) -> list[dict[str, Any]]:
         lines = data.splitlines(keepends=True)
         found = []
         for i, line in enumerate(lines, 1):
             record = from_line(line)
             if record is not None:
-                found.append((line, record))
+                found.append(record)
             elif i < len(lines) or line.endswith(b"\n"):
                 raise ValueError(f"{self.metrics_path} is damaged: line {i} is no record; {UNCHANGED}")
         return found
@@ -237,29 +212,24 @@ class RunFolder:
         if self._more:  # it is no longer finished
             (self.path / "summary.json").unlink(missing_ok=True)
         self._remove_leftovers()
-        (self.path / "checkpoints").mkdir(exist_ok=True)
+        self._checkpoints.mkdir(exist_ok=True)
         for round_ in self._damaged:
-            files.remove_folder(self.path / "checkpoints" / str(round_))
+            files.remove_folder(self._checkpoints / str(round_))
         if self._restored and self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes:
-            descriptor = os.open(self.metrics_path, os.O_WRONLY)
-            try:
+            with files.opened(self.metrics_path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, self._bytes)  # in place: a full disk has room for it
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds lines to `metrics.jsonl`, all or none of them."""
         data = b"".join(to_line(record) for record in records)
-        descriptor = os.open(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            files.write_all(descriptor, data)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._bytes)
-            raise type(error)(error.errno, error.strerror, str(self.metrics_path)) from None
-        finally:
-            os.close(descriptor)
+        with files.opened(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+            try:
+                files.write_all(descriptor, data)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, self._bytes)
+                raise
         self._chain.update(data)
         self._count, self._bytes = self._count + len(records), self._bytes + len(data)
 
@@ -272,32 +242,24 @@ class RunFolder:
         if rounds[:1] == [round_]:
             return
         if self._count:
-            descriptor = os.open(self.metrics_path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)  # the checkpoint holds the digest of these lines
-            finally:
-                os.close(descriptor)
-            files.sync_folder(self.path)
-        place = self.path / "checkpoints" / str(round_)
+            files.sync(self.metrics_path)  # the checkpoint holds the digest of these lines
+            files.sync(self.path)
+        place = self._checkpoints / str(round_)
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
             scratch.mkdir(parents=True)
-            about = {
-                "format": FORMAT,
-                "run": self._run,
-                "round": round_,
-                "leaves": write_leaves(scratch / "state.bin", state),
-            }
-            about |= {"totals": totals, "versions": _versions()}
+            leaves = write_leaves(scratch / "state.bin", state)
+            about = {"format": FORMAT, "run": self._run, "round": round_, "leaves": leaves}
+            about |= {"totals": totals, "versions": VERSIONS}
             about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
             with files.new_file(scratch / "about.json") as descriptor:
                 files.write_all(descriptor, files.json_bytes(files.seal(about), allow_nan=True))
-            files.sync_folder(scratch)
+            files.sync(scratch)
         except BaseException:
             files.remove_leftovers(place.parent)
             raise
         os.rename(scratch, place)
-        files.sync_folder(place.parent)
+        files.sync(place.parent)
         for old in rounds[1:]:
             files.remove_folder(place.with_name(str(old)))
 
@@ -317,7 +279,7 @@ class RunFolder:
         for round_ in rounds if any_round else rounds[:1]:
             try:
                 about = self._about(round_)
-                state = read_leaves(self.path / "checkpoints" / str(round_) / "state.bin", about["leaves"], like)
+                state = read_leaves(self._checkpoints / str(round_) / "state.bin", about["leaves"], like)
             except UnusableError as error:
                 raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
             except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
@@ -332,7 +294,7 @@ class RunFolder:
         return None
 
     def _about(self, round_: int) -> dict[str, Any]:
-        place = self.path / "checkpoints" / str(round_)
+        place = self._checkpoints / str(round_)
         if (place / "_CHECKPOINT_METADATA").exists():
             raise UnusableError(
                 "was written by an earlier version of jfcl; resume it with that version, or run it again"
@@ -352,10 +314,7 @@ class RunFolder:
 
     def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""
-        data = b""
-        if self.metrics_path.exists():
-            with self.metrics_path.open("rb") as f:
-                data = f.read(known["bytes"])
+        data = self.metrics_path.read_bytes()[: known["bytes"]] if self.metrics_path.exists() else b""
         chain = hashlib.sha256(data)
         if len(data) != known["bytes"] or chain.hexdigest() != known["sha256"]:
             raise ValueError(
@@ -363,7 +322,7 @@ class RunFolder:
                 f" checkpoint of round {round_}; {UNCHANGED}"
             )
         self._chain, self._count, self._bytes = chain, known["count"], known["bytes"]
-        return [record for _, record in self._lines(data)]
+        return self._lines(data)
 
 
 def identity(config: dict[str, Any]) -> str:
@@ -381,16 +340,16 @@ def _holds_something(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _differ(name: str, old: Any, new: Any) -> str:
-    """Returns the difference of `old` and `new` in words; of dicts, only the parts that differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
-        return "; ".join(_differ(f"{name}.{n}", old.get(n), new.get(n)) for n in parts)
-    return f"{name}: it has {old!r}, asked for {new!r}"
-
-
-def _versions() -> dict[str, str]:
-    return {"jfcl": __version__, "jax": jax.__version__}
+def _differences(old: dict, new: dict, names: Iterable[str], within: str = "") -> str:
+    """Returns the differences under `names` in words; of dicts, only the parts that differ."""
+    found = []
+    for name in names:
+        there, here = old.get(name), new.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            found.append(_differences(there, here, sorted({*there, *here}), f"{within}{name}."))
+        elif there != here:
+            found.append(f"{within}{name}: it has {there!r}, asked for {here!r}")
+    return "; ".join(filter(None, found))
 
 
 def _listed(versions: Any) -> str:
@@ -403,12 +362,11 @@ def _listed(versions: Any) -> str:
 
 def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, Any]) -> None:
     """Writes the result files of a run, and `summary.json` with their digests; on a full disk nothing changes."""
-    metrics = folder / "metrics.jsonl"
-    digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items() if "/" not in name}
+    metrics, config = folder / "metrics.jsonl", folder / "config.json"
     with files.lock(folder / "lock"):
-        if metrics.exists():
-            digests["metrics.jsonl"] = hashlib.sha256(metrics.read_bytes()).hexdigest()
-        run = identity(read_json(folder / "config.json")) if (folder / "config.json").exists() else None
+        known = contents | ({"metrics.jsonl": metrics.read_bytes()} if metrics.exists() else {})
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in known.items() if "/" not in name}
+        run = identity(read_json(config)) if config.exists() else None
         sealed = files.seal(finite_or_none(summary) | {"files": digests, "run": run})
         files.replace_together(folder, contents | {"summary.json": files.json_bytes(sealed)})
 

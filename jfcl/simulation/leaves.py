@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import PyTree, files
+from jfcl.core import PyTree, files, named_leaves
 
 
 class UnusableError(ValueError):
@@ -21,19 +21,15 @@ def write_leaves(path: Path, state: PyTree) -> list[dict[str, Any]]:
     """Writes the arrays of `state`; returns the name, type, shape and SHA-256 of each."""
     leaves, digests = [], []
     with files.new_file(path) as descriptor, ThreadPoolExecutor(2) as hashing:
-        for name, leaf in _named(state):
+        for name, leaf in named_leaves(state).items():
             array = np.asarray(_plain(leaf))
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            digests.append(hashing.submit(_sha256, data))
+            digests.append(hashing.submit(hashlib.sha256, data))
             files.write_all(descriptor, data)
             leaves.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape)})
             if len(digests) > 2:  # hashing is slower than writing, and the host holds three arrays at most
                 digests[-3].result()
-    return [leaf | {"sha256": digest.result()} for leaf, digest in zip(leaves, digests, strict=True)]
-
-
-def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return [leaf | {"sha256": digest.result().hexdigest()} for leaf, digest in zip(leaves, digests, strict=True)]
 
 
 def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTree:
@@ -44,12 +40,13 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
       ValueError: an array differs from its digest.
     """
     keys, like = like, jax.tree.map(lambda x: jax.eval_shape(_plain, x) if _is_key(x) else x, like)
-    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in _named(like)]
+    named = named_leaves(like).items()
+    wanted = [{"name": name, "dtype": str(x.dtype), "shape": list(x.shape)} for name, x in named]
     if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in leaves] != wanted:
         raise UnusableError("is of another model or number of clients")
     arrays = []
     with path.open("rb") as f:
-        for leaf, (_, x) in zip(leaves, _named(like), strict=True):
+        for leaf, (_, x) in zip(leaves, named, strict=True):
             array = np.empty(x.shape, x.dtype)
             data = array.reshape(-1).view(np.uint8)
             if f.readinto(data) != len(data) or hashlib.sha256(data).hexdigest() != leaf["sha256"]:
@@ -59,10 +56,6 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
             raise ValueError("state.bin is too long")
     state = jax.tree.unflatten(jax.tree.structure(like), arrays)
     return jax.tree.map(lambda x, k: jax.random.wrap_key_data(x) if _is_key(k) else x, state, keys)
-
-
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count
+from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts
-from jfcl.simulation.evaluation import EVENTS, Assessment, make_records
+from jfcl.simulation.evaluation import EVENTS, SERVE, Assessment, make_records
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.progress import Watch, stop_if_all_nonfinite, stop_if_diverged, warn_if_never_examined
+from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_never_examined
 
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
@@ -87,6 +87,15 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 
 # ---------------------------------------------------------------------------------------------------------------
 # The loop of `simulate` and `simulate_population`.
+
+
+def check_run(key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool) -> None:
+    """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
+    check_key(key)
+    check_count("num_rounds", num_rounds)
+    check_count("eval_every", eval_every)
+    check_choice("serve", serve, SERVE)
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
 
 
 class Block(NamedTuple):
@@ -166,9 +175,8 @@ def run_rounds(
         # Stop where the models are lost; otherwise accept the rounds.
         is_evaluated = done % eval_every == 0 or done == num_rounds
         has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
-        stop_if_diverged(block.finite, done, seeds, folder)
-        if (is_evaluated or not backend.resident) and not has_ended:  # no client trains after the end
-            stop_if_all_nonfinite(block.values, done, seeds, folder)
+        is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
+        stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
         backend.commit()
         totals = _add(totals, block)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
-from jfcl.core import Algorithm, Clients, check_state, is_finite, num_clients
+from jfcl.core import Algorithm, Clients, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.folder import Restored
@@ -132,11 +132,6 @@ def _with_padding(small: Any, whole: Any, n: int, client_axis: mapping.sharded) 
     return jax.tree.map(put, small, whole)
 
 
-def _shapes(clients: Clients, n: int) -> Clients:
-    """Returns the shapes of the `n` clients of all processes."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # The backend.
 
@@ -158,7 +153,7 @@ class OnDevice:
         self._static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
         self._n = hosts.total(num_clients(clients))
         self._keys, self._clients, self._hyperparams = keys, clients, hyperparams
-        self.like = jax.eval_shape(partial(_init, **self._static), keys, _shapes(clients, self._n), hyperparams)
+        self.like = jax.eval_shape(partial(_init, **self._static), keys, client_shapes(clients, self._n), hyperparams)
 
     def place(self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str) -> None:
         """Moves the clients and the subjects of evaluations to the devices, if the memory suffices.
@@ -168,8 +163,8 @@ class OnDevice:
         n, client_axis, seed_axis, made = self._n, self._client_axis, self._seed_axis, self._made
 
         # Memory.
-        shapes = _shapes(self._clients, n)
-        others = [] if tests is None else [_shapes(tests, n)]
+        shapes = client_shapes(self._clients, n)
+        others = [] if tests is None else [client_shapes(tests, n)]
         others += [] if newcomers is None else [newcomers]
         count = len(self._seeds)
         seeds_at_once = min(seed_axis.size, count) if isinstance(seed_axis, mapping.chunked) else count
@@ -205,13 +200,13 @@ class OnDevice:
             rows = self._num_rows
             self.whole = jax.tree.map(lambda x: x.update(sharding=_sharding(x.shape, rows, client_axis)), self.whole)
         one = np.int32(1)
-        programs = [(_advance, (self._keys, self.whole, one, one, self._clients, self._hyperparams), self._static)]
+        args = (self._keys, self.whole, one, one, self._clients, self._hyperparams)
+        programs = [_advance.lower(*args, **self._static)]
         for data, learners, by_loss in ((tests, self._learners, False), (newcomers, None, True)):
             if data is not None and made.task is not None:
-                programs.append(
-                    (_evaluate, (self.whole.params, self.whole.cluster, data, learners), self._how(by_loss))
-                )
-        self._compiling = compile_ahead([program.lower(*args, **how) for program, args, how in programs])
+                args = (self.whole.params, self.whole.cluster, data, learners)
+                programs.append(_evaluate.lower(*args, **self._how(by_loss)))
+        self._compiling = compile_ahead(programs)
 
     def restore(self, restored: Restored | None) -> Restored:
         """Returns `restored` with its state on the devices; the beginning of a run if it is None."""
@@ -245,13 +240,10 @@ class OnDevice:
         held_out, newcomers, values, cluster, excluded = hosts.fetch(arrays)
 
         # Padding clients are behind the others.
-        return Assessment(
-            cluster[:, :n],
-            {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()},
-            None if held_out is None else {name: v[:, :n] for name, v in held_out.items()},
-            None if newcomers is None else {name: v[:, : len(self.subjects.new_size)] for name, v in newcomers.items()},
-            None if excluded is None else excluded[:, :n],
-        )
+        values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
+        cluster, held_out, excluded = jax.tree.map(lambda x: x[:, :n], (cluster, held_out, excluded))
+        newcomers = jax.tree.map(lambda x: x[:, : len(self.subjects.new_size)], newcomers)
+        return Assessment(cluster, values, held_out, newcomers, excluded)
 
     def _losses(self, state: Any, data: Clients | None, learners: Clients | None, *, by_loss: bool = False):
         """Returns the results of `_evaluate` on `data`, `[R, ...]` each; None without data or task."""

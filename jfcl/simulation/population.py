@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_choice, check_count, check_key
+from jfcl.core import Algorithm, Clients, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.execution import mapping, memory
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, CohortStream, make_sampler, who_answers
-from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.loop import History, open_folder, read_checkpoint, run_rounds
+from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.state_split import Split, Start, depends_on_clients, split_state
 from jfcl.simulation.streamed import Streamed
@@ -142,13 +141,10 @@ def simulate_population(
     """
     # Check the options.
     n = len(store)
-    check_key(key)
-    check_count("num_rounds", num_rounds)
-    check_count("eval_every", eval_every)
+    check_run(key, num_rounds, eval_every, serve, out, resume)
     if stop_after is not None:
         check_count("stop_after", stop_after)
     check_cohort(store, cohort)
-    check_choice("serve", serve, SERVE)
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
     check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
     asked = round(cohort * (1 + stragglers))
@@ -156,14 +152,13 @@ def simulate_population(
     sampler = make_sampler(store, asked, sampling, strata)
     check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
     if test_store is not None:
         check_fits(store, test_store, "test_store")
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
 
     # Check that the method and the memory suffice.
-    remember, split, shapes = _divide(algorithm, store, cohort, join, remember)
+    remember, split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)
     client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     memory.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
@@ -206,7 +201,7 @@ def simulate_population(
         end, assessment = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
 
         # Results.
-        state = backend.whole_state(end.state, backend.last_cohort(last))
+        state = backend.whole_state(end.state, last)
         final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
         if backend.subjects.test_size is not None:
             final |= (assessment or backend.evaluate(end.state, {})).of_clients()
@@ -255,32 +250,27 @@ def _open_rows(
     return rows, Restored(done, [jnp.asarray(x) for x in saved["common"]], totals, records)
 
 
-def _divide(
+def _check_algorithm(
     algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None, remember: int | None
 ) -> tuple[int, Split, Any]:
-    """Returns the number of remembered clients, the division of the algorithm's state, and its shapes."""
+    """Returns the number of remembered clients, the division of the algorithm's state, and its shapes.
+
+    Raises:
+      ValueError: the method does not suit a population, or not `remember`.
+    """
     most = len(store) - cohort
     if remember is not None:
         check_count("remember", remember, least=0)
         check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
-    split, shapes = _check_algorithm(algorithm, store, cohort, join, remember or 0)
-    if split.heard is None:
-        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
-        check(not remember, "remember", remember, accepted)
-    elif remember is None:
-        remember = min(REMEMBER, most)
-        split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)
-    return remember or 0, split, shapes
-
-
-def _check_algorithm(
-    algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None, remember: int
-) -> tuple[Split, Any]:
-    """Returns the division of the algorithm's state, and its shapes; `ValueError` if it does not suit a population."""
-    count = cohort + remember
     about = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in store.fields.items())
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
+        first = jax.eval_shape(algorithm.init, key, example_shapes(store, cohort + (remember or 0)))
+        has_updates = hasattr(getattr(first, "heard", None), "round")
+        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
+        check(has_updates or not remember, "remember", remember, accepted)
+        remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
+        count = cohort + remember
         split, state = split_state(algorithm.init, store, count)
         jax.eval_shape(algorithm.step, key, state, example_shapes(store, count))
     except ValueError:
@@ -289,7 +279,7 @@ def _check_algorithm(
         raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
     if join is None:
         learnt = depends_on_clients(algorithm.init, store, count)
-        if any(depends for depends, has_rows in zip(learnt, split.of_clients, strict=True) if not has_rows):
+        if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
                 " that it would give clients of later ones places among other models. For IFCA with restarts, or"
@@ -304,4 +294,4 @@ def _check_algorithm(
         sizes = store.sizes().astype(np.int64)
         order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
         algorithm.check(store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort])))
-    return split, state
+    return remember, split, state

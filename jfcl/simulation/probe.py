@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jfcl.core import Algorithm, Clients, num_bytes, num_clients
+from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.folder import environment, write_json
 
@@ -66,7 +66,7 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
 def _supports(algorithm: Algorithm, clients: Clients, n: int) -> bool:
     """Returns whether `algorithm` works for `n` such clients."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+    some = client_shapes(clients, n)
     try:
         jax.eval_shape(algorithm.step, key, jax.eval_shape(algorithm.init, key, some), some)
     except ValueError:
@@ -125,8 +125,7 @@ def fastest(
         return candidates[known]
 
     limit = memory.free_memory() - num_bytes(clients.examples)
-    n = hosts.total(num_clients(clients))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *np.shape(x)[1:]), x.dtype), clients)
+    shapes = client_shapes(clients, hosts.total(num_clients(clients)))
     table = Table(title="mapping: a short probe", title_justify="left")
     for head in ("mapping", "ms a client and round", "MB of temporaries"):
         table.add_column(head, justify="left" if head == "mapping" else "right")

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,28 +29,23 @@ class DivergedError(RuntimeError):
 class CompileClock:
     """A clock of compilation; `seconds`: time of tracing, lowering and compiling in this thread while it is open."""
 
-    _lock = threading.Lock()
-    _open: ClassVar[dict[int, list[CompileClock]]] = {}  # by thread
+    _here = threading.local()  # `open`: the clocks of a thread
 
     def __enter__(self):
-        self.seconds, self._spans, self._thread = 0.0, [], threading.get_ident()
-        with self._lock:
-            if not self._open:
-                jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
-            self._open.setdefault(self._thread, []).append(self)
+        self.seconds, self._spans = 0.0, []
+        _listen_to_jax()
+        self._here.__dict__.setdefault("open", []).append(self)
         return self
 
     @staticmethod
     def _listen(event: str, duration: float, **_):
-        # jax calls a list of listeners in the thread that compiles. One listener serves all clocks: if each clock
-        # registered its own, its removal from the list would make jax skip the listener of another thread.
         if event.startswith("/jax/core/compile/"):
             CompileClock.count(duration)
 
     @staticmethod
     def count(duration: float) -> None:
         """Adds the last `duration` seconds to the clocks that are open in this thread."""
-        for clock in CompileClock._open.get(threading.get_ident(), ()):
+        for clock in getattr(CompileClock._here, "open", ()):
             clock._count(duration)
 
     def _count(self, duration: float) -> None:
@@ -65,12 +60,14 @@ class CompileClock:
         self.seconds += end - begin
 
     def __exit__(self, *_):
-        with self._lock:
-            self._open[self._thread].remove(self)
-            if not self._open[self._thread]:
-                del self._open[self._thread]
-            if not self._open:
-                jax.monitoring.unregister_event_duration_listener(CompileClock._listen)
+        self._here.open.remove(self)
+
+
+@functools.cache
+def _listen_to_jax() -> None:
+    # jax calls a list of listeners in the thread that compiles. One listener serves all clocks, and stays: the removal
+    # of one from the list would make jax skip the listener of another thread.
+    jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
 
 
 class compile_ahead:
@@ -176,23 +173,21 @@ class Watch:
         self._saved_at = time.perf_counter()
 
 
-def stop_if_diverged(finite: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` if `finite` `[R]`, whether the models of a seed are finite, is not True for all seeds."""
-    for s in np.flatnonzero(~np.asarray(finite)):
-        raise _diverged(t, seeds[s], "a model is no longer finite", folder)
+def stop_if_diverged(finite: Any, values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
+    """`DivergedError` if a model is not finite, or all updates of participants were not.
 
-
-def stop_if_all_nonfinite(values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` if, by the metrics of a round, `[R]` each, all updates of participants were not finite."""
+    Args:
+      finite: `[R]`, whether the models of a seed are finite.
+      values: the metrics of round `t`, `[R]` each.
+    """
+    lost = {"a model is no longer finite": ~np.asarray(finite)}
     if "nonfinite" in values and "participants" in values:
         bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
-        for s in np.flatnonzero((bad == present) & (present > 0)):
-            raise _diverged(t, seeds[s], "no client sent a finite update", folder)
-
-
-def _diverged(t: int, seed, what: str, folder: RunFolder | None) -> DivergedError:
+        lost["no client sent a finite update"] = (bad == present) & (present > 0)
     kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
-    return DivergedError(f"by round {t}, seed {seed}: {what}; a lower learning rate usually helps{kept}")
+    for what, of_seeds in lost.items():
+        for s in np.flatnonzero(of_seeds):
+            raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; a lower learning rate usually helps{kept}")
 
 
 def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_clients: int, true_cluster: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,35 +16,33 @@ import numpy as np
 EXACT = "not_finite"
 
 
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Returns `value` with `replace` applied to everything in its dicts and lists."""
+    if isinstance(value, dict):
+        return {name: _replaced(v, replace) for name, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_replaced(v, replace) for v in value]
+    return replace(value)
+
+
 def finite_or_none(value: Any) -> Any:
     """Returns `value` with `None` for NaN and infinities, and with Python's types for NumPy scalars and arrays."""
-    if isinstance(value, dict):
-        return {name: finite_or_none(v) for name, v in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [finite_or_none(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+
+    def plain(x):
+        x = x.item() if isinstance(x, np.generic) else x
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return _replaced(value, plain)
 
 
 def _spelled(value: Any) -> Any:
     """Returns `value` with text for numbers that are not finite: `"inf"`, `"-inf"`, `"nan"`."""
-    if isinstance(value, (list, tuple)):
-        return [_spelled(v) for v in value]
-    if isinstance(value, dict):
-        return {name: _spelled(v) for name, v in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return _replaced(value, lambda x: str(x) if isinstance(x, float) and not math.isfinite(x) else x)
 
 
 def _numbers(value: Any) -> Any:
     """The inverse of `_spelled`."""
-    if isinstance(value, list):
-        return [_numbers(v) for v in value]
-    if isinstance(value, dict):
-        return {name: _numbers(v) for name, v in value.items()}
-    return float(value) if value in ("inf", "-inf", "nan") else value
+    return _replaced(value, lambda x: float(x) if x in ("inf", "-inf", "nan") else x)
 
 
 def to_line(record: dict[str, Any]) -> bytes:

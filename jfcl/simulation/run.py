@@ -11,21 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    check,
-    check_choice,
-    check_clients,
-    check_count,
-    check_key,
-    check_labels,
-    num_clients,
-)
+from jfcl.core import Algorithm, Clients, check, check_clients, check_labels, named_leaves, num_clients
 from jfcl.execution import hosts, mapping
-from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import Restored
-from jfcl.simulation.loop import History, open_folder, read_checkpoint, run_rounds
+from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.on_device import OnDevice, build
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
 
@@ -114,13 +103,9 @@ def simulate(
       [0.25, 0.0625]
     """
     # Check the options, without the data.
-    check_key(key)
-    check_count("num_rounds", num_rounds)
-    check_count("eval_every", eval_every)
-    check_choice("serve", serve, SERVE)
+    check_run(key, num_rounds, eval_every, serve, out, resume)
     client_axis = mapping.or_auto(client_axis)
     _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
 
     # Keys, and hyperparameters with types that do not depend on Python's.
     single = key.ndim == 0
@@ -178,8 +163,8 @@ def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> 
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
     n = _check_rows(client_axis, clients, "clients")
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
-    for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
-        if part is not None and (num_clients(part) or jax.process_count() == 1):  # one of several may hold none
+    for name, part in _given(clients, test_clients, newcomers).items():
+        if num_clients(part) or jax.process_count() == 1:  # one of several may hold none
             check_clients(part, name=name, allow_empty=part is not clients)
     if test_clients is not None:
         rows = _check_rows(client_axis, test_clients, "test_clients")
@@ -187,6 +172,11 @@ def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> 
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
+
+
+def _given(clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> dict[str, Clients]:
+    parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _check_rows(client_axis, clients: Clients, name: str) -> int:
@@ -200,9 +190,8 @@ def _check_rows(client_axis, clients: Clients, name: str) -> int:
 def _check_method(made: Algorithm, clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> None:
     """`ValueError` for labels outside the task's classes, and for clients that the method does not support."""
     if made.task is not None and made.task.num_classes is not None and jax.process_count() == 1:
-        for name, part in (("clients", clients), ("test_clients", test_clients), ("newcomers", newcomers)):
-            if part is not None:
-                check_labels(part, made.task.num_classes, name=name)
+        for name, part in _given(clients, test_clients, newcomers).items():
+            check_labels(part, made.task.num_classes, name=name)
     if made.check is not None and num_clients(clients):  # one of several processes may hold none
         made.check(clients)
 
@@ -213,8 +202,7 @@ def _first_state(state: Any, like: Any, single: bool) -> Any:
         state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
 
     def shapes(tree):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in leaves}
+        return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
 
     found, wanted = shapes(state), shapes(like)
     names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]

@@ -31,11 +31,6 @@ class Split(NamedTuple):
     personal: bool
     heard: int | None
 
-    @property
-    def of_clients(self) -> tuple[bool, ...]:
-        """By leaf, whether it has a row for each client of the cohort."""
-        return tuple(axis is not None for axis in self.axes)
-
     def apart(self, state: Any) -> tuple[list, list]:
         """Returns `(common, rows)`; the clients are the first axis of each array in `rows`."""
         leaves = list(zip(jax.tree.leaves(state), self.axes, strict=True))
@@ -68,7 +63,12 @@ def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (count, count + 1))
-    _check_splitting(state, more, count)
+    if hasattr(state, "active"):  # options of CFL that a population cannot have
+        k, accepted = len(state.active), f"given for a cohort of {count}: the default depends on it"
+        check(k == len(more.active), "max_clusters", None, accepted)
+        check(
+            k != count, "cohort", count, f"another number than max_clusters, {k}, so that records can tell them apart"
+        )
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [[getattr(part, "name", None) for part in path] for path, _ in leaves]
     axes = []
@@ -86,15 +86,6 @@ def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any
     rows = [name for axis, name in zip(axes, names, strict=True) if axis is not None]
     heard = rows.index(["heard", "round"]) if ["heard", "round"] in rows else None
     return Split(jax.tree.structure(state), tuple(axes), personal, heard), state
-
-
-def _check_splitting(state: Any, more: Any, count: int) -> None:
-    """`ValueError` for options of CFL that a population cannot have; `state` and `more` as in `split_state`."""
-    if not hasattr(state, "active"):
-        return
-    k = len(state.active)
-    check(k == len(more.active), "max_clusters", None, f"given for a cohort of {count}: the default depends on it")
-    check(k != count, "cohort", count, f"another number than max_clusters, {k}, so that records can tell them apart")
 
 
 def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:

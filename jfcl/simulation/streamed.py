@@ -167,7 +167,7 @@ class Streamed:
     def _assess(self, common: list) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the clusters of the evaluated clients, and the results of `metrics.evaluate` on their tests."""
         split, ids, learners = self.split, self._evaluated, self._learners
-        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * sum(split.of_clients)
+        rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(split.axes)
         state = self._refresh(split.together(common, rows), learners)
         found = served = jnp.zeros(len(ids), jnp.int32)
         if split.personal:
@@ -184,22 +184,16 @@ class Streamed:
         yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
         self.rows.checkpointed(done)
 
-    def last_cohort(self, last: int) -> Cohort:
-        """Returns the cohort of the last round done; of round `last` if none was done in this call."""
-        return self._drawn or self.stream.take(last)
-
-    def whole_state(self, common: list, cohort: Cohort) -> Any:
-        """Returns the algorithm's state with the rows of `cohort`."""
+    def whole_state(self, common: list, last: int) -> Any:
+        """Returns the algorithm's state with the rows of the last cohort; that of round `last` if none was drawn."""
+        cohort = self._drawn or self.stream.take(last)
         rows = self._rows_of(cohort.ids, cohort.clients)
         return self.split.together(common, jax.tree.map(jnp.asarray, rows))
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
-        ids = np.concatenate([ids, remembered])
-        if self.rows.all_seen(ids):
-            return self.rows.take(ids, None)
-        fresh = _fresh(self.key, clients, remembered, join=self.join, split=self.split)
-        return self.rows.take(ids, jax.device_get(fresh))
+        fresh = partial(_fresh, self.key, clients, remembered, join=self.join, split=self.split)
+        return self.rows.take(np.concatenate([ids, remembered]), lambda: jax.device_get(fresh()))
 
     def _heard_last(self, ids: np.ndarray) -> np.ndarray:
         """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
