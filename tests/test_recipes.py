@@ -14,10 +14,11 @@ from jfcl import data, models
 from jfcl.cli import main
 from jfcl.client.local import local_training
 from jfcl.core import Clients
-from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
-from jfcl.experiments import federated_clustering as fc
-from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
+from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.papers import federated_clustering_table as fc
+from jfcl.experiments.papers import ifca
+from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS
 from jfcl.experiments.recipes import Outcome, Recipe
 
 
