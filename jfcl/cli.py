@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jfcl.execution import hosts
-from jfcl.experiments.commands import COMMANDS
+from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError
@@ -64,7 +64,7 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             return 0
         if args.command != "bench":  # bench measures compilation
             _compilation_cache()
-        COMMANDS[args.command](args, console)
+        run_command(args, console)
     except KeyboardInterrupt:
         kept = getattr(args, "out", None) if getattr(args, "command", None) == "run" else None
         begun = kept and (Path(kept) / "config.json").exists()

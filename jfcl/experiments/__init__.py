@@ -7,16 +7,5 @@ from jfcl.experiments.results import load_run, read_run
 from jfcl.experiments.run import run
 from jfcl.experiments.setups import load_params, setup
 
-__all__ = [
-    "RECIPES",
-    "Config",
-    "Recipe",
-    "from_saved",
-    "load_params",
-    "load_run",
-    "papers",
-    "read_run",
-    "reproduce",
-    "run",
-    "setup",
-]
+__all__ = ["RECIPES", "Config", "Recipe", "from_saved", "load_params", "load_run", "papers", "read_run"]
+__all__ += ["reproduce", "run", "setup"]

@@ -21,15 +21,7 @@ from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.experiments.config import OF_PARTITION, Config, to_resume
 from jfcl.experiments.results import summarize_run, write_results
-from jfcl.experiments.setups import (
-    Setup,
-    assemble,
-    dealt,
-    load_dataset,
-    malicious_clients,
-    mapping_of,
-    true_clusters,
-)
+from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.population import PopulationHistory, simulate_population
