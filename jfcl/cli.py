@@ -76,14 +76,11 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
             errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})", markup=False)
             return 1
-        if isinstance(error, DivergedError):
-            errors.print("[red]jfcl: stopped:[/]", end=" ")
-            errors.print(str(error), markup=False)
-            return 1
-        if isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
-            errors.print("[red]jfcl: error:[/]", end=" ")
+        diverged = isinstance(error, DivergedError)
+        if diverged or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
+            errors.print(f"[red]jfcl: {'stopped' if diverged else 'error'}:[/]", end=" ")
             errors.print(_sentence(error), markup=False)
-            return 2
+            return 1 if diverged else 2
         if not hosts.connected():
             raise
         traceback.print_exc()  # main leaves at once

@@ -35,24 +35,17 @@ def failure(name: str, lr: float) -> Failure:
     (a) `f₁ = x²/(6η)`, `f₂' = 4/(3η)·x·(x−1)²` (a saddle at 1), `f₃ = (x−3)²/(2η)`; (b) `(x+½)²`, `(x−½)²`; (c)
     `f₁ = f₂ = ½(x−1)²`, `f₃ = ½(x+2)²`, with noise ±3 on client 2's gradients.
     """
+
+    def saddle(x, s):
+        return 4 / (3 * lr) * (x**4 / 4 - 2 * x**3 / 3 + x**2 / 2)
+
+    def noisy(x, s):
+        return 0.5 * (x - 1) ** 2 + 3 * s * x
+
     losses, optima = {
-        "myopic": (
-            [
-                lambda x, s: x**2 / (6 * lr),
-                lambda x, s: 4 / (3 * lr) * (x**4 / 4 - 2 * x**3 / 3 + x**2 / 2),
-                lambda x, s: (x - 3) ** 2 / (2 * lr),
-            ],
-            [0.0, 0.0, 3.0],
-        ),
+        "myopic": ([lambda x, s: x**2 / (6 * lr), saddle, lambda x, s: (x - 3) ** 2 / (2 * lr)], [0.0, 0.0, 3.0]),
         "ifca": ([lambda x, s: (x + 0.5) ** 2, lambda x, s: (x - 0.5) ** 2], [-0.5, 0.5]),
-        "cfl": (
-            [
-                lambda x, s: 0.5 * (x - 1) ** 2,
-                lambda x, s: 0.5 * (x - 1) ** 2 + 3 * s * x,
-                lambda x, s: 0.5 * (x + 2) ** 2,
-            ],
-            [1.0, 1.0, -2.0],
-        ),
+        "cfl": ([lambda x, s: 0.5 * (x - 1) ** 2, noisy, lambda x, s: 0.5 * (x + 2) ** 2], [1.0, 1.0, -2.0]),
     }[name]
 
     def loss(params, batch):

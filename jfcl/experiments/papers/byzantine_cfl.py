@@ -79,7 +79,7 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
     for dataset, scenario, method in product(setting["datasets"], SCENARIOS, setting["methods"]):
         config = _config(setting, dataset, scenario, method)
         summary, records = bench.run(f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower(), config)
-        row = {"data": dataset, "scenario": scenario, "method": method} | report.mean_and_std(report.percents(summary))
+        row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
         row["paper %"] = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
         if method == "CFL":
             row |= _removals(config, records)

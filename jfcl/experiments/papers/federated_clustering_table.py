@@ -23,7 +23,7 @@ from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, num_bytes, 
 from jfcl.data import HETEROGENEITY
 from jfcl.execution import mapping
 from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, recipe
+from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.simulation.loop import rollout
 
 TASKS = {"rotation": "rotation", "private label": "private_label"}
@@ -191,12 +191,10 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     rows = []
     for title, column, (index, name) in product(TASKS, setting["columns"], enumerate(METHODS)):
         file = f"{TASKS[title]}-{column.replace(' ', '_')}-{name}".replace("'", "")
-        cells = [
-            bench.keep(f"{file}-{seed}", _cell, dataset, setting, bench, title, column, name, seed)
-            for seed in range(setting["seeds"])
-        ]
-        found = [cell["accuracy %"] for cell in cells]
-        row = {"task": title, "column": column, "method": name} | report.mean_and_std(found)
+        row = {"task": title, "column": column, "method": name}
+        cells = [(f"{file}-{seed}", row | {"seed": seed}) for seed in range(setting["seeds"])]
+        found = [bench.keep(file, _cell, bench, setting, dataset, of)["accuracy %"] for file, of in cells]
+        row |= report.mean_and_std(found)
         row |= {"paper %": PAPER[title][index], "rerun %": RERUN[title].get(name) if column == CODE else None}
         rows.append(row)
     figure, [line] = report.panels(10, 3.8, 1, 2, sharey=True)
@@ -213,8 +211,9 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     return Outcome(rows, figure, "corrected: log-likelihood, fixed data, cluster means, as many steps for all")
 
 
-def _cell(dataset: data.Dataset, setting: dict[str, Any], bench: Bench, title: str, column: str, name: str, seed: int):
-    """The accuracy in percent of one method, and what it is of."""
+def _cell(bench: Bench, setting: dict[str, Any], dataset: data.Dataset, of: Row) -> Row:
+    """The accuracy in percent of one method with one seed, and what it is of."""
+    title, column, name, seed = of.values()
     heterogeneity, true = TASKS[title], (np.arange(setting["clients"]) % 4).astype(np.int32)
     algorithm, epochs, rounds = table_1_method(name, column, true, setting)
     deal = deal_mnist(dataset, heterogeneity, true, seed, redraw=column == CODE)
@@ -229,4 +228,4 @@ def _cell(dataset: data.Dataset, setting: dict[str, Any], bench: Bench, title: s
             state = jax.jit(algorithm.init)(jax.random.fold_in(key, 0), clients)
         state = jax.block_until_ready(advance(jax.random.fold_in(key, epoch + 1), state, clients))
     found = accuracies_on_tests(algorithm.task, state.params, state.cluster, dataset, heterogeneity, true)
-    return {"accuracy %": float(100 * found.mean()), "task": title, "column": column, "method": name, "seed": seed}
+    return {"accuracy %": float(100 * found.mean())} | of

@@ -46,9 +46,9 @@ def mean_and_std(values: Sequence[float], name: str = "accuracy %") -> Row:
     return {name: float(np.mean(values)), "std": float(np.std(values))}
 
 
-def percents(summary: dict[str, Any], name: str = "accuracy") -> list[float]:
-    """Returns a share, such as the accuracy, of every seed in percent."""
-    return [100 * row[name] for row in summary["per_seed"]]
+def accuracy_columns(summary: dict[str, Any], name: str = "accuracy %") -> Row:
+    """Returns the columns of a run's accuracy."""
+    return mean_and_std([100 * row["accuracy"] for row in summary["per_seed"]], name)
 
 
 def panels(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Figure, np.ndarray]:
@@ -63,9 +63,9 @@ def label_axes(axes: Axes, fontsize: float | None = None, **texts: Any) -> None:
     axes.legend(fontsize=fontsize)
 
 
-def plot_metric(axes: Axes, records: Records, name: str, *style, slot: int | None = None, scale=1, **options) -> None:
+def plot_metric(axes: Axes, records: Records, name: str, *style: str, slot: int | None = None, **options: Any) -> None:
     """Plots a metric by round."""
-    axes.plot([r["round"] for r in records], scale * column(records, name, slot), *style, **options)
+    axes.plot([r["round"] for r in records], column(records, name, slot), *style, **options)
 
 
 def plot_band(axes: Axes, x: Sequence[float], values: np.ndarray, **options: Any) -> None:
@@ -108,7 +108,7 @@ def compare(
     rows, (figure, [[axes]]) = [], panels(6.4, 4.2)
     for cell in cells:
         summary, records = bench.run(cell.name.replace(" ", "_").replace(",", ""), cell.config)
-        row = cell.labels | mean_and_std(percents(summary), accuracy)
+        row = cell.labels | accuracy_columns(summary, accuracy)
         rows.append(row | measured(summary, records) | cell.paper)
         first = first_seed(records)
         steps = cell.config.local_steps or 1 if xlabel == "local steps" else 1
