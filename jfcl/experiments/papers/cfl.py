@@ -47,7 +47,7 @@ _SCHEDULE = _TRAINING | {"max_clusters": 4, "seeds": 1}
 def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 3: probability of a correct split by clusters and noise.
 
-    Where the theorem guarantees the split, and how often it is right beyond.
+    The figure shows where the theorem guarantees the split, and how often it is right beyond.
     """
     k = list(range(2, setting["most_clusters"] + 1))
     noise = np.linspace(0.05, 2.0, setting["noises"])
@@ -101,10 +101,7 @@ def _gap_config(
     small={"examples": {"mnist": [10, 20, 50, 100]}, "seeds": 3},
 )
 def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """CFL, figure 5: separation gap by examples per client, label swap.
-
-    The separation gap after training, by the number of examples on a client.
-    """
+    """CFL, figure 5: separation gap by examples per client, label swap."""
     paper = {"mnist": "above 0 from 20", "cifar10": "above 0 from about 500"}
 
     def of(dataset, counts, similarity):
@@ -127,10 +124,7 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
     small={"examples": {"mnist": 100}, "seeds": 2},
 )
 def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """CFL, figure 6: separation gap by round, label swap.
-
-    The separation gap over the rounds.
-    """
+    """CFL, figure 6: separation gap by round, label swap."""
 
     def of(dataset, examples, similarity):
         _, records = bench.run(f"{dataset}-{similarity}", _gap_config(setting, dataset, examples, similarity, 1))
@@ -152,9 +146,8 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 7: update norms of incongruent and congruent clients.
 
-    Norms of the mean and of the longest update, of two clients that disagree and of two that do not.
-
-    And whether they are split where they may be: the same again, at the default thresholds.
+    The norms are those of the mean and of the longest update, of two clients that disagree and of two that do not. The
+    same runs at the default thresholds show whether such clients are split.
     """
     rows, (figure, [line]) = [], report.panels(10, 3.8, 1, 2)
     two = {"dataset": "mnist", "clients": 2, "clusters": 2, "eval_every": max(1, setting["rounds"] // 200)}
@@ -226,7 +219,7 @@ def _label_swap_config(setting: dict[str, Any], **changes: Any) -> Config:
 def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, section VI-C on MNIST with label swap: the four clusters and no fifth.
 
-    Label swap on MNIST, split by the norms of updates alone: the true clusters, then no further split.
+    Clusters are split by the norms of updates alone.
     """
     return staged(bench, "run", _label_swap_config(setting), {"split": "gap > 0", "end": "4 clusters"}, "accuracy")
 
@@ -237,7 +230,7 @@ def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def newcomers(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, Algorithm 4 on MNIST with label swap: newcomers led to their leaf.
 
-    New clients led down the tree of a `label_swap` run by Algorithm 4, by how many examples they hold.
+    The tree is that of a `label_swap` run; a row for each number of examples that newcomers hold.
     """
     counts = setting["newcomer_examples"]
     at_end = {"eval_every": setting["rounds"]}  # all newcomers are evaluated under all models
@@ -268,10 +261,7 @@ def newcomers(bench: Bench, setting: dict[str, Any]) -> Outcome:
     small={"examples_per_client": 300, "partition": "stratified", "batch_size": 50, "rounds": 64, "min_rounds": 16},
 )
 def figure_8(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """CFL, figure 8: label permutation on CIFAR-10, splits at rounds 50, 100, 150.
-
-    Label permutation on CIFAR-10: three splits.
-    """
+    """CFL, figure 8: label permutation on CIFAR-10, splits at rounds 50, 100, 150."""
     images = {"dataset": "cifar10", "heterogeneity": "label_permutation", "model": "cnn5"}
     config = report.configure("cfl", setting | images | CLIENTS | BY_SCHEDULE)
     paper = {"split": "20 % before the first, gap > 0", "end": "4 clusters, close to 60 %, gap < 0"}
@@ -289,7 +279,7 @@ def figure_8(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def figure_9(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 9: next-word prediction on AG News, splits at rounds 30, 60, 90.
 
-    Language models on AG News: three splits; and Federated Learning for as many rounds.
+    Beside it, Federated Learning for as many rounds.
     """
     texts = {"dataset": "ag_news", "heterogeneity": "topic", "model": "lstm"}
     config = report.configure("cfl", setting | texts | CLIENTS | BY_SCHEDULE)

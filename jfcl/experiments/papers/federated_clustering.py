@@ -33,7 +33,7 @@ _DIGITS = {"dataset": "digits", "model": "mlp", "rounds": 200}
 def failures(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 1: where Myopic-Clustering, IFCA and CFL go wrong, and Federated-Clustering does not.
 
-    The three failure modes: where clients' models go, for the method that fails and for Federated-Clustering.
+    A row of panels for each failure mode: the clients' models by round.
     """
     lr, rows = 0.1, []
     figure, grid = report.panels(12, 9, 3, 3, sharex=True)
@@ -110,7 +110,7 @@ def dissimilarities(task: Task, training: LocalTraining, clients: Clients, clust
 def figure_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 2: gradients within and between clusters.
 
-    How far gradients differ within clusters and between them, at the models of perfectly known clusters.
+    Gradients are taken at the models of perfectly known clusters.
     """
     rows, (figure, [[left, right]]) = [], report.panels(10, 3.8, 1, 2)
     training = local_training(optax.sgd(setting["lr"]), num_steps=1)
@@ -146,7 +146,7 @@ RATES = {"ifca": (0.01, 0.1, 0.001), "fedavg": (0.1, 0.1, 0.001)}
 def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 3: synthetic regression, distance to the truth.
 
-    Distance of the models from the truth, started near it, by clusters and clients in each.
+    Models start near the truth; a panel for each number of clusters and of clients in each.
     """
     rows, (figure, [line]) = [], report.panels(13, 3.8, 1, 3)
     for panel, (axes, (k, each)) in enumerate(zip(line, PANELS, strict=True)):
@@ -223,38 +223,6 @@ def _distances(name: str, lr: float, num_clusters: int, each: int, seeds: int, r
     return np.asarray(jax.jit(jax.vmap(run))(clients, truth, near))
 
 
-# Figure 7: Threshold-Clustering itself.
-
-FIGURE_7 = {0.5: 1.495, 1.0: 2.946, 2.0: 5.939, 4.0: 13.29}
-
-
-@recipe("federated_clustering.figure7", full={"rounds": 50, "seeds": 100}, small={"seeds": 10})
-def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """FC, figure 7: Threshold-Clustering on blobs, by round.
-
-    How far the centres that start at every point are from the points of its true cluster, by threshold round.
-    """
-    rows, (figure, [[axes]]) = [], report.panels(5.6, 3.8)
-    for std, paper in FIGURE_7.items():
-        curves = []
-        for seed in range(setting["seeds"]):
-            federation = data.synthetic.blobs(std=std, seed=seed)
-            points = federation.train.examples["x"][:, 0]
-            path = threshold_clustering(
-                points, quantile=0.1, quantile_rule="index_strict", num_rounds=setting["rounds"], trajectory=True
-            )
-            squares = ((np.asarray(path)[:, :, None] - points[None, None]) ** 2).sum(axis=3)  # [rounds, centre, point]
-            same = federation.cluster[:, None] == federation.cluster[None]
-            curves.append((squares * same).sum(axis=(1, 2)) / same.sum())
-        curve = np.sqrt(np.mean(curves, axis=0))
-        axes.plot(np.arange(1, len(curve) + 1), curve, label=f"standard deviation {std:g}")
-        flat = curve <= curve[-1] + 0.05 * (curve[0] - curve[-1])
-        row = {"standard deviation": std, "end": float(curve[-1]), "paper's end": paper}
-        rows.append(row | {"95 % of the way by round": int(np.argmax(flat)) + 1})
-    report.label_axes(axes, xlabel="threshold round", ylabel="root mean square distance")
-    return Outcome(rows, figure, "means over seeds, which draw the points; the paper repeats ten times")
-
-
 # Figures 4, 5 and 6: ordinary runs.
 
 
@@ -278,7 +246,7 @@ def _compare(bench: Bench, configs: dict[str, Config], paper: dict[str, str], ti
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 4: private labels on CIFAR-10.
 
-    Private labels on CIFAR-10: the methods, the quantile, and clustering every so many steps.
+    The runs compare the methods, the quantiles, and clustering every so many steps.
     """
     make = partial(_configure, setting, "private_label")
     fc = partial(make, "federated_clustering")
@@ -328,3 +296,35 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
         configs[f"fc, {attack}"] = make("federated_clustering", **thresholds)
     paper = {"global, far": "about 10", "global, opposite": "about 24", "fc, far": "about 55"}
     return _compare(bench, configs, paper | {"fc, opposite": "about 55"}, "hostile gradients")
+
+
+# Figure 7: Threshold-Clustering itself.
+
+FIGURE_7 = {0.5: 1.495, 1.0: 2.946, 2.0: 5.939, 4.0: 13.29}
+
+
+@recipe("federated_clustering.figure7", full={"rounds": 50, "seeds": 100}, small={"seeds": 10})
+def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """FC, figure 7: Threshold-Clustering on blobs, by round.
+
+    How far the centres that start at every point are from the points of its true cluster, by threshold round.
+    """
+    rows, (figure, [[axes]]) = [], report.panels(5.6, 3.8)
+    for std, paper in FIGURE_7.items():
+        curves = []
+        for seed in range(setting["seeds"]):
+            federation = data.synthetic.blobs(std=std, seed=seed)
+            points = federation.train.examples["x"][:, 0]
+            path = threshold_clustering(
+                points, quantile=0.1, quantile_rule="index_strict", num_rounds=setting["rounds"], trajectory=True
+            )
+            squares = ((np.asarray(path)[:, :, None] - points[None, None]) ** 2).sum(axis=3)  # [rounds, centre, point]
+            same = federation.cluster[:, None] == federation.cluster[None]
+            curves.append((squares * same).sum(axis=(1, 2)) / same.sum())
+        curve = np.sqrt(np.mean(curves, axis=0))
+        axes.plot(np.arange(1, len(curve) + 1), curve, label=f"standard deviation {std:g}")
+        flat = curve <= curve[-1] + 0.05 * (curve[0] - curve[-1])
+        row = {"standard deviation": std, "end": float(curve[-1]), "paper's end": paper}
+        rows.append(row | {"95 % of the way by round": int(np.argmax(flat)) + 1})
+    report.label_axes(axes, xlabel="threshold round", ylabel="root mean square distance")
+    return Outcome(rows, figure, "means over seeds, which draw the points; the paper repeats ten times")

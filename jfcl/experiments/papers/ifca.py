@@ -133,7 +133,7 @@ def distance_to_truth(found: np.ndarray, truth: np.ndarray, to: str) -> np.ndarr
 def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """IFCA, figure 3: success on linear regression by separation, noise, clients and examples.
 
-    Success probability by separation and noise (a, b), and by clients and examples (c, d).
+    Panels (a, b) are by separation and noise, (c, d) by clients and examples.
     """
     rows = []
     figure, [line] = report.panels(5 * len(setting["panels"]), 3.8, 1, len(setting["panels"]))
@@ -217,10 +217,7 @@ def _cifar(method: str, setting: dict[str, Any]) -> Config:
     small={"mnist": [(1200, 200)], "cifar_rounds": 0, "rounds": 20, "seeds": 1, "eval_every": 5},
 )
 def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """IFCA, table 1: rotated MNIST and CIFAR-10.
-
-    Test accuracy on rotated MNIST and CIFAR: IFCA, the global model, local models.
-    """
+    """IFCA, table 1: rotated MNIST and CIFAR-10."""
     jobs = [
         (f"mnist {m} x {n}", MNIST.index((m, n)), partial(_mnist, setting=setting, m=m, n=n))
         for m, n in setting["mnist"]
@@ -247,10 +244,7 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     small={"mnist": [(1200, 200)], "rounds": 10, "seeds": 1},
 )
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """IFCA, figure 4: clients in the right cluster by round, rotated MNIST.
-
-    The share of clients in the right cluster, by round.
-    """
+    """IFCA, figure 4: clients in the right cluster by round, rotated MNIST."""
     rows, (figure, [[axes]]) = [], report.panels(6.4, 4.2)
     for m, n in setting["mnist"]:
         _, records = bench.run(f"mnist_{m}_x_{n}", _mnist("ifca", setting, m, n))
@@ -274,10 +268,8 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """IFCA, table 2: clients are writers; FEMNIST, or MNIST's writers in its stead.
 
-    By writer: IFCA with shared layers, one-shot, global and local models.
-
-    FEMNIST is read where the user has LEAF's files; without them the writers of MNIST stand in, and
-    the papers' numbers are not theirs.
+    IFCA with shared layers, one-shot, global and local models. FEMNIST is read where the user has LEAF's files; without
+    them the writers of MNIST stand in, and the papers' numbers are not theirs.
     """
     writers = setting | {"partition": "writer", "heterogeneity": "none", "local_epochs": 1, "clusters": 1}
 
@@ -285,6 +277,9 @@ def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
         name = " ".join([method, *(f"K={k}" for k in own.values())])
         labels = {"data": setting["dataset"], "method": name}
         return report.Cell(name, labels, report.configure(method, writers | own), {"paper, FEMNIST %": paper})
+
+    def best(summary, records):
+        return {"best round %": max(100 * r["accuracy"] for r in records)}
 
     cells = [
         cell("fedavg", 84.45),
@@ -294,7 +289,6 @@ def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
         cell("ifca", 87.89, num_models=3),
         cell("one_shot", 87.38, num_models=3),
     ]
-    best = lambda summary, records: {"best round %": max(100 * r["accuracy"] for r in records)}  # noqa: E731
     femnist = setting["dataset"] == "femnist"
     notes = "" if femnist else "MNIST's writers stand in for FEMNIST's: other data, other figures"
     return Outcome(*report.compare(bench, cells, "round", measured=best), notes)
