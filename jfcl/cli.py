@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jfcl.execution import hosts
-from jfcl.experiments.commands import COMMANDS
+from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError
@@ -64,7 +64,7 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             return 0
         if args.command != "bench":  # bench measures compilation
             _compilation_cache()
-        COMMANDS[args.command](args, console)
+        run_command(args, console)
     except KeyboardInterrupt:
         kept = getattr(args, "out", None) if getattr(args, "command", None) == "run" else None
         begun = kept and (Path(kept) / "config.json").exists()
@@ -76,14 +76,11 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
             errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})", markup=False)
             return 1
-        if isinstance(error, DivergedError):
-            errors.print("[red]jfcl: stopped:[/]", end=" ")
-            errors.print(str(error), markup=False)
-            return 1
-        if isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
-            errors.print("[red]jfcl: error:[/]", end=" ")
+        diverged = isinstance(error, DivergedError)
+        if diverged or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
+            errors.print(f"[red]jfcl: {'stopped' if diverged else 'error'}:[/]", end=" ")
             errors.print(_sentence(error), markup=False)
-            return 2
+            return 1 if diverged else 2
         if not hosts.connected():
             raise
         traceback.print_exc()  # main leaves at once

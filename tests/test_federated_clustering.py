@@ -14,7 +14,7 @@ import jfcl
 from jfcl.algorithms.federated_clustering import Threshold, draw_groups, warn_if_alone
 from jfcl.algorithms.myopic_clustering import densest
 from jfcl.core import Clients, Task
-from jfcl.experiments.federated_clustering import moving_average
+from jfcl.experiments.papers.federated_clustering import moving_average
 
 D = 3
 LINEAR = Task(

@@ -37,7 +37,7 @@ MOST_ARROWS = 80  # pairs of them in which one imports the other
 MOST_BODY_LINES = 80  # of a function, without its docstring
 MOST_FILE_LINES = 450
 LONG_BODIES: set[str] = set()
-LONG_FILES = {"experiments/federated_clustering.py"}
+LONG_FILES: set[str] = set()
 MISSING_NAMES: set[str] = set()  # documented, not there yet
 
 

@@ -14,11 +14,12 @@ from jfcl import data, models
 from jfcl.cli import main
 from jfcl.client.local import local_training
 from jfcl.core import Clients
-from jfcl.experiments import RECIPES, Config, ifca, recipes, reproduce
-from jfcl.experiments import federated_clustering as fc
-from jfcl.experiments.byzantine_cfl import PAPER, SCENARIOS
+from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.recipes import Outcome, Recipe
+from jfcl.experiments.papers import federated_clustering_table as fc
+from jfcl.experiments.papers import ifca, report
+from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS
+from jfcl.experiments.recipes import Bench, Outcome, Recipe
 
 
 def make(bench, setting):
@@ -64,6 +65,33 @@ def test_settings_can_be_changed(tmp_path):
         reproduce("toy", recipes=SMALL, out=tmp_path, rounds=0)
     with pytest.raises(ValueError, match=r"unknown recipe 'cfl.figure33': did you mean 'cfl.figure3'"):
         reproduce("cfl.figure33")
+
+
+def test_a_setting_holds_the_options_of_several_methods():
+    setting = {"rounds": 3, "cohort": 6, "num_models": 2, "restarts": 4, "columns": ["a", "b"]}
+    assert report.configure("local", setting) == Config("local", rounds=3)
+    assert report.configure("fedavg", setting) == Config("fedavg", rounds=3, cohort=6)
+    assert report.configure("ifca", setting) == Config("ifca", rounds=3, cohort=6, num_models=2, restarts=4)
+
+
+def test_trials_are_computed_once(tmp_path):
+    bench, computed = Bench(tmp_path, None, False), []
+
+    def compute(*args):
+        computed.append(args)
+        return {"sum": sum(args)}
+
+    for _ in range(2):
+        assert bench.keep("trial-1", compute, 2, 3) == {"sum": 5}
+    assert computed == [(2, 3)] and json.loads((tmp_path / "trial-1.json").read_text()) == {"sum": 5}
+
+
+def test_records_by_seed():
+    records = [{"seed": s, "round": t, "gap": [10 * s + t, None]} for s in (1, 0) for t in (5, 6)]
+    assert list(report.by_seed(records)) == [0, 1] and report.first_seed(records) == records[:2]
+    np.testing.assert_array_equal(report.seed_columns(records, "gap"), [[5, 15], [6, 16]])
+    assert np.isnan(report.seed_columns(records, "gap", slot=1)).all()
+    assert report.mean_and_std([1.0, 3.0], "x") == {"x": 2.0, "std": 1.0}
 
 
 @pytest.mark.parametrize("name", RECIPES)

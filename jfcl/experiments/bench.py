@@ -13,7 +13,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,6 +25,7 @@ import optax
 from jfcl.algorithms import fedavg, ifca, local_only
 from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
+from jfcl.core.options import Range, options_of
 from jfcl.execution import mapping, memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
 from jfcl.models.networks import Conv
@@ -31,9 +33,7 @@ from jfcl.simulation.folder import environment
 
 # Called only when a mapping is used: some ask for devices.
 MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
-    "chunked(1)": lambda: mapping.chunked(1),
-    "chunked(4)": lambda: mapping.chunked(4),
-    "chunked(10)": lambda: mapping.chunked(10),
+    **{f"chunked({size})": partial(mapping.chunked, size) for size in (1, 4, 10)},
     "vmap": lambda: jax.vmap,
     "sharded(chunked(1))": lambda: mapping.sharded(mapping.client_mesh(), mapping.chunked(1)),
     "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
@@ -46,6 +46,7 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
 }
 IMAGE_MODELS = [name for name in MODELS if name not in LANGUAGE_MODELS]
 MOST_SECONDS = 60.0  # of a round that is run though no smaller one was
+Count = Annotated[int, Range(1)]
 INPUT_SHAPE, NUM_CLASSES = (28, 28, 1), 10  # of the generated images
 
 
@@ -198,11 +199,11 @@ def sweep(
     models: Sequence[str] = ("mlp", "cnn_mnist"),
     mappings: Sequence[str] = ("chunked(1)", "chunked(4)", "vmap"),
     clients: Sequence[int] = (10, 100, 1000),
-    examples: int = 40,
-    batch_size: int = 20,
-    local_steps: int = 2,
-    clusters: int = 4,
-    repeats: int = 3,
+    examples: Count = 40,
+    batch_size: Count = 20,
+    local_steps: Count = 2,
+    clusters: Count = 4,
+    repeats: Count = 3,
     seconds: float = 1.0,
     tick: Callable[[str, int], None] = lambda what, total: None,
 ) -> dict[str, Any]:
@@ -211,9 +212,12 @@ def sweep(
     Args:
       methods, models, mappings: names in `METHODS`, `IMAGE_MODELS`, `MAPPINGS`.
       clients: numbers of clients, `N`.
-      examples: `M`; batch_size: of a local step; local_steps: a round; clusters: `K`, of IFCA.
-      repeats: timed runs of every round; the median counts.
-      seconds: what the runs of one round may take. A round that the one with fewer clients says will take longer is
+      examples: per client. `M`.
+      batch_size: examples per local step.
+      local_steps: per round.
+      clusters: models of ifca. `K`.
+      repeats: timed runs of every round, of which the median.
+      seconds: time for the runs of one round. A round that the one with fewer clients says will take longer is
         left out, and so is one with temporaries of more than half of the free memory; `left_out` says so.
       tick: called before every round with its name and the number of all rounds.
 
@@ -242,9 +246,10 @@ def sweep(
         for name in given:
             check_choice(argument, name, known)
     check(len(clients) > 0, "clients", clients, "at least one number")
-    counts = {"examples": examples, "batch_size": batch_size, "local_steps": local_steps, "repeats": repeats}
-    for argument, value in (*(("clients", n) for n in clients), *counts.items(), ("clusters", clusters)):
-        check_count(argument, value)
+    for n in clients:
+        check_count("clients", n)
+    for name, option in options_of(sweep).items():
+        option.check(settings[name])
     check(0 < seconds < math.inf, "seconds", seconds, "positive and finite")
     enough = "ifca" not in methods or clusters <= min(clients)
     check(enough, "clusters", clusters, f"at most the {min(clients)} clients there are, for ifca")

@@ -20,25 +20,12 @@ from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping
 from jfcl.experiments import bench, read_run, reproduce, run
 from jfcl.experiments.config import Config, all_options, check_options, from_saved, of_population
-from jfcl.experiments.tables import (
-    bench_table,
-    differences,
-    list_tables,
-    lists,
-    results_table,
-    rows_table,
-    seeds_text,
-)
+from jfcl.experiments.tables import bench_table, differences, list_tables, lists, results_table, rows_table, seeds_text
 from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import write_json
 
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
-DEMO = {
-    "fedavg": {},
-    "local": {},
-    "ifca": {"restarts": 5, "restart_rounds": 5},
-    "oracle": {},
-}
+DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -81,10 +68,10 @@ def _check_platform() -> None:
         ) from None
 
 
-def _check_folders(args: argparse.Namespace, *names: str) -> None:
+def _check_names(args: argparse.Namespace) -> None:
     """Raises `ValueError` for a text that cannot name a file or folder."""
-    for name in names:
-        given = getattr(args, name)
+    for name in ("out", "runs", "data_dir", "config", "coordinator"):
+        given = getattr(args, name, None)
         for one in given if isinstance(given, list) else [given]:
             check(one is None or is_text(one), name, one, "the name of a file or folder, in UTF-8")
             folder = name != "data_dir" or one is None or not Path(one).is_file()
@@ -128,7 +115,6 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
     # Read and check the options.
-    _check_folders(args, "out", "data_dir", "config", "coordinator")
     check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
     known = all_options()
     flags = {name: value for name, value in vars(args).items() if name in known}
@@ -180,7 +166,6 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """`jfcl compare`."""
-    _check_folders(args, "out", "runs")
     _check_out(args.out)
     runs = {}
     for folder in args.runs:
@@ -215,7 +200,6 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
 
 def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
-    _check_folders(args, "out", "data_dir")
     _check_out(args.out)
     _divide_cpu(None, mapping.num_cores())
     _check_platform()
@@ -236,7 +220,6 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
 def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
     # Read and check the options.
-    _check_folders(args, "out")
     out = _unused(args.out)
     _check_out(str(out))
     _divide_cpu(args.devices)
@@ -250,15 +233,8 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     if args.quick:
         options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
     # Measure.
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=args.quiet,
-        transient=True,
-    ) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=args.quiet, transient=True) as bar:
         task = bar.add_task("speed of matrix products", total=None)
         tick = lambda what, total: bar.update(task, description=what, total=total, advance=1)  # noqa: E731
         found = bench.sweep(**options, tick=tick)
@@ -276,7 +252,6 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
 
 def command_demo(args: argparse.Namespace, console: Console) -> None:
     """`jfcl demo`: the main example of the README."""
-    _check_folders(args, "out")
     out = _unused(args.out)
     _check_out(str(out))
     common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
@@ -304,3 +279,9 @@ COMMANDS = {
     "bench": command_bench,
     "demo": command_demo,
 }
+
+
+def run_command(args: argparse.Namespace, console: Console) -> None:
+    """Runs the command of `args`, after a check of the names of files and folders."""
+    _check_names(args)
+    COMMANDS[args.command](args, console)

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
 from jfcl.core import check_choice
-from jfcl.core.options import OneOf, Option
+from jfcl.core.options import OneOf, Option, first_sentence, options_of
+from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
 from jfcl.experiments.tables import lists
 
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
 """
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 DATA_DIR = "folder of official data files; default: $JFCL_DATA_DIR, else TFDS"
+METAVARS = {int: "N", float: "X", str: "NAME"}
 MOST_CHOICES = 4  # in a metavar
 
 
@@ -71,12 +73,11 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
             group.add_argument(flag_of(option.name), action="store_true", default=argparse.SUPPRESS, help=text)
             continue
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
-        metavar = {int: "N", float: "X", str: "NAME"}[option.kind]
         group.add_argument(
             flag_of(option.name),
             type=option.kind,
             default=argparse.SUPPRESS,
-            metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else metavar,
+            metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else METAVARS[option.kind],
             help=text + ("" if option.default is None else f" [{option.default}]"),
         )
 
@@ -207,12 +208,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
     bench.add_argument("--mappings", nargs="+", metavar="NAME", help="mappings of the clients ['chunked(1)' ... vmap]")
     bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")
-    bench.add_argument("--examples", type=int, metavar="N", help="per client [40]")
-    bench.add_argument("--batch-size", type=int, metavar="N", help="examples per local step [20]")
-    bench.add_argument("--local-steps", type=int, metavar="N", help="per round [2]")
-    bench.add_argument("--clusters", type=int, metavar="N", help="models of ifca [4]")
-    bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of every round, of which the median [3]")
-    bench.add_argument("--seconds", type=float, metavar="X", help="time for the runs of one round [1]")
+    own = options_of(sweep).values()
+    _add(bench, [option._replace(text=first_sentence(option.text)) for option in own])
     bench.add_argument(
         "--devices", type=int, metavar="N", help="divide the CPU into so many; adds 'sharded(chunked(1))'"
     )

@@ -19,18 +19,9 @@ from jfcl import data
 from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
-from jfcl.experiments.config import OF_PARTITION, Config, partition_options, to_resume
+from jfcl.experiments.config import OF_PARTITION, Config, to_resume
 from jfcl.experiments.results import summarize_run, write_results
-from jfcl.experiments.setups import (
-    Setup,
-    load_dataset,
-    make_algorithm,
-    make_task,
-    make_training,
-    malicious_clients,
-    mapping_of,
-    true_clusters,
-)
+from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.population import PopulationHistory, simulate_population
@@ -51,19 +42,17 @@ def _cohort(config: Config, num_clients: int) -> int:
 
 
 def run_population(
-    config: Config,
-    out: str | Path | None,
-    resume: bool,
-    data_dir: str | None,
-    progress: bool,
-    checkpoint_seconds: float,
+    config: Config, data_dir: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], PopulationHistory, Setup]:
     """Runs `config` as `run` does; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
+
+    `options` are those of `simulate_population` that `simulate` has too.
 
     Raises:
       ValueError: what `run` and `simulate_population` refuse; several seeds, newcomers; an existing store that
         differs from the options.
     """
+    out, resume = options["out"], options["resume"]
     check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
@@ -75,7 +64,7 @@ def run_population(
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
         stack.enter_context(_cleared(Path(folder), out))
-        stored, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, progress)
+        stored, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, options["progress"])
         config = dataclasses.replace(stored, clients=len(store), cohort=_cohort(stored, len(store)))
         validate(config)
         malicious = malicious_clients(config)
@@ -97,16 +86,10 @@ def run_population(
             change=_attack(config, malicious, parts.federation.num_classes),
             test_store=tests,
             evaluate=evaluated,
-            serve=config.serve,
-            eval_every=config.eval_every or max(1, config.rounds // 50),
             seed=parts.seeds[0],
             client_axis=parts.client_axis,
-            out=out,
-            resume=resume,
             config=to_resume(stored, store.hash, out if resume else None),
-            checkpoint_seconds=checkpoint_seconds,
-            progress=progress,
-            description=config.method,
+            **options,
         )
     last = history.records[-1]
     summary = summarize_run(config, history, parts) | {"num_clients": len(store), "cohort": config.cohort}
@@ -155,8 +138,7 @@ def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> 
     cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
     about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
     sample = data.Federation(one, one, cluster, *about)
-    training = make_training(config, config.examples_per_client or EXAMPLES)
-    make_algorithm(config, make_task(config, sample, vocab_size), training, sample, mapping_of(config))
+    assemble(config, sample, vocab_size, config.examples_per_client or EXAMPLES, mapping_of(config))
 
 
 def as_dealt(store: ClientStore) -> dict[str, Any]:
@@ -212,13 +194,8 @@ def make_stores(
         dataset,
         num_clients=config.population,
         examples_per_client=config.examples_per_client or EXAMPLES,
-        num_clusters=true_clusters(config),
-        heterogeneity=config.heterogeneity,
-        partition=config.partition,
-        test_fraction=config.test_fraction,
-        seed=config.data_seed,
         about={"vocab_size": config.vocab_size, "length": config.length} if texts else {},
-        **partition_options(config),
+        **dealt(config),
     )
     return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size
 
@@ -240,16 +217,12 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
     check(sample.num_classes is not None or vocab_size is not None, "store", store.path, "one with its num_classes")
     if vocab_size is None:
         check_labels(sample.train, sample.num_classes)
-    task = make_task(config, sample, vocab_size)
-    training = make_training(config, store.max_size)
-    client_axis = mapping_of(config)
 
-    def make(**changes):
-        changed = dataclasses.replace(config, **changes)
-        return make_algorithm(changed, task, training, sample._replace(cluster=np.asarray(cluster)), client_axis)
+    def assembled(**changes) -> Setup:
+        changed, whole = dataclasses.replace(config, **changes), sample._replace(cluster=np.asarray(cluster))
+        return assemble(changed, whole, vocab_size, store.max_size, mapping_of(config))
 
     join = None  # new clients start without the restarts, or the warm rounds, of the first cohort
     if config.restarts not in (None, 1) or config.warm_rounds:
-        join = make(restarts=1, warm_rounds=None).init
-    seeds = [0 if config.seed is None else config.seed]
-    return Setup(sample, task, make(), seeds, client_axis, training), join
+        join = assembled(restarts=1, warm_rounds=None).algorithm.init
+    return assembled()._replace(federation=sample), join

@@ -7,13 +7,15 @@ nothing twice.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from rich.progress import track
 
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
@@ -48,6 +50,17 @@ class Bench(NamedTuple):
                 run(config, out=folder, resume=started, data_dir=self.data_dir, progress=self.progress)
         return read_run(folder)
 
+    def keep(self, name: str, compute: Callable[..., Any], *args: Any) -> Any:
+        """Returns the JSON value in the file `name`; writes that of `compute(*args)` if there is none."""
+        file = self.out / f"{name}.json"
+        if not file.exists():
+            write_json(file, compute(*args))
+        return json.loads(file.read_text())
+
+    def track(self, steps: Iterable, label: str) -> Iterable:
+        """Returns `steps`, and shows a bar while they are iterated over."""
+        return track(steps, label, disable=not self.progress, transient=True)
+
 
 class Outcome(NamedTuple):
     """`rows` of the table, with the paper's numbers beside ours where it gives any; `figure`; `notes` to be printed."""
@@ -55,6 +68,9 @@ class Outcome(NamedTuple):
     rows: list[Row]
     figure: Figure
     notes: str = ""
+
+
+Make = Callable[[Bench, dict[str, Any]], Outcome]
 
 
 class Recipe(NamedTuple):
@@ -68,14 +84,32 @@ class Recipe(NamedTuple):
     """
 
     title: str
-    make: Callable[[Bench, dict[str, Any]], Outcome]
+    make: Make
     full: dict[str, Any]
     small: dict[str, Any]
 
 
+RECIPES: dict[str, Recipe] = {}  # by name; the modules of `jfcl.experiments.papers` fill it
+
+
+def recipe(
+    name: str, *, full: dict[str, Any], small: dict[str, Any], title: str | None = None
+) -> Callable[[Make], Make]:
+    """Registers the decorated function as a recipe, with the first line of its docstring for a title.
+
+    `small` holds the entries in which the small setting differs from the full one.
+    """
+
+    def register(make: Make) -> Make:
+        RECIPES[name] = Recipe(title or make.__doc__.split("\n")[0].rstrip("."), make, full, full | small)
+        return make
+
+    return register
+
+
 def reproduce(
     name: str,
-    recipes: dict[str, Recipe],
+    recipes: dict[str, Recipe] = RECIPES,
     *,
     full: bool = False,
     out: str | Path | None = None,
@@ -87,7 +121,7 @@ def reproduce(
 
     Args:
       name: of the recipe.
-      recipes: all there are, by name.
+      recipes: all there are, by name; default: those of the papers.
       full: the paper's setting instead of the small one.
       out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is resumed.
       data_dir, progress: as in `jfcl run`.
@@ -100,8 +134,8 @@ def reproduce(
       ValueError: an unknown name, an entry that the setting does not have; what `jfcl.experiments.run` raises.
     """
     check_choice("recipe", name, recipes)
-    recipe = recipes[name]
-    setting = dict(recipe.full if full else recipe.small)
+    chosen = recipes[name]
+    setting = dict(chosen.full if full else chosen.small)
     for entry, value in changes.items():
         if value is None:
             continue
@@ -117,7 +151,7 @@ def reproduce(
     _check_setting(out, {"name": name} | finite_or_none(setting))
     started = time.perf_counter()
     try:
-        outcome = recipe.make(Bench(out, data_dir, progress), setting)
+        outcome = chosen.make(Bench(out, data_dir, progress), setting)
     except BaseException:
         if [file.name for file in out.iterdir()] == ["setting.json"]:  # nothing was begun
             (out / "setting.json").unlink()
@@ -126,7 +160,7 @@ def reproduce(
         raise
     result = {
         "name": name,
-        "title": recipe.title,
+        "title": chosen.title,
         "size": "full" if full else "small",
         "setting": setting,
         "rows": outcome.rows,

@@ -104,18 +104,15 @@ def _clients_csv(history: History, parts: Setup) -> bytes:
     model = history.clients.get("model", history.clients["cluster"])
     if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
         extra["model"] = model
-    lines = [["seed", "client", "examples", "true_cluster", "cluster", *extra, *names]]
     # With several processes this one holds some of the clients only, which are then numbered in their order.
     ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
-    for s, seed in enumerate(parts.seeds):
-        for i in range(len(federation.cluster)):
-            found = [
-                int(history.clients["examples"][s, i]),
-                int(federation.cluster[i]),
-                int(history.clients["cluster"][s, i]),
-                *[int(values[s, i]) for values in extra.values()],
-            ]
-            lines.append([seed, ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
+    true = np.broadcast_to(federation.cluster, model.shape)
+    counts = {"examples": history.clients["examples"], "true_cluster": true, "cluster": history.clients["cluster"]}
+    counts |= extra
+    lines = [["seed", "client", *counts, *names]]
+    for (s, i), _ in np.ndenumerate(true):
+        found = [int(values[s, i]) for values in counts.values()]
+        lines.append([parts.seeds[s], ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
     return _csv(lines)
 
 
@@ -249,10 +246,9 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     for i, record in enumerate(records, 1):
         whole = all(type(record.get(name)) is int for name in ("round", "seed"))
         whole &= all(_is_number(record.get(name)) for name in ("accuracy", "worst_client_accuracy", "perplexity"))
+        why = f"record {i} has no round or seed, or text for a number"
         if not whole:
-            raise ValueError(
-                f"{folder / 'metrics.jsonl'} is damaged: record {i} has no round or seed, or text for a number"
-            )
+            raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: {why}")
     return summary, records
 
 
@@ -263,22 +259,23 @@ def _is_number(value: Any) -> bool:
 
 def _check_summary(summary: dict[str, Any], file: Path) -> None:
     """Raises `ValueError` for a summary without the entries of tables: a damaged file, or one of another version."""
+
+    def has_numbers(name: str) -> bool:
+        values = summary.get(name)
+        return isinstance(values, dict) and "clusters_in_use" in values and all(map(_is_number, values.values()))
+
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
     wrong = [name for name in numbers if summary.get(name) is None or not _is_number(summary[name])]
     wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]
-    for name in ("mean", "std"):
-        values = summary.get(name)
-        fits = isinstance(values, dict) and {"clusters_in_use"} <= set(values) and all(map(_is_number, values.values()))
-        wrong += [] if fits else [name]
+    wrong += [name for name in ("mean", "std") if not has_numbers(name)]
     if "mean" not in wrong and summary["mean"]["clusters_in_use"] is None:
         wrong.append("mean")
-    if "mean" not in wrong and "std" not in wrong and set(summary["mean"]) != set(summary["std"]):
+    if not {"mean", "std"} & set(wrong) and set(summary["mean"]) != set(summary["std"]):
         wrong.append("std")
     rows = summary.get("per_seed")
     whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
     if not (whole and all(type(r.get("seed")) is int and _is_number(r.get("rounds_to_recovery")) for r in rows)):
         wrong.append("per_seed")
+    lacks = f"it does not have {', '.join(wrong)} as jfcl writes it"
     if wrong:
-        raise ValueError(
-            f"{file} is damaged, or of another version: it does not have {', '.join(wrong)} as jfcl writes it"
-        )
+        raise ValueError(f"{file} is damaged, or of another version: {lacks}")

@@ -50,16 +50,17 @@ def run(
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
         if resume and out is not None:  # also while results are written
             hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
-        if of_population(config):
-            return run_population(config, out, resume, data_dir, progress, checkpoint_seconds)
-        return _run_clients(config, out, resume, data_dir, progress, checkpoint_seconds)
+        options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
+        options |= {"eval_every": config.eval_every or max(1, config.rounds // 50), "serve": config.serve}
+        run_clients = run_population if of_population(config) else _run_on_device
+        return run_clients(config, data_dir, options | {"description": config.method})
 
 
-def _run_clients(
-    config: Config, out: Any, resume: bool, data_dir: str | None, progress: bool, checkpoint_seconds: float
+def _run_on_device(
+    config: Config, data_dir: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], History, Setup]:
-    """`run` for clients that are all on the device."""
-    parts = setup(config, data_dir=data_dir)
+    """`run` for clients that are all on the device; `options` are those of `simulate`."""
+    parts, out = setup(config, data_dir=data_dir), options["out"]
     federation = parts.federation
     history = simulate(
         parts.algorithm,
@@ -69,16 +70,10 @@ def _run_clients(
         test_clients=federation.test,
         newcomers=federation.newcomers,
         true_cluster=good_clusters(parts),
-        serve=config.serve,
-        eval_every=config.eval_every or max(1, config.rounds // 50),
         seeds=parts.seeds,
         client_axis=parts.client_axis,
-        out=out,
-        resume=resume,
-        config=to_resume(config, federation.split_hash, out if resume else None),
-        checkpoint_seconds=checkpoint_seconds,
-        progress=progress,
-        description=config.method,
+        config=to_resume(config, federation.split_hash, out if options["resume"] else None),
+        **options,
     )
     summary = summarize_run(config, history, parts)
     if out is not None and hosts.is_first():

@@ -290,6 +290,26 @@ def mapping_of(config: Config) -> mapping.Mapping:
     return jax.vmap if name == "vmap" else inner
 
 
+def dealt(config: Config) -> dict[str, Any]:
+    """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
+    same = {name: getattr(config, name) for name in ("heterogeneity", "partition", "test_fraction")}
+    return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | partition_options(config)
+
+
+def assemble(
+    config: Config, federation: data.Federation, vocab_size: int | None, largest: int, client_axis: mapping.Mapping
+) -> Setup:
+    """Builds task, local training and algorithm for clients of which the largest has `largest` examples."""
+    task, training = make_task(config, federation, vocab_size), make_training(config, largest)
+    make = partial(make_algorithm, config, task, training, federation)
+    if config.mapping == "auto":
+        costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
+        costly = {name: value for name, value in as_dict(config).items() if name not in costless}
+        client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
+    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+    return Setup(federation, task, make(client_axis), seeds, client_axis, training)
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for options that do not fit together."""
     validate(config)
@@ -300,28 +320,15 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     federation = data.build(
         dataset,
         num_clients=config.clients,
-        num_clusters=true_clusters(config),
-        heterogeneity=config.heterogeneity,
-        partition=config.partition,
         examples_per_client=config.examples_per_client,
-        test_fraction=config.test_fraction,
         reuse=config.reuse,
         newcomer_examples=config.newcomer_examples,
-        seed=config.data_seed,
         rows=partial(mapping.own_rows, client_axis),
-        **partition_options(config),
+        **dealt(config),
     )
     check_labels(federation.train, federation.num_classes)
+    malicious = None
     if config.attack is not None:
-        federation = attack_data(config, federation)
-    task = make_task(config, federation, vocab_size)
-    training = make_training(config, max_examples(federation.train))
-    make = partial(make_algorithm, config, task, training, federation)
-    if config.mapping == "auto":
-        costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
-        costly = {name: value for name, value in as_dict(config).items() if name not in costless}
-        client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
-    algorithm = make(client_axis)
-    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
-    malicious = malicious_clients(config) if config.attack is not None else None
-    return Setup(federation, task, algorithm, seeds, client_axis, training, malicious)
+        federation, malicious = attack_data(config, federation), malicious_clients(config)
+    parts = assemble(config, federation, vocab_size, max_examples(federation.train), client_axis)
+    return parts._replace(malicious=malicious)

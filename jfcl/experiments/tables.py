@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,45 +33,44 @@ def size_text(value: float) -> str:
     return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
 
 
+def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
+    """Returns an empty table with columns of names and columns of numbers, one blank apart."""
+    table = Table(title=Text(title), box=SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", title_style="")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """Returns a table with one row per run: mean ± standard deviation over seeds, in 80 columns."""
-    look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}  # columns are one blank apart
-    table = Table(title=Text(title), title_justify="left", title_style="", header_style="bold", **look)
-    table.add_column("run", overflow="fold")
     texts = any("perplexity" in summary["mean"] for summary in summaries.values())
-    heads = (
-        "perplex-\nity" if texts else "client\nacc. %",
-        "worst\nclient %",
-        "identity\nacc. %",
-        "adjusted\nRand",
-        "clusters\nin use",
+    first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
+    metrics = (
+        first,
+        ("worst\nclient %", "worst_client_accuracy", 100, 1),
+        ("identity\nacc. %", "cluster_accuracy", 100, 1),
+        ("adjusted\nRand", "adjusted_rand", 1, 2),
     )
-    for head in (*heads, "found at\nround", "sent up\nand down", "steps/s"):
-        table.add_column(head, justify="right", no_wrap=True)
+    others = ("clusters\nin use", "found at\nround", "sent up\nand down", "steps/s")
+    table = numbers_table(title, ["run"], [*(head for head, *_ in metrics), *others])
     for name, summary in summaries.items():
         mean, std = summary["mean"], summary["std"]
         several, alone = len(summary["per_seed"]) > 1, summary["num_clusters"] == 1  # one cluster is always found
-
-        def cell(metric: str, scale: float, digits: int, mean=mean, std=std, several=several, alone=alone) -> str:
-            if mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand")):
-                return "–"
-            return number(scale * mean[metric], scale * std[metric] if several else None, digits)
-
+        cells = []
+        for _, metric, scale, digits in metrics:
+            unknown = mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand"))
+            deviation = scale * std[metric] if several and not unknown else None
+            cells.append(number(None if unknown else scale * mean[metric], deviation, digits))
         recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
         found = [r for r in recovered if r is not None and not alone]
         rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
         if found and len(found) < len(recovered):
             rounds += f"\n({len(found)} of {len(recovered)})"
-        table.add_row(
-            Text(name),
-            cell("perplexity", 1, 1) if texts else cell("accuracy", 100, 1),
-            *[cell(metric, 100, 1) for metric in ("worst_client_accuracy", "cluster_accuracy")],
-            cell("adjusted_rand", 1, 2),
-            number(mean["clusters_in_use"], None, 1),
-            rounds,
-            f"{size_text(summary['bytes_up'])}\n{size_text(summary['bytes_down'])}",
-            f"{summary['client_steps_per_second']:,.0f}",
-        )
+        sent = f"{size_text(summary['bytes_up'])}\n{size_text(summary['bytes_down'])}"
+        in_use = number(mean["clusters_in_use"], None, 1)
+        table.add_row(Text(name), *cells, in_use, rounds, sent, f"{summary['client_steps_per_second']:,.0f}")
     return table
 
 
@@ -117,12 +116,8 @@ def _cell(value: Any) -> str:
 def bench_table(found: dict[str, Any]) -> Table:
     """Returns the table of `jfcl bench`: a row for each measured round."""
     title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
-    look = {"box": SIMPLE_HEAD, "show_edge": False, "padding": 0}
-    table = Table(title=title.format(**found["settings"]), title_justify="left", title_style="", **look)
-    for name in ("method", "model", "mapping"):
-        table.add_column(name, no_wrap=True)
-    for head in ("clients", "rounds\n/s", "client-\nsteps/s", "of\npeak", "temp.\nMB", "compile\ns"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("clients", "rounds\n/s", "client-\nsteps/s", "of\npeak", "temp.\nMB", "compile\ns")
+    table = numbers_table(title.format(**found["settings"]), ("method", "model", "mapping"), heads)
     for row in found["rows"]:
         cells = [row["method"], row["model"], row["mapping"], f"{row['clients']:,}"]
         if "left_out" in row:

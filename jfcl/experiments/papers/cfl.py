@@ -1,0 +1,295 @@
+"""The experiments of Clustered Federated Learning (Sattler, Müller, Samek 2021): figures 3, 5, 6, 7, 8 and 9.
+
+The paper leaves open: learning rates, the widths of its networks, which labels are swapped, ε₁ and ε₂. What stands
+here is ours: plain SGD at the rate of each setting; labels as in `jfcl.data` (a pair of neighbours for each cluster);
+splits at the paper's rounds, by `min_rounds`, wherever `γ_max` allows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.algorithms import theory
+from jfcl.analysis import parameter_tree, plots
+from jfcl.analysis.metrics import rounds_to_recovery
+from jfcl.core import take_clients
+from jfcl.experiments.config import Config
+from jfcl.experiments.papers import report
+from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
+from jfcl.experiments.setups import setup
+
+NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split
+UNSPLIT = {"eps_1": NEVER, "eps_2": 1.0, "max_clusters": 2, "tree_dim": 0}
+CLIENTS = {"clients": 20, "clusters": 4, "track_gap": True}
+# Time alone decides when a cluster may be split: the paper's rounds.
+BY_SCHEDULE = {"eps_1": float("inf"), "eps_2": NEVER, "eval_every": 1}
+
+# With every label in its share, every client has examples of the labels that its cluster exchanges, which of 20 random
+# ones one in eighty has not. Updates separate better than gradients while training is far from its end, which smaller
+# batches or longer steps bring on within the 50 rounds.
+_GAPS = {"models": {"mnist": "cnn_mnist", "cifar10": "cnn5"}, "rounds": 50, "batch_size": 100, "lr": 0.05}
+_GAPS |= {"partition": "stratified"}
+_COUNTS = {"mnist": [10, 20, 50, 100, 150, 200], "cifar10": [100, 300, 500, 1000, 1500, 2400]}
+_TRAINING = {"local_epochs": 3, "batch_size": 100, "lr": 0.1}
+_LABEL_SWAP = _TRAINING | {"eps_1": 0.25, "eps_2": 0.42, "min_rounds": 10}
+_LABEL_SWAP |= {"model": "cnn_mnist", "examples_per_client": 3000, "rounds": 100}
+_FEWER = {"model": "mlp", "examples_per_client": 500, "rounds": 60}
+_SCHEDULE = _TRAINING | {"max_clusters": 4, "seeds": 1}
+
+
+@recipe("cfl.figure3", full={"most_clusters": 15, "noises": 40, "trials": 1000}, small={"noises": 20, "trials": 100})
+def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 3: probability of a correct split by clusters and noise.
+
+    The figure shows where the theorem guarantees the split, and how often it is right beyond.
+    """
+    k = list(range(2, setting["most_clusters"] + 1))
+    noise = np.linspace(0.05, 2.0, setting["noises"])
+    found = theory.split_probability(jax.random.key(0), k, noise, num_trials=setting["trials"])
+    inside = np.asarray(found.guaranteed)
+    rows = []
+    for gamma in (0.5, 1.0, 1.5, 2.0):
+        g = int(np.abs(noise - gamma).argmin())
+        for a in (k.index(clusters) for clusters in (2, 5, 10, 15) if clusters in k):
+            row = {"clusters": k[a], "noise": float(noise[g]), "guaranteed": bool(inside[a, g])}
+            row |= {"correct splits": float(found.correct[a, g]), "gap above 0": float(found.gap[a, g])}
+            rows.append(row | {"paper": "≈ 1" if gamma <= 1.5 else ""})
+    worst = float(np.asarray(found.correct)[inside].min())
+    figure = plots.split_probability(found, k, noise)
+    return Outcome(rows, figure, f"inside the guaranteed region, the lowest share of correct splits is {worst:.3f}")
+
+
+def _gaps(
+    setting: dict[str, Any],
+    xlabel: str,
+    of: Callable[[str, Any, str], tuple[Sequence[int], np.ndarray, list[Row]]],
+    **style: Any,
+) -> Outcome:
+    """A panel per data set: the separation gaps of updates and of gradients.
+
+    `of(dataset, examples, similarity)` returns the values on the x axis, the gaps by value and seed, and the rows.
+    """
+    rows, count = [], len(setting["examples"])
+    figure, [line] = report.panels(5 * count, 3.8, 1, count)
+    for axes, (dataset, examples) in zip(line, setting["examples"].items(), strict=True):
+        for similarity in ("updates", "gradients"):
+            x, gaps, found = of(dataset, examples, similarity)
+            report.plot_band(axes, x, gaps, label=similarity, **style)
+            rows += found
+        axes.axhline(0, color="0.5", lw=1)
+        report.label_axes(axes, xlabel=xlabel, ylabel=r"separation gap $g(\alpha)$", title=dataset)
+    return Outcome(rows, figure)
+
+
+def _gap_config(
+    setting: dict[str, Any], dataset: str, examples: int, similarity: str, eval_every: int | None = None
+) -> Config:
+    given = CLIENTS | UNSPLIT | {"model": setting["models"][dataset], "local_epochs": 3, "eval_every": eval_every}
+    given |= {"dataset": dataset, "examples_per_client": examples, "similarity": similarity}
+    return report.configure("cfl", setting | given | {"heterogeneity": "label_swap"})
+
+
+@recipe(
+    "cfl.figure5",
+    full=_GAPS | {"examples": _COUNTS, "seeds": 5},
+    small={"examples": {"mnist": [10, 20, 50, 100]}, "seeds": 3},
+)
+def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 5: separation gap by examples per client, label swap."""
+    paper = {"mnist": "above 0 from 20", "cifar10": "above 0 from about 500"}
+
+    def of(dataset, counts, similarity):
+        gaps, rows = [], []
+        for examples in counts:
+            config = _gap_config(setting, dataset, examples, similarity, setting["rounds"])
+            _, records = bench.run(f"{dataset}-{examples}-{similarity}", config)
+            gaps.append(report.seed_columns(records, "separation_gap")[-1])
+            row = {"data": dataset, "examples": examples, "similarity of": similarity}
+            row |= {"gap": float(np.mean(gaps[-1])), "lowest seed": float(np.min(gaps[-1]))}
+            rows.append(row | {"paper": paper[dataset] if similarity == "updates" else "below updates"})
+        return counts, np.array(gaps), rows
+
+    return _gaps(setting, "examples per client", of, marker=".")
+
+
+@recipe(
+    "cfl.figure6",
+    full=_GAPS | {"examples": {"mnist": 100, "cifar10": 1500}, "seeds": 5},
+    small={"examples": {"mnist": 100}, "seeds": 2},
+)
+def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 6: separation gap by round, label swap."""
+
+    def of(dataset, examples, similarity):
+        _, records = bench.run(f"{dataset}-{similarity}", _gap_config(setting, dataset, examples, similarity, 1))
+        rounds, gaps = [r["round"] for r in report.first_seed(records)], report.seed_columns(records, "separation_gap")
+        row = {"data": dataset, "similarity of": similarity, "gap at the end": float(gaps[-1].mean())}
+        row |= {"above 0 from round on": rounds_to_recovery(rounds, (gaps > 0).all(axis=1))}
+        return rounds, gaps, [row | {"paper": "about 10" if similarity == "updates" else ""}]
+
+    return _gaps(setting, "round", of)
+
+
+@recipe(
+    "cfl.figure7",
+    full=_TRAINING
+    | {"model": "cnn_mnist", "examples_per_client": 25000, "rounds": 1000, "lr": 0.05, "seeds": 1}
+    | {"split": {"rounds": 1000, "seeds": 3}},
+    small={"model": "mlp", "examples_per_client": 1000, "lr": 0.1, "split": {"rounds": 300, "seeds": 3}},
+)
+def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 7: update norms of incongruent and congruent clients.
+
+    The norms are those of the mean and of the longest update, of two clients that disagree and of two that do not. The
+    same runs at the default thresholds show whether such clients are split.
+    """
+    rows, (figure, [line]) = [], report.panels(10, 3.8, 1, 2)
+    two = {"dataset": "mnist", "clients": 2, "clusters": 2, "eval_every": max(1, setting["rounds"] // 200)}
+    kinds = (("incongruent", "label_swap"), ("congruent", "class"))
+    for axes, (kind, heterogeneity) in zip(line, kinds, strict=True):
+        config = report.configure("cfl", setting | two | UNSPLIT | {"heterogeneity": heterogeneity})
+        _, records = bench.run(kind, config)
+        for name, label in (("mean_norm", "mean update"), ("max_norm", "longest update")):
+            norms = report.seed_columns(records, name)
+            axes.plot([r["round"] for r in report.first_seed(records)], norms.mean(axis=1), label=label)
+            few = max(1, len(norms) // 20)
+            row = {"clients": kind, "norm of": label, "first rounds": float(norms[:few].mean())}
+            row |= {"last rounds": float(norms[-few:].mean())}
+            stays = (kind, name) == ("incongruent", "max_norm")
+            rows.append(row | {"paper": "stays up, even grows" if stays else "goes to 0"})
+        free = dataclasses.replace(config, eps_1=None, eps_2=None, eval_every=10, **setting["split"])
+        _, records = bench.run(f"{kind}-split", free)
+        when = [r["round"] for r in records if max(r["split_from"]) >= 0]
+        until = f", by round {max(when)}" if when else f" in {free.rounds} rounds"
+        row = {"clients": kind, "split": f"{len(when)} of {free.seeds} seeds{until}"}
+        rows.append(row | {"paper": "split" if kind == "incongruent" else "never"})
+        report.label_axes(axes, xlabel="round", ylabel="norm", title=kind, yscale="log")
+    return Outcome(rows, figure)
+
+
+def _stages(records: report.Records, paper: dict[str, str], metric: str) -> list[Row]:
+    """A row per split of one seed's run, and one for its end."""
+    rows = []
+    for before, record in pairwise(records):
+        for slot, origin in enumerate(record["split_from"]):
+            if origin >= 0:
+                row = {"seed": record["seed"], "event": f"{origin} splits, {slot} is new", "round": record["round"]}
+                row |= {metric: before[metric], "gap": float(report.column([record], "separation_gap", origin)[0])}
+                rows.append(row | {"identity": record["cluster_accuracy"], "paper": paper["split"]})
+    end = records[-1]
+    row = {"seed": end["seed"], "event": f"end, {end['num_clusters']} clusters", "round": end["round"]}
+    row |= {metric: end[metric], "gap": float(np.nanmax(report.column([end], "separation_gap")))}
+    return [*rows, row | {"identity": end["cluster_accuracy"], "paper": paper["end"]}]
+
+
+def staged(bench: Bench, name: str, config: Config, paper: dict[str, str], metric: str) -> Outcome:
+    """A run of `cfl`: a row per split, one for the end, and its curves with those of the separation gaps."""
+    _, records = bench.run(name, config)
+    rows, (figure, [[top], [bottom]]) = [], report.panels(6.4, 6.4, 2, sharex=True)
+    for seed, mine in report.by_seed(records).items():
+        rows += _stages(mine, paper, metric)
+        report.plot_metric(top, mine, metric, label=f"seed {seed}")
+    first = report.first_seed(records)
+    for slot in range(len(first[0]["separation_gap"])):
+        if alive := [r for r in first if slot < r["num_clusters"]]:
+            report.plot_metric(bottom, alive, "separation_gap", slot=slot, label=f"cluster {slot}")
+    bottom.axhline(0, color="0.5", lw=1)
+    seed = first[0]["seed"]
+    for axes in (top, bottom):
+        for row in rows:
+            if row["event"].endswith("new") and row["seed"] == seed:
+                axes.axvline(row["round"], color="0.7", lw=1, ls=":")
+    report.label_axes(top, 8, ylabel=f"mean client {metric}")
+    report.label_axes(bottom, 8, xlabel="round", ylabel=f"separation gap, seed {seed}")
+    return Outcome(rows, figure)
+
+
+def _label_swap_config(setting: dict[str, Any], **changes: Any) -> Config:
+    fixed = CLIENTS | {"dataset": "mnist", "heterogeneity": "label_swap", "max_clusters": 8, "relative": True}
+    return report.configure("cfl", setting | fixed | {"eval_every": 1} | changes)
+
+
+@recipe("cfl.label_swap", full=_LABEL_SWAP | {"seeds": 5}, small=_FEWER)
+def label_swap(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, section VI-C on MNIST with label swap: the four clusters and no fifth.
+
+    Clusters are split by the norms of updates alone.
+    """
+    return staged(bench, "run", _label_swap_config(setting), {"split": "gap > 0", "end": "4 clusters"}, "accuracy")
+
+
+@recipe(
+    "cfl.newcomers", full=_LABEL_SWAP | {"newcomers": 100, "newcomer_examples": [10, 20, 50, 100, 200]}, small=_FEWER
+)
+def newcomers(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, Algorithm 4 on MNIST with label swap: newcomers led to their leaf.
+
+    The tree is that of a `label_swap` run; a row for each number of examples that newcomers hold.
+    """
+    counts = setting["newcomer_examples"]
+    at_end = {"eval_every": setting["rounds"]}  # all newcomers are evaluated under all models
+    config = _label_swap_config(setting, seeds=1, newcomer_examples=max(counts), **at_end)
+    bench.run("run", config)
+    parts = setup(config, data_dir=bench.data_dir)
+    state = parameter_tree.load_tree(bench.out / "run", parts.task)
+    true = parts.federation.cluster
+    leaves = set(state.cluster.tolist())
+    of_leaf = {int(k): int(np.bincount(true[np.asarray(state.cluster) == k]).argmax()) for k in leaves}
+    rows, rng = [], np.random.default_rng(0)
+    chosen = np.sort(rng.permutation(len(parts.federation.newcomer_cluster))[: setting["newcomers"]])
+    late = take_clients(parts.federation.newcomers, chosen)
+    truth = parts.federation.newcomer_cluster[chosen]
+    for count in counts:
+        few = late._replace(size=np.minimum(late.size, count).astype(np.int32))
+        found = parameter_tree.assign_newcomer(parts.task, parts.training, state, few, key=jax.random.key(1))
+        right = np.array([of_leaf[int(k)] for k in found.cluster]) == truth
+        row = {"examples": count, "newcomers": len(truth), "at the right leaf %": float(100 * right.mean())}
+        rows.append(row | {"similarity at the last split": float(found.similarity.mean()), "paper": "not measured"})
+    return Outcome(rows, plots.tree(parameter_tree.nodes(state), true))
+
+
+@recipe(
+    "cfl.figure8",
+    full=_SCHEDULE
+    | {"examples_per_client": 2500, "partition": "iid", "rounds": 200, "min_rounds": 50, "gamma_max": 0.6},
+    small={"examples_per_client": 300, "partition": "stratified", "batch_size": 50, "rounds": 64, "min_rounds": 16},
+)
+def figure_8(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 8: label permutation on CIFAR-10, splits at rounds 50, 100, 150."""
+    images = {"dataset": "cifar10", "heterogeneity": "label_permutation", "model": "cnn5"}
+    config = report.configure("cfl", setting | images | CLIENTS | BY_SCHEDULE)
+    paper = {"split": "20 % before the first, gap > 0", "end": "4 clusters, close to 60 %, gap < 0"}
+    return staged(bench, "run", config, paper, "accuracy")
+
+
+@recipe(
+    "cfl.figure9",
+    full=_SCHEDULE
+    | {"examples_per_client": None, "vocab_size": 10000, "length": 32, "rounds": 100, "min_rounds": 30}
+    | {"lr": 1.0, "gamma_max": 0.0},
+    small={"examples_per_client": 100, "vocab_size": 1000, "length": 16, "rounds": 32, "min_rounds": 8}
+    | {"batch_size": 20},
+)
+def figure_9(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """CFL, figure 9: next-word prediction on AG News, splits at rounds 30, 60, 90.
+
+    Beside it, Federated Learning for as many rounds.
+    """
+    texts = {"dataset": "ag_news", "heterogeneity": "topic", "model": "lstm"}
+    config = report.configure("cfl", setting | texts | CLIENTS | BY_SCHEDULE)
+    outcome = staged(bench, "cfl", config, {"split": "43 before the first", "end": "below 36"}, "perplexity")
+    plain = report.configure("fedavg", setting | texts | {"clients": 20, "clusters": 4, "eval_every": 1})
+    _, records = bench.run("fedavg", plain)
+    for record in (r for r in records if r["round"] == plain.rounds):
+        row = {"seed": record["seed"], "event": "FL, end", "round": plain.rounds}
+        outcome.rows.append(row | {"perplexity": record["perplexity"], "paper": "42"})
+    top = outcome.figure.axes[0]
+    report.plot_metric(top, report.first_seed(records), "perplexity", "k:", label="FL")
+    report.label_axes(top, 8, yscale="log")
+    return outcome

@@ -1,0 +1,118 @@
+"""Pieces that the papers' recipes share: options of a setting, records by seed, rows of tables, panels of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jfcl.experiments.config import Config, common_options, method_options, methods_with
+from jfcl.experiments.recipes import Bench, Row
+
+Records = Sequence[Row]
+
+
+def configure(method: str, setting: dict[str, Any]) -> Config:
+    """Returns the run of a method with those entries of a setting that are its options."""
+    names = {name for name in common_options() if method in methods_with(name)} | method_options(method).keys()
+    return Config(method, **{name: value for name, value in setting.items() if name in names})
+
+
+def by_seed(records: Records) -> dict[int, list[Row]]:
+    """Returns the records of each seed."""
+    return {seed: [r for r in records if r["seed"] == seed] for seed in sorted({r["seed"] for r in records})}
+
+
+def first_seed(records: Records) -> list[Row]:
+    """Returns the records of the first seed."""
+    return by_seed(records)[records[0]["seed"]]
+
+
+def column(records: Records, name: str, slot: int | None = None) -> np.ndarray:
+    """Returns a metric by record, `[E]`, or one cluster's entry of it; NaN where it is None."""
+    return np.array([r[name] if slot is None else r[name][slot] for r in records], float)
+
+
+def seed_columns(records: Records, name: str, slot: int = 0) -> np.ndarray:
+    """Returns one cluster's entry of a metric by round and seed, `[E, R]`."""
+    return np.stack([column(mine, name, slot) for mine in by_seed(records).values()], axis=1)
+
+
+def mean_and_std(values: Sequence[float], name: str = "accuracy %") -> Row:
+    """Returns the columns of a value that is repeated over seeds."""
+    return {name: float(np.mean(values)), "std": float(np.std(values))}
+
+
+def accuracy_columns(summary: dict[str, Any], name: str = "accuracy %") -> Row:
+    """Returns the columns of a run's accuracy."""
+    return mean_and_std([100 * row["accuracy"] for row in summary["per_seed"]], name)
+
+
+def panels(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Figure, np.ndarray]:
+    """Returns a figure in inches, and its axes `[rows, columns]`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
+def label_axes(axes: Axes, fontsize: float | None = None, **texts: Any) -> None:
+    """Sets labels, title and scales of a panel, and adds its legend."""
+    axes.set(**texts)
+    axes.legend(fontsize=fontsize)
+
+
+def plot_metric(axes: Axes, records: Records, name: str, *style: str, slot: int | None = None, **options: Any) -> None:
+    """Plots a metric by round."""
+    axes.plot([r["round"] for r in records], column(records, name, slot), *style, **options)
+
+
+def plot_band(axes: Axes, x: Sequence[float], values: np.ndarray, **options: Any) -> None:
+    """Plots the mean over the seeds of `values [E, R]`, in a band from the least to the largest."""
+    (line,) = axes.plot(x, values.mean(axis=1), **options)
+    axes.fill_between(x, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15)
+
+
+class Cell(NamedTuple):
+    """A run of a recipe, which becomes a row of its table and a curve of its figure.
+
+    Attributes:
+      name: of the run, and of its folder.
+      labels: the first columns of its row; the accuracy follows.
+      config: the run.
+      paper: the last columns of its row.
+    """
+
+    name: str
+    labels: Row
+    config: Config
+    paper: Row
+
+
+def compare(
+    bench: Bench,
+    cells: Iterable[Cell],
+    xlabel: str,
+    *,
+    accuracy: str = "accuracy %",
+    measured: Callable[[dict[str, Any], Records], Row] = lambda summary, records: {},
+    title: str = "",
+    **style: Any,
+) -> tuple[list[Row], Figure]:
+    """Runs the cells: a row for each, with mean and deviation over seeds, and its first seed's accuracy by step.
+
+    A step is a round, or as many steps as a round has where `xlabel` is `"local steps"`. `measured` returns the columns
+    after the accuracy.
+    """
+    rows, (figure, [[axes]]) = [], panels(6.4, 4.2)
+    for cell in cells:
+        summary, records = bench.run(cell.name.replace(" ", "_").replace(",", ""), cell.config)
+        row = cell.labels | accuracy_columns(summary, accuracy)
+        rows.append(row | measured(summary, records) | cell.paper)
+        first = first_seed(records)
+        steps = cell.config.local_steps or 1 if xlabel == "local steps" else 1
+        x, label = [r["round"] * steps for r in first], ", ".join(cell.labels.values())
+        axes.plot(x, 100 * column(first, "accuracy"), label=label, **style)
+    label_axes(axes, 7, xlabel=xlabel, ylabel="accuracy %", title=title)
+    return rows, figure
