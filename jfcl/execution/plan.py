@@ -1,0 +1,382 @@
+"""Plans: a method compiled for an accelerator that is not there, with its memory, communication and predicted time.
+
+`plan` compiles `init` and `step` of a method with the real compiler of a target, for several mappings of the clients,
+and runs nothing. Memory, collectives, operations and precision are facts of the programs; seconds are predictions of
+`jfcl.execution.cost`. Needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients
+from jfcl.execution import mapping, targets
+from jfcl.execution.cost import Cost, price
+from jfcl.execution.targets import Target
+
+Make = Callable[[mapping.Mapping], Algorithm]
+Tick = Callable[[str, int], None]
+
+CHUNKS = (1, 8, 64, 256)  # chunk sizes near these are compared, beside vmap
+FAST = -1.0  # the compiler's effort for candidates, from -1 to 1; what is kept is compiled at 0, its default
+COMPILED_FULLY = 2  # candidates, the best ones at low effort
+SPARE = 0.25  # of a GPU's memory, which JAX leaves free unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
+_GIGABYTES = re.compile(r"\(?(\d+(?:\.\d+)?)([KMGT])\)?")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Memory(NamedTuple):
+    """Bytes of a program on each chip, as its compiler counts them: padded layouts included."""
+
+    arguments: int
+    results: int
+    temporaries: int
+    aliased: int  # results that take the place of arguments
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.results + self.temporaries - self.aliased
+
+
+class Candidate(NamedTuple):
+    """A mapping that was compared.
+
+    Attributes:
+      mapping: `"vmap"` or `"chunked"`.
+      chunk: clients at a time on each chip; None for all.
+      needed_bytes: on each chip, with `others`.
+      seconds: predicted, of a round; None for a program that the compiler refused.
+      compiled_fully: whether at the compiler's default effort. At low effort, programs are slower and larger.
+    """
+
+    mapping: str
+    chunk: int | None
+    needed_bytes: int
+    seconds: float | None
+    compiled_fully: bool
+
+
+class Plan(NamedTuple):
+    """What a method needs on each chip of a target; see `plan`.
+
+    Attributes:
+      target: its name.
+      mapping, chunk: those with the fastest rounds that fit: `"vmap"`, or `"chunked"` with so many clients at a time.
+        `"as made"`, None for an `Algorithm` that was made with its mapping.
+      fits: whether data, models, state before and after a round, temporaries and `other_bytes` fit into memory.
+      argument_bytes, output_bytes, temp_bytes: of a round, as the compiler counts them.
+      data_bytes: the part of `argument_bytes` that is clients' data, without the padding of layouts.
+      other_bytes: what else is kept on the chip, such as the clients' test data.
+      needed_bytes: the sum.
+      limit_bytes: the memory of the chip.
+      cost: of a round, predicted; None where the compiler refused the program.
+      init_seconds: predicted, of the start.
+      candidates: the mappings that were compared, the fastest that fits first.
+      advice: what would fit, where this does not; "" otherwise.
+      step_hlo, init_hlo: the optimised programs.
+    """
+
+    target: str
+    mapping: str
+    chunk: int | None
+    fits: bool
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    data_bytes: int
+    other_bytes: int
+    needed_bytes: int
+    limit_bytes: int
+    cost: Cost | None
+    init_seconds: float
+    candidates: list[Candidate]
+    advice: str
+    step_hlo: str
+    init_hlo: str
+
+    def seconds(self, num_rounds: int) -> float:
+        """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""
+        return math.nan if self.cost is None else self.init_seconds + num_rounds * self.cost.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the content of `plan.json`: all but the programs."""
+        kept = {name: v for name, v in self._asdict().items() if name not in ("cost", "step_hlo", "init_hlo")}
+        kept["candidates"] = [c._asdict() for c in self.candidates]
+        cost = {name: None for name in Cost._fields} if self.cost is None else self.cost._asdict()
+        cost["loops"] = [loop._asdict() for loop in cost["loops"] or ()]
+        return kept | {"seconds_per_round": cost.pop("seconds")} | cost
+
+
+class _Compiled(NamedTuple):
+    """A compiled program: its text, and its memory."""
+
+    text: str
+    memory: Memory
+
+
+class _Refused(NamedTuple):
+    """A program that the compiler refuses because it does not fit, with the bytes that it would need."""
+
+    needed: int
+
+
+def plan(
+    algorithm: Algorithm | Make,
+    clients: Clients,
+    *,
+    target: str,
+    inner: Sequence[mapping.Mapping] | None = None,
+    other_bytes: float = 0,
+    seeds: int = 1,
+    tick: Tick | None = None,
+) -> Plan:
+    """Compiles a method for a target that is not there, and returns what it needs and how long a round may take.
+
+    Args:
+      algorithm: a function `(client_axis) -> Algorithm`, of which several mappings are compared. An `Algorithm` is
+        compiled as it was made: with `client_axis=jfcl.sharded(jfcl.targets.mesh(target), ...)`, or without a mesh
+        for one chip.
+      clients: training data, or their shapes: `Clients` of `jax.ShapeDtypeStruct`. Nothing is put on a device.
+      target: `"v5e:2x4"`, `"h100"`, ...; see `jfcl.execution.targets`.
+      inner: mappings of one chip's clients to compare: `jax.vmap`, `jfcl.chunked(size)`; default: `vmap` and chunks.
+      other_bytes: what else each chip holds, such as test data.
+      seeds: runs at once, as a leading axis of the state.
+      tick: is called as `tick(text, number of steps)` before every step of the work.
+
+    Returns:
+      A `Plan`. Its cost is that of a compilation for every mapping: seconds to minutes.
+
+    Raises:
+      ValueError: an unknown target; a compiler that is missing or of another version; a method that the target cannot
+        compile. A method that does not fit has a plan with `fits=False`.
+
+    Example:
+      >>> import jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> found = plan(lambda axis: jfcl.fedavg(task, training, client_axis=axis), clients, target="v5e:2x2")
+      ... # doctest: +SKIP
+      >>> found.fits, found.mapping, f"{1000 * found.cost.seconds:.2f} ms"  # doctest: +SKIP
+      (True, 'vmap', '0.12 ms')
+    """
+    chosen = targets.target(target)
+    check_count("seeds", seeds)
+    mesh = targets.mesh(chosen)
+    work = _Work(chosen, mesh, clients, seeds, other_bytes, tick or (lambda text, total: None))
+    if isinstance(algorithm, Algorithm):
+        best, found = None, work.compiled([algorithm], effort=0.0)[0]
+        return work.plan(algorithm, best, found, [work.candidate(best, found, True)])
+    axes = candidates(num_clients(clients), mesh.size) if inner is None else list(inner)
+    check(len(axes) > 0, "inner", inner, "at least one mapping")
+    axis, made, found, compared = work.best(algorithm, axes)
+    return work.plan(made, axis, found, compared)
+
+
+def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
+    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks that leave no rest.
+
+    Example:
+      >>> candidates(1200, 4)[1:]
+      [chunked(size=1), chunked(size=6), chunked(size=60)]
+    """
+    each = -(-clients // devices)
+    divisors = [size for size in range(1, each) if each % size == 0]
+    chunks: list[int] = []
+    for wanted in CHUNKS:
+        near = min(divisors, key=lambda size: abs(math.log(size / wanted)), default=1)
+        size = near if SMALLEST_DIVISOR <= near / wanted <= 1 / SMALLEST_DIVISOR else wanted
+        if size < each and size not in chunks:
+            chunks.append(size)
+    return [jax.vmap, *map(mapping.chunked, chunks)]
+
+
+class _Work:
+    """The compilations of one plan."""
+
+    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, tick: Tick):
+        self.target, self.mesh, self.seeds, self.others, self.tick = chosen, mesh, seeds, int(others), tick
+        self.steps = 1
+        rows = -(-num_clients(clients) // mesh.size) * mesh.size
+        split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        shape = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype, sharding=split)  # noqa: E731
+        like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
+        self.rows, self.clients = rows, jax.tree.map(shape, like)
+        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))
+        self.key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        leaves = jax.tree.leaves(self.clients)
+        self.data = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // mesh.size
+
+    def best(self, make: Make, axes: list[mapping.Mapping]):
+        """Returns `(axis, algorithm, program, candidates)` of the fastest mapping that fits.
+
+        All candidates are compiled at low effort, and the best of them again as a run does.
+        """
+        made = {axis: make(mapping.sharded(self.mesh, axis)) for axis in axes}
+        known: dict[mapping.Mapping, tuple[Candidate, Any]] = {}
+        self.steps = len(axes) + min(len(axes), COMPILED_FULLY) + 1 if len(axes) > 1 else 2
+        if len(axes) > 1:
+            quick = self.compiled([made[axis] for axis in axes], FAST, [self.name(axis) for axis in axes])
+            known = {axis: (self.candidate(axis, q, False), q) for axis, q in zip(axes, quick, strict=True)}
+            axes = sorted(axes, key=lambda axis: self.order(known[axis][0]))[:COMPILED_FULLY]
+        full = self.compiled([made[axis] for axis in axes], 0.0, [f"{self.name(axis)}, in full" for axis in axes])
+        known |= {axis: (self.candidate(axis, f, True), f) for axis, f in zip(axes, full, strict=True)}
+        axis = min(axes, key=lambda axis: self.order(known[axis][0]))
+        return axis, made[axis], known[axis][1], sorted((c for c, _ in known.values()), key=self.order)
+
+    def order(self, candidate: Candidate) -> tuple:
+        """Returns a key that sorts what fits before what does not, then fast before slow, then small before large."""
+        late = candidate.seconds is None or candidate.needed_bytes > self.target.chip.memory
+        return late, not candidate.compiled_fully, candidate.needed_bytes if late else candidate.seconds
+
+    def name(self, axis: mapping.Mapping) -> str:
+        return f"chunks of {axis.size}" if isinstance(axis, mapping.chunked) else "all clients at once"
+
+    def candidate(self, axis: mapping.Mapping | None, found: _Compiled | _Refused, fully: bool) -> Candidate:
+        kind, chunk = _described(axis)
+        if isinstance(found, _Refused):
+            return Candidate(kind, chunk, found.needed + self.others, None, fully)
+        seconds = price(found.text, self.target).seconds
+        return Candidate(kind, chunk, found.memory.total + self.others, seconds, fully)
+
+    def compiled(self, made: list[Algorithm], effort: float, names: Sequence[str] = ("",)):
+        """Returns the programs of one round, compiled two at a time."""
+        with ThreadPoolExecutor(2) as pool:  # the compilers are outside of Python
+            jobs = []
+            for algorithm, name in zip(made, names, strict=True):
+                self.tick(name, self.steps)
+                state = self.state(algorithm)
+                lowered = self.lowered(self.over_seeds(algorithm.step, 3), self.key, state, self.clients)
+                jobs.append(pool.submit(self.finished, lowered, effort))
+            return [job.result() for job in jobs]
+
+    def over_seeds(self, fn: Callable, arguments: int) -> Callable:
+        return fn if self.seeds == 1 else jax.vmap(fn, in_axes=(0,) * (arguments - 1) + (None,))
+
+    def state(self, algorithm: Algorithm) -> PyTree:
+        """Returns the shapes of the state: arrays of all clients are divided as the clients are."""
+        state = jax.eval_shape(self.over_seeds(algorithm.init, 2), self.key, self.clients)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x)), state)
+
+    def sharding(self, x: Any) -> NamedSharding:
+        axis = 0 if self.seeds == 1 else 1
+        divided = x.shape[axis : axis + 1] == (self.rows,)
+        return NamedSharding(
+            self.mesh, PartitionSpec(*[None] * axis, self.mesh.axis_names) if divided else PartitionSpec()
+        )
+
+    def lowered(self, fn: Callable, *args: Any):
+        """Returns the program of `fn`, not yet compiled, with the state where a run keeps it."""
+
+        def placed(*args):
+            out = fn(*args)
+            state = out[0] if type(out) is tuple else out
+            state = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x)), state)
+            return (state, *out[1:]) if type(out) is tuple else state
+
+        try:
+            return jax.jit(placed).lower(*args)
+        except NotImplementedError as error:  # its message names the primitive
+            raise ValueError(f"target {self.target.name!r} cannot compile this method: {_first_line(error)}") from None
+
+    def finished(self, lowered, effort: float) -> _Compiled | _Refused:
+        options = {"exec_time_optimization_effort": effort} if effort else None
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            needed = exhausted(error)
+            if needed is None:
+                raise ValueError(
+                    f"target {self.target.name!r} cannot compile this method: {_first_line(error)}"
+                ) from None
+            return _Refused(max(needed, int(self.target.chip.memory) + 1))
+        return _Compiled(compiled.as_text(), memory_of(compiled))
+
+    def plan(self, made: Algorithm, axis: Any, found: _Compiled | _Refused, compared: list[Candidate]) -> Plan:
+        """Returns the plan of a compiled round, with the start compiled too."""
+        self.tick("the start", self.steps)
+        limit = int(self.target.chip.memory)
+        start = self.finished(self.lowered(self.over_seeds(made.init, 2), self.key, self.clients), 0.0)
+        needed = [x.needed if isinstance(x, _Refused) else x.memory.total for x in (found, start)]
+        refused = isinstance(found, _Refused) or isinstance(start, _Refused)
+        fits = not refused and max(needed) + self.others <= limit
+        memory = Memory(0, 0, 0, 0) if isinstance(found, _Refused) else found.memory
+        kind, chunk = _described(axis)
+        return Plan(
+            target=self.target.name,
+            mapping=kind,
+            chunk=chunk,
+            fits=fits,
+            argument_bytes=memory.arguments,
+            output_bytes=memory.results - memory.aliased,
+            temp_bytes=memory.temporaries,
+            data_bytes=self.data,
+            other_bytes=self.others,
+            needed_bytes=max(needed) + self.others,
+            limit_bytes=limit,
+            cost=None if isinstance(found, _Refused) else price(found.text, self.target),
+            init_seconds=math.nan if isinstance(start, _Refused) else price(start.text, self.target).seconds,
+            candidates=compared,
+            advice="" if fits else self.advice(max(needed) + self.others, chunk),
+            step_hlo="" if isinstance(found, _Refused) else found.text,
+            init_hlo="" if isinstance(start, _Refused) else start.text,
+        )
+
+    def advice(self, needed: int, chunk: int | None) -> str:
+        """Returns what may fit, where the best candidate does not."""
+        limit = self.target.chip.memory
+        ways = []
+        if chunk != 1 and self.rows > self.mesh.size:
+            size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
+            ways.append(f"smaller chunks (--chunk {size})")
+        more = targets.larger(self.target, needed / limit)
+        if more is not None:
+            ways.append(f"more chips (--target {more})")
+        return f"These may fit: {' or '.join([*ways, 'fewer clients or examples, or a smaller model'])}."
+
+
+def _described(axis: mapping.Mapping | None) -> tuple[str, int | None]:
+    if axis is None:
+        return "as made", None
+    return ("chunked", axis.size) if isinstance(axis, mapping.chunked) else ("vmap", None)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def memory_of(compiled: Any) -> Memory:
+    """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return Memory(0, 0, 0, 0)
+    return Memory(
+        int(found.argument_size_in_bytes),
+        int(found.output_size_in_bytes),
+        int(found.temp_size_in_bytes),
+        int(found.alias_size_in_bytes),
+    )
+
+
+def exhausted(error: Exception) -> int | None:
+    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another.
+
+    Example:
+      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
+      19756849561
+      >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
+      True
+    """
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    sizes = [float(number) * _UNITS[unit] for number, unit in _GIGABYTES.findall(text[:2000])]
+    return int(max(sizes, default=0))
