@@ -240,7 +240,10 @@ class _Pricing:
         if cycles is not None and self.chip.is_tpu:
             seconds = int(cycles) / self.chip.clock
         elif self.chip.is_tpu:
-            seconds, guess = self._guess(i, memory), i.op
+            rows = Counter()
+            for kind, count in _rows_moved(self.program, i):
+                rows[kind] += count
+            seconds, guess = self._guess(i, memory, sum(rows.values())), next(iter(rows), i.op)
         else:
             seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1)) + LAUNCH
         tally = Counter({("seconds", self._part(i), _limit(seconds, products, memory)): seconds})
@@ -250,7 +253,7 @@ class _Pricing:
             tally["guess", guess] = seconds
         return tally
 
-    def _guess(self, i: Instruction, memory: float) -> float:
+    def _guess(self, i: Instruction, memory: float, rows: float) -> float:
         """Returns the seconds of an instruction for which the TPU compiler has no estimate."""
         size, clock = max((a.size for a in i.arrays), default=1), self.chip.clock
         if i.op == "custom-call" and "Bit" in (hlo.attribute(i, "custom_call_target") or i.attributes[:200]):
@@ -262,7 +265,6 @@ class _Pricing:
             passes = math.log2(max(i.arrays[0].shape[at], 2))
             steps = passes * (passes + 1) / 2 * sum(a.size for a in i.arrays)
             return 6 * steps / (1024 * clock) + STARTUP
-        rows = sum(_rows_moved(self.program, i))
         return memory + (STARTUP if memory else STARTUP / 6) + ROW_CYCLES * rows / clock
 
 
@@ -410,11 +412,11 @@ def _uses(users: dict[str, list[Instruction]], name: str | None) -> Iterator[Ins
             yield user
 
 
-def _rows_moved(program: Program, i: Instruction) -> Iterator[float]:
-    """Yields the rows that the gathers and scatters in an instruction move."""
+def _rows_moved(program: Program, i: Instruction) -> Iterator[tuple[str, float]]:
+    """Yields `(opcode, rows)` of the gathers and scatters in an instruction."""
     inner = program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i})
     for each in inner.values():
         if each.op == "gather":
-            yield each.arrays[0].size / max(math.prod(hlo.numbers(each, "slice_sizes")), 1)
+            yield each.op, each.arrays[0].size / max(math.prod(hlo.numbers(each, "slice_sizes")), 1)
         elif each.op == "scatter" and len(each.operands) > 1 and each.operands[1] in inner:
-            yield math.prod(inner[each.operands[1]].arrays[0].shape[:-1])
+            yield each.op, math.prod(inner[each.operands[1]].arrays[0].shape[:-1])

@@ -26,8 +26,7 @@ Make = Callable[[mapping.Mapping], Algorithm]
 Tick = Callable[[str, int], None]
 
 CHUNKS = (1, 8, 64, 256)  # chunk sizes near these are compared, beside vmap
-FAST = -1.0  # the compiler's effort for candidates, from -1 to 1; what is kept is compiled at 0, its default
-COMPILED_FULLY = 2  # candidates, the best ones at low effort
+AT_ONCE = 2  # compilations beside each other
 SPARE = 0.25  # of a GPU's memory, which JAX leaves free unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
 _GIGABYTES = re.compile(r"\(?(\d+(?:\.\d+)?)([KMGT])\)?")
@@ -55,14 +54,12 @@ class Candidate(NamedTuple):
       chunk: clients at a time on each chip; None for all.
       needed_bytes: on each chip, with `others`.
       seconds: predicted, of a round; None for a program that the compiler refused.
-      compiled_fully: whether at the compiler's default effort. At low effort, programs are slower and larger.
     """
 
     mapping: str
     chunk: int | None
     needed_bytes: int
     seconds: float | None
-    compiled_fully: bool
 
 
 class Plan(NamedTuple):
@@ -150,7 +147,7 @@ def plan(
       inner: mappings of one chip's clients to compare: `jax.vmap`, `jfcl.chunked(size)`; default: `vmap` and chunks.
       other_bytes: what else each chip holds, such as test data.
       seeds: runs at once, as a leading axis of the state.
-      tick: is called as `tick(text, number of steps)` before every step of the work.
+      tick: is called as `tick(text, number of programs)` after the compilation of each.
 
     Returns:
       A `Plan`. Its cost is that of a compilation for every mapping: seconds to minutes.
@@ -173,12 +170,12 @@ def plan(
     mesh = targets.mesh(chosen)
     work = _Work(chosen, mesh, clients, seeds, other_bytes, tick or (lambda text, total: None))
     if isinstance(algorithm, Algorithm):
-        best, found = None, work.compiled([algorithm], effort=0.0)[0]
-        return work.plan(algorithm, best, found, [work.candidate(best, found, True)])
-    axes = candidates(num_clients(clients), mesh.size) if inner is None else list(inner)
-    check(len(axes) > 0, "inner", inner, "at least one mapping")
-    axis, made, found, compared = work.best(algorithm, axes)
-    return work.plan(made, axis, found, compared)
+        made: dict[Any, Algorithm] = {None: algorithm}
+    else:
+        axes = candidates(num_clients(clients), mesh.size) if inner is None else inner
+        check(len(axes) > 0, "inner", inner, "at least one mapping")
+        made = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
+    return work.plan(made)
 
 
 def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
@@ -186,7 +183,7 @@ def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
 
     Example:
       >>> candidates(1200, 4)[1:]
-      [chunked(size=1), chunked(size=6), chunked(size=60)]
+      [chunked(size=1), chunked(size=10), chunked(size=60)]
     """
     each = -(-clients // devices)
     divisors = [size for size in range(1, each) if each % size == 0]
@@ -194,7 +191,7 @@ def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
     for wanted in CHUNKS:
         near = min(divisors, key=lambda size: abs(math.log(size / wanted)), default=1)
         size = near if SMALLEST_DIVISOR <= near / wanted <= 1 / SMALLEST_DIVISOR else wanted
-        if size < each and size not in chunks:
+        if 2 * size < each and size not in chunks:
             chunks.append(size)
     return [jax.vmap, *map(mapping.chunked, chunks)]
 
@@ -204,7 +201,6 @@ class _Work:
 
     def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, tick: Tick):
         self.target, self.mesh, self.seeds, self.others, self.tick = chosen, mesh, seeds, int(others), tick
-        self.steps = 1
         rows = -(-num_clients(clients) // mesh.size) * mesh.size
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         shape = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype, sharding=split)  # noqa: E731
@@ -215,48 +211,41 @@ class _Work:
         leaves = jax.tree.leaves(self.clients)
         self.data = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // mesh.size
 
-    def best(self, make: Make, axes: list[mapping.Mapping]):
-        """Returns `(axis, algorithm, program, candidates)` of the fastest mapping that fits.
-
-        All candidates are compiled at low effort, and the best of them again as a run does.
-        """
-        made = {axis: make(mapping.sharded(self.mesh, axis)) for axis in axes}
-        known: dict[mapping.Mapping, tuple[Candidate, Any]] = {}
-        self.steps = len(axes) + min(len(axes), COMPILED_FULLY) + 1 if len(axes) > 1 else 2
-        if len(axes) > 1:
-            quick = self.compiled([made[axis] for axis in axes], FAST, [self.name(axis) for axis in axes])
-            known = {axis: (self.candidate(axis, q, False), q) for axis, q in zip(axes, quick, strict=True)}
-            axes = sorted(axes, key=lambda axis: self.order(known[axis][0]))[:COMPILED_FULLY]
-        full = self.compiled([made[axis] for axis in axes], 0.0, [f"{self.name(axis)}, in full" for axis in axes])
-        known |= {axis: (self.candidate(axis, f, True), f) for axis, f in zip(axes, full, strict=True)}
-        axis = min(axes, key=lambda axis: self.order(known[axis][0]))
-        return axis, made[axis], known[axis][1], sorted((c for c, _ in known.values()), key=self.order)
+    def plan(self, made: dict[Any, Algorithm]) -> Plan:
+        """Returns the plan of the algorithm with the fastest rounds that fit, of those made for several mappings."""
+        names = [f"a round, {self.name(axis)}" for axis in made]
+        jobs = [(algorithm.step, 3, (self.key, self.state(algorithm), self.clients)) for algorithm in made.values()]
+        rounds = dict(zip(made, self.compiled(jobs, names, len(jobs) + 1), strict=True))
+        compared = {axis: self.candidate(axis, found) for axis, found in rounds.items()}
+        best = min(compared, key=lambda axis: self.order(compared[axis]))
+        start = self.compiled([(made[best].init, 2, (self.key, self.clients))], ["the start"], len(jobs) + 1)[0]
+        return self.described(best, rounds[best], start, sorted(compared.values(), key=self.order))
 
     def order(self, candidate: Candidate) -> tuple:
-        """Returns a key that sorts what fits before what does not, then fast before slow, then small before large."""
+        """Returns a key that sorts what fits before what does not, then fast before slow, or small before large."""
         late = candidate.seconds is None or candidate.needed_bytes > self.target.chip.memory
-        return late, not candidate.compiled_fully, candidate.needed_bytes if late else candidate.seconds
+        return late, candidate.needed_bytes if late else candidate.seconds
 
-    def name(self, axis: mapping.Mapping) -> str:
+    def name(self, axis: Any) -> str:
         return f"chunks of {axis.size}" if isinstance(axis, mapping.chunked) else "all clients at once"
 
-    def candidate(self, axis: mapping.Mapping | None, found: _Compiled | _Refused, fully: bool) -> Candidate:
+    def candidate(self, axis: Any, found: _Compiled | _Refused) -> Candidate:
         kind, chunk = _described(axis)
         if isinstance(found, _Refused):
-            return Candidate(kind, chunk, found.needed + self.others, None, fully)
-        seconds = price(found.text, self.target).seconds
-        return Candidate(kind, chunk, found.memory.total + self.others, seconds, fully)
+            return Candidate(kind, chunk, found.needed + self.others, None)
+        return Candidate(kind, chunk, found.memory.total + self.others, price(found.text, self.target).seconds)
 
-    def compiled(self, made: list[Algorithm], effort: float, names: Sequence[str] = ("",)):
-        """Returns the programs of one round, compiled two at a time."""
-        with ThreadPoolExecutor(2) as pool:  # the compilers are outside of Python
-            jobs = []
-            for algorithm, name in zip(made, names, strict=True):
-                self.tick(name, self.steps)
-                state = self.state(algorithm)
-                lowered = self.lowered(self.over_seeds(algorithm.step, 3), self.key, state, self.clients)
-                jobs.append(pool.submit(self.finished, lowered, effort))
-            return [job.result() for job in jobs]
+    def compiled(self, jobs: list[tuple[Callable, int, tuple]], names: list[str], steps: int):
+        """Returns the programs of functions, their numbers of arguments, and their arguments."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
+
+            def compiled(job, name):
+                fn, count, args = job
+                found = self.finished(self.lowered(self.over_seeds(fn, count), *args))
+                self.tick(name, steps)
+                return found
+
+            return list(pool.map(compiled, jobs, names))
 
     def over_seeds(self, fn: Callable, arguments: int) -> Callable:
         return fn if self.seeds == 1 else jax.vmap(fn, in_axes=(0,) * (arguments - 1) + (None,))
@@ -287,10 +276,9 @@ class _Work:
         except NotImplementedError as error:  # its message names the primitive
             raise ValueError(f"target {self.target.name!r} cannot compile this method: {_first_line(error)}") from None
 
-    def finished(self, lowered, effort: float) -> _Compiled | _Refused:
-        options = {"exec_time_optimization_effort": effort} if effort else None
+    def finished(self, lowered: Any) -> _Compiled | _Refused:
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             needed = exhausted(error)
             if needed is None:
@@ -300,11 +288,11 @@ class _Work:
             return _Refused(max(needed, int(self.target.chip.memory) + 1))
         return _Compiled(compiled.as_text(), memory_of(compiled))
 
-    def plan(self, made: Algorithm, axis: Any, found: _Compiled | _Refused, compared: list[Candidate]) -> Plan:
-        """Returns the plan of a compiled round, with the start compiled too."""
-        self.tick("the start", self.steps)
+    def described(
+        self, axis: Any, found: _Compiled | _Refused, start: _Compiled | _Refused, compared: list[Candidate]
+    ) -> Plan:
+        """Returns the plan of a compiled round and start."""
         limit = int(self.target.chip.memory)
-        start = self.finished(self.lowered(self.over_seeds(made.init, 2), self.key, self.clients), 0.0)
         needed = [x.needed if isinstance(x, _Refused) else x.memory.total for x in (found, start)]
         refused = isinstance(found, _Refused) or isinstance(start, _Refused)
         fits = not refused and max(needed) + self.others <= limit

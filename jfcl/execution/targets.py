@@ -199,7 +199,7 @@ def _refused(chosen: Target, package: str, kind: str, error: Exception) -> str:
     versions = f"{package} {_version(package)}, jax {importlib.metadata.version('jax')}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     install = INSTALL[kind].format(importlib.metadata.version("jax"))
-    return f"target {chosen.name!r}: its compiler cannot be used ({versions}: {first}); install that of this jax: {install}"
+    return f"target {chosen.name!r}: its compiler failed ({versions}: {first}); install that of this jax: {install}"
 
 
 def _version(package: str) -> str | None:
