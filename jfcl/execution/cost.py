@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,12 +91,13 @@ class Cost(NamedTuple):
     loops: list[Loop]
 
 
-def price(program: str | Program, target: Target) -> Cost:
+def price(program: str | Program, target: Target, *, rare: bool = True) -> Cost:
     """Returns the predicted cost of an optimised program on each chip of `target`.
 
     Args:
       program: `compiled.as_text()`, or what `hlo.parse` made of it.
       target: from `jfcl.execution.targets.target`.
+      rare: whether a conditional runs its longest branch, such as a split of CFL, and not its shortest.
 
     Raises:
       ValueError: a text that is no optimised program.
@@ -113,7 +114,7 @@ def price(program: str | Program, target: Target) -> Cost:
       (True, True)
     """
     program = hlo.parse(program) if isinstance(program, str) else program
-    pricing = _Pricing(program, target)
+    pricing = _Pricing(program, target, max if rare else min)
     tally = pricing.computation(program.entry)
     network = _total(tally, "network")
     seconds = max(_total(tally, "seconds"), _total(tally, "copies")) + network
@@ -165,8 +166,8 @@ def _busy(tally: Tally) -> float:
 class _Pricing:
     """The tallies of a program's computations, each computed once."""
 
-    def __init__(self, program: Program, target: Target):
-        self.program, self.chip, self.count = program, target.chip, target.count
+    def __init__(self, program: Program, target: Target, branch: Callable[..., Tally]):
+        self.program, self.chip, self.count, self.branch = program, target.chip, target.count, branch
         self.loops: list[Loop] = []
         self._known: dict[str, Tally] = {}
 
@@ -184,7 +185,7 @@ class _Pricing:
             return self._loop(name, i)
         inner = hlo.called(self.program, i)
         if i.op == "conditional":
-            return max(map(self.computation, inner), key=_busy, default=Counter())
+            return self.branch(map(self.computation, inner), key=_busy, default=Counter())
         if i.op in ("call", "async-start"):
             return sum(map(self.computation, inner), Counter())
         if i.op in FREE or i.op.endswith("-done"):

@@ -75,8 +75,10 @@ class Plan(NamedTuple):
       other_bytes: what else is kept on the chip, such as the clients' test data.
       needed_bytes: the sum.
       limit_bytes: the memory of the chip.
-      cost: of a round, predicted; None where the compiler refused the program.
-      init_seconds: predicted, of the start.
+      cost: of a round, predicted, with the longest branch wherever the program chooses; None where the compiler
+        refused the program.
+      common: the same with the shortest branches: without what is rare, such as a split of CFL.
+      init_seconds: predicted, of the start; None where the compiler refused it.
       candidates: the mappings that were compared, the fastest that fits first.
       advice: what would fit, where this does not; "" otherwise.
       step_hlo, init_hlo: the optimised programs.
@@ -94,7 +96,8 @@ class Plan(NamedTuple):
     needed_bytes: int
     limit_bytes: int
     cost: Cost | None
-    init_seconds: float
+    common: Cost | None
+    init_seconds: float | None
     candidates: list[Candidate]
     advice: str
     step_hlo: str
@@ -102,11 +105,15 @@ class Plan(NamedTuple):
 
     def seconds(self, num_rounds: int) -> float:
         """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""
-        return math.nan if self.cost is None else self.init_seconds + num_rounds * self.cost.seconds
+        if self.cost is None or self.init_seconds is None:
+            return math.nan
+        return self.init_seconds + num_rounds * self.cost.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the content of `plan.json`: all but the programs."""
-        kept = {name: v for name, v in self._asdict().items() if name not in ("cost", "step_hlo", "init_hlo")}
+        apart = ("cost", "common", "step_hlo", "init_hlo")
+        kept = {name: v for name, v in self._asdict().items() if name not in apart}
+        kept["common_seconds_per_round"] = None if self.common is None else self.common.seconds
         kept["candidates"] = [c._asdict() for c in self.candidates]
         cost = {name: None for name in Cost._fields} if self.cost is None else self.cost._asdict()
         cost["loops"] = [loop._asdict() for loop in cost["loops"] or ()]
@@ -134,6 +141,7 @@ def plan(
     inner: Sequence[mapping.Mapping] | None = None,
     other_bytes: float = 0,
     seeds: int = 1,
+    name: str = "this method",
     tick: Tick | None = None,
 ) -> Plan:
     """Compiles a method for a target that is not there, and returns what it needs and how long a round may take.
@@ -147,6 +155,7 @@ def plan(
       inner: mappings of one chip's clients to compare: `jax.vmap`, `jfcl.chunked(size)`; default: `vmap` and chunks.
       other_bytes: what else each chip holds, such as test data.
       seeds: runs at once, as a leading axis of the state.
+      name: of the method and its model, for messages.
       tick: is called as `tick(text, number of programs)` after the compilation of each.
 
     Returns:
@@ -168,7 +177,7 @@ def plan(
     chosen = targets.target(target)
     check_count("seeds", seeds)
     mesh = targets.mesh(chosen)
-    work = _Work(chosen, mesh, clients, seeds, other_bytes, tick or (lambda text, total: None))
+    work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
     if isinstance(algorithm, Algorithm):
         made: dict[Any, Algorithm] = {None: algorithm}
     else:
@@ -199,8 +208,9 @@ def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
 class _Work:
     """The compilations of one plan."""
 
-    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, tick: Tick):
-        self.target, self.mesh, self.seeds, self.others, self.tick = chosen, mesh, seeds, int(others), tick
+    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, what: str, tick: Tick):
+        self.target, self.mesh, self.seeds, self.tick = chosen, mesh, seeds, tick
+        self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
         rows = -(-num_clients(clients) // mesh.size) * mesh.size
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         shape = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype, sharding=split)  # noqa: E731
@@ -239,13 +249,15 @@ class _Work:
         """Returns the programs of functions, their numbers of arguments, and their arguments."""
         with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
 
-            def compiled(job, name):
-                fn, count, args = job
-                found = self.finished(self.lowered(self.over_seeds(fn, count), *args))
+            def finished(lowered, name):
+                found = self.finished(lowered)
                 self.tick(name, steps)
                 return found
 
-            return list(pool.map(compiled, jobs, names))
+            # Traced here: a precision that is set for a block of code holds for one thread.
+            lowered = (self.lowered(self.over_seeds(fn, count), *args) for fn, count, args in jobs)
+            begun = [pool.submit(finished, program, name) for program, name in zip(lowered, names, strict=True)]
+            return [job.result() for job in begun]
 
     def over_seeds(self, fn: Callable, arguments: int) -> Callable:
         return fn if self.seeds == 1 else jax.vmap(fn, in_axes=(0,) * (arguments - 1) + (None,))
@@ -274,7 +286,7 @@ class _Work:
         try:
             return jax.jit(placed).lower(*args)
         except NotImplementedError as error:  # its message names the primitive
-            raise ValueError(f"target {self.target.name!r} cannot compile this method: {_first_line(error)}") from None
+            raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
 
     def finished(self, lowered: Any) -> _Compiled | _Refused:
         try:
@@ -282,9 +294,7 @@ class _Work:
         except jax.errors.JaxRuntimeError as error:
             needed = exhausted(error)
             if needed is None:
-                raise ValueError(
-                    f"target {self.target.name!r} cannot compile this method: {_first_line(error)}"
-                ) from None
+                raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
             return _Refused(max(needed, int(self.target.chip.memory) + 1))
         return _Compiled(compiled.as_text(), memory_of(compiled))
 
@@ -311,7 +321,8 @@ class _Work:
             needed_bytes=max(needed) + self.others,
             limit_bytes=limit,
             cost=None if isinstance(found, _Refused) else price(found.text, self.target),
-            init_seconds=math.nan if isinstance(start, _Refused) else price(start.text, self.target).seconds,
+            common=None if isinstance(found, _Refused) else price(found.text, self.target, rare=False),
+            init_seconds=None if isinstance(start, _Refused) else price(start.text, self.target).seconds,
             candidates=compared,
             advice="" if fits else self.advice(max(needed) + self.others, chunk),
             step_hlo="" if isinstance(found, _Refused) else found.text,
