@@ -8,7 +8,6 @@ and runs nothing. Memory, collectives, operations and precision are facts of the
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients
 from jfcl.execution import mapping, targets
 from jfcl.execution.cost import Cost, price
+from jfcl.execution.memory import Memory, exhausted, memory_of
 from jfcl.execution.targets import Target
 
 Make = Callable[[mapping.Mapping], Algorithm]
@@ -27,23 +27,7 @@ Tick = Callable[[str, int], None]
 
 CHUNKS = (1, 8, 64, 256)  # chunk sizes near these are compared, beside vmap
 AT_ONCE = 2  # compilations beside each other
-SPARE = 0.25  # of a GPU's memory, which JAX leaves free unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
-_GIGABYTES = re.compile(r"\(?(\d+(?:\.\d+)?)([KMGT])\)?")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-class Memory(NamedTuple):
-    """Bytes of a program on each chip, as its compiler counts them: padded layouts included."""
-
-    arguments: int
-    results: int
-    temporaries: int
-    aliased: int  # results that take the place of arguments
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.results + self.temporaries - self.aliased
 
 
 class Candidate(NamedTuple):
@@ -350,32 +334,3 @@ def _described(axis: mapping.Mapping | None) -> tuple[str, int | None]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def memory_of(compiled: Any) -> Memory:
-    """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
-    found = compiled.memory_analysis()
-    if found is None:
-        return Memory(0, 0, 0, 0)
-    return Memory(
-        int(found.argument_size_in_bytes),
-        int(found.output_size_in_bytes),
-        int(found.temp_size_in_bytes),
-        int(found.alias_size_in_bytes),
-    )
-
-
-def exhausted(error: Exception) -> int | None:
-    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another.
-
-    Example:
-      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
-      19756849561
-      >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
-      True
-    """
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text:
-        return None
-    sizes = [float(number) * _UNITS[unit] for number, unit in _GIGABYTES.findall(text[:2000])]
-    return int(max(sizes, default=0))
