@@ -288,13 +288,14 @@ def test_refuses_targets(name, parts):
 @pytest.mark.parametrize(
     ("target", "versions", "said"),
     [
-        ("v5e:2x2", {}, r"needs the TPU compiler: pip install 'jfcl\[plan-tpu\]'"),
-        ("h100", {}, r"needs the CUDA compiler: pip install --no-deps jax-cuda12-plugin=="),
-        ("h100", {"jax-cuda12-plugin": "0.4.1"}, r"the CUDA plugin is version 0.4.1, jax is"),
+        ("v5e:2x2", {}, r"needs the TPU compiler: pip install 'jfcl\[plan-tpu\]' jax==9.9"),
+        ("v5e:2x2", {"libtpu": "0.0.1"}, r"libtpu is of version 0.0.1, but jax 9.9 needs 0.0.\d+: pip install"),
+        ("h100", {}, r"needs the CUDA compiler: pip install 'jfcl\[plan-gpu\]' jax-cuda12-plugin==9.9"),
+        ("h100", {"jax-cuda12-plugin": "0.4.1"}, r"jax-cuda12-plugin is of version 0.4.1, but jax 9.9 needs 9.9: pip"),
     ],
 )
 def test_compilers_that_are_not_there(monkeypatch, target, versions, said):
-    monkeypatch.setattr(targets, "_version", versions.get)
+    monkeypatch.setattr(targets, "_version", ({"jax": "9.9"} | versions).get)
     monkeypatch.setattr(targets.os, "environ", {})
     with pytest.raises(ValueError, match=said):
         targets.mesh(target)
@@ -308,6 +309,7 @@ def test_compilers_that_fail(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", fails)
     monkeypatch.setattr(targets, "_version", lambda name: "1.2")
+    monkeypatch.setattr(targets, "_libtpu_of_jax", lambda: None)
     monkeypatch.setattr(targets.os, "environ", {})
     with pytest.raises(
         ValueError, match=r"its compiler failed \(libtpu 1.2, jax .*: INVALID_ARGUMENT: version 3 is too"

@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import math
 import os
+import re
 from typing import NamedTuple
 
 import jax
@@ -82,8 +83,8 @@ _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of CUDA's libraries, which a compilation does without
 }
 INSTALL = {
-    "tpu": "pip install 'jfcl[plan-tpu]'",
-    "cuda": "pip install --no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12",
+    "tpu": "pip install 'jfcl[plan-tpu]' jax=={0}",
+    "cuda": "pip install 'jfcl[plan-gpu]' jax-cuda12-plugin=={0}",
 }
 
 
@@ -165,8 +166,7 @@ def mesh(name: str | Target) -> Mesh:
 def _tpus(chosen: Target) -> list:
     from jax.experimental import topologies
 
-    if not _version("libtpu"):
-        raise ValueError(f"target {chosen.name!r} needs the TPU compiler: {INSTALL['tpu']}")
+    _check_compiler(chosen, "tpu", "libtpu", _libtpu_of_jax())
     one = {"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {}
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=chosen.name, **one).devices
@@ -177,28 +177,36 @@ def _tpus(chosen: Target) -> list:
 def _gpus(chosen: Target) -> list:
     from jax.experimental import topologies
 
-    jax_version = importlib.metadata.version("jax")
-    plugins = {name: _version(name) for name in ("jax-cuda12-plugin", "jax-cuda13-plugin")}
-    found = next((version for version in plugins.values() if version), None)
-    install = INSTALL["cuda"].format(jax_version)
-    if found is None:
-        raise ValueError(f"target {chosen.name!r} needs the CUDA compiler: {install}")
-    if found != jax_version:
-        raise ValueError(f"target {chosen.name!r}: the CUDA plugin is version {found}, jax is {jax_version}: {install}")
+    package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
+    _check_compiler(chosen, "cuda", package, _version("jax"))
+    described = {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
     try:
-        found = topologies.get_topology_desc(
-            platform="cuda", target_config=_description(chosen), topology=f"1x1x{chosen.count}"
-        )
+        return topologies.get_topology_desc(platform="cuda", **described).devices
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        raise ValueError(_refused(chosen, "jax-cuda12-plugin", "cuda", error)) from None
-    return found.devices
+        raise ValueError(_refused(chosen, package, "cuda", error)) from None
+
+
+def _check_compiler(chosen: Target, kind: str, package: str, wanted: str | None) -> None:
+    """Raises `ValueError` for a compiler that is not installed, or of another version than the `wanted` one."""
+    install, found = INSTALL[kind].format(_version("jax")), _version(package)
+    if found is None:
+        raise ValueError(f"target {chosen.name!r} needs the {kind.upper()} compiler: {install}")
+    if wanted is not None and not f"{found}.".startswith(f"{wanted}."):
+        needs = f"jax {_version('jax')} needs {wanted}"
+        raise ValueError(f"target {chosen.name!r}: {package} is of version {found}, but {needs}: {install}")
+
+
+def _libtpu_of_jax() -> str | None:
+    """Returns the beginning of the version of `libtpu` that the installed JAX names; None where it names none."""
+    named = [re.match(r"libtpu *== *([\d.]+?)(\.\*)?;", r) for r in importlib.metadata.requires("jax") or ()]
+    return next((match[1] for match in named if match), None)
 
 
 def _refused(chosen: Target, package: str, kind: str, error: Exception) -> str:
     """Returns the sentence for a compiler that is installed and cannot be used."""
-    versions = f"{package} {_version(package)}, jax {importlib.metadata.version('jax')}"
+    versions = f"{package} {_version(package)}, jax {_version('jax')}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    install = INSTALL[kind].format(importlib.metadata.version("jax"))
+    install = INSTALL[kind].format(_version("jax"))
     return f"target {chosen.name!r}: its compiler failed ({versions}: {first}); install that of this jax: {install}"
 
 
