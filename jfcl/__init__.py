@@ -34,8 +34,9 @@ from jfcl.analysis.parameter_tree import assign_newcomer
 from jfcl.client import augment
 from jfcl.client.local import local_training
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Task, stack_clients
-from jfcl.execution import hosts, mapping
+from jfcl.execution import hosts, mapping, targets
 from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
+from jfcl.execution.plan import plan
 from jfcl.simulation import (
     DivergedError,
     History,
@@ -47,7 +48,7 @@ from jfcl.simulation import (
 )
 
 # Import paths of users, whatever folder a module is in.
-for _module in (attacks, augment, hosts, mapping, metrics, parameter_tree, plots, theory):
+for _module in (attacks, augment, hosts, mapping, metrics, parameter_tree, plots, targets, theory):
     sys.modules[f"jfcl.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "one_shot",
     "oracle",
     "parameter_tree",
+    "plan",
     "plots",
     "pmapped",
     "rollout",
@@ -99,6 +101,7 @@ __all__ = [
     "simulate",
     "simulate_population",
     "stack_clients",
+    "targets",
     "testing",
     "theory",
     "use_all_cores",

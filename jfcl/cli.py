@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `compare`, `list`, `reproduce`, `bench`, `demo` (also `python -m jfcl`)."""
+"""The command line: `jfcl run`, `plan`, `compare`, `list`, `reproduce`, `bench`, `demo` (also `python -m jfcl`)."""
 
 from __future__ import annotations
 

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_clients
 from jfcl.execution import hosts, mapping
+
+# Bytes of a round's temporaries for each byte of the models and examples that train at once. On a CPU, only many models
+# at once need much; on an accelerator, all layers' outputs of all clients are held, in padded layouts.
+TEMPORARIES = {"cpu": 6, "gpu": 200, "tpu": 1000}
+_SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])\b")  # in the errors of compilers
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Memory(NamedTuple):
+    """Bytes of a program on each chip, as its compiler counts them: padded layouts included."""
+
+    arguments: int
+    results: int
+    temporaries: int
+    aliased: int  # results that take the place of arguments
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.results + self.temporaries - self.aliased
+
+
+def memory_of(compiled: Any) -> Memory:
+    """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return Memory(0, 0, 0, 0)
+    return Memory(
+        int(found.argument_size_in_bytes),
+        int(found.output_size_in_bytes),
+        int(found.temp_size_in_bytes),
+        int(found.alias_size_in_bytes),
+    )
+
+
+def exhausted(error: Exception) -> int | None:
+    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another.
+
+    Example:
+      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
+      19756849561
+      >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
+      True
+    """
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    sizes = [float(number) * _UNITS[unit] for number, unit in _SIZE.findall(text[:2000])]
+    return int(max(sizes, default=0))
 
 
 def free_memory() -> float:
@@ -21,16 +73,34 @@ def free_memory() -> float:
 
 
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
-    """Returns the bytes of temporaries and results of one round with all `clients` (or their shapes), on each device.
+    """Returns the bytes of one round with all `clients` (or their shapes) on each device, beside the clients' data.
 
-    They are from the analysis of the compiled program. Nothing is run, and no data are placed. Cost: a compilation.
+    They are the compiler's own count: state, results and temporaries, in padded layouts. For a round that the compiler
+    refuses because it does not fit, they are the bytes that it names. Nothing is run, and no data are placed. Cost: a
+    compilation.
     """
-    rows = mapping.num_rows(client_axis, num_clients(clients))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype), clients)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    state = jax.eval_shape(algorithm.init, key, shapes)
-    analysis = jax.jit(algorithm.step).lower(key, state, shapes).compile().memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+    rows, devices = mapping.num_rows(client_axis, num_clients(clients)), 1
+    divided = whole = None
+    if isinstance(client_axis, mapping.sharded):
+        mesh, devices = client_axis.mesh, client_axis.mesh.size
+        divided, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names), PartitionSpec()))
+
+    def shape(x, rows_of=lambda s: (rows, *s[1:])):
+        wanted = rows_of(np.shape(x))
+        return jax.ShapeDtypeStruct(wanted, x.dtype, sharding=divided if wanted[:1] == (rows,) else whole)
+
+    shapes = jax.tree.map(shape, clients)
+    key = shape(jax.eval_shape(lambda: jax.random.key(0)), tuple)
+    state = jax.tree.map(partial(shape, rows_of=tuple), jax.eval_shape(algorithm.init, key, shapes))
+    data = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes)) // devices
+    try:
+        compiled = jax.jit(algorithm.step).lower(key, state, shapes).compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = exhausted(error)
+        if needed is None:
+            raise
+        return max(needed - data, int(min(free_memory(), 1e15)) + 1)
+    return max(memory_of(compiled).total - data, 0)
 
 
 def check_memory(
@@ -56,15 +126,17 @@ def check_memory(
     n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
     if hosts.several():  # all processes decide alike
         free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
+    kind, sharing = mapping.platform_of(client_axis), 1
     if isinstance(client_axis, mapping.sharded):
         inner = client_axis.inner  # the devices that a CPU is divided into share its memory
-        parts = jax.process_count() if mapping.platform_of(client_axis) == "cpu" else client_axis.mesh.size
+        parts = jax.process_count() if kind == "cpu" else client_axis.mesh.size
+        sharing = client_axis.mesh.size // parts
 
     def size(tree, skip=0):
         return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
     if copies is None:
-        copies = 0 if mapping.platform_of(client_axis) == "cpu" and inner is client_axis else 1
+        copies = 0 if kind == "cpu" and inner is client_axis else 1
     data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     check(
@@ -75,10 +147,10 @@ def check_memory(
     )
     at_once = inner.size if isinstance(inner, mapping.chunked) else -(-n // parts)
     model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
-    training = at_once * (model + example) if at_once > 1 else 0
-    if 3 * seeds_at_once * max(training, -(-n // parts) * model) < free / 2:
+    training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
+    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, -(-n // parts) * model) < free:
         return
-    needed = seeds_at_once * needed_memory(algorithm, clients, client_axis)
+    needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
     fits = int(at_once * (free - data) / needed)  # at most: the results of all clients do not shrink
     chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
     advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
 from jfcl.core.options import is_text
-from jfcl.execution import hosts, mapping
-from jfcl.experiments import bench, read_run, reproduce, run
+from jfcl.execution import hosts, mapping, targets
+from jfcl.experiments import bench, plan, read_run, reproduce, run
 from jfcl.experiments.config import Config, all_options, check_options, from_saved, of_population
 from jfcl.experiments.tables import bench_table, differences, list_tables, lists, results_table, rows_table, seeds_text
 from jfcl.experiments.validation import check_values, validate
@@ -112,9 +112,8 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     _check_platform()
 
 
-def command_run(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl run`."""
-    # Read and check the options.
+def _read_options(args: argparse.Namespace) -> Config:
+    """Returns the options of a run: those of `--config`, overridden by flags."""
     check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
     known = all_options()
     flags = {name: value for name, value in vars(args).items() if name in known}
@@ -122,7 +121,12 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     options |= {"method": args.method} if args.method else {}
     if "method" not in options:
         raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
-    config = Config(**options)
+    return Config(**options)
+
+
+def command_run(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl run`."""
+    config = _read_options(args)
     (check_values if of_population(config) else validate)(config)  # that of a population needs its store
     _check_out(args.out)
     # Run.
@@ -138,6 +142,38 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         checkpoint_seconds=args.checkpoint_seconds,
     )
     _print_summary(config, summary, args.out, console)
+
+
+def command_plan(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl plan`."""
+    config = _read_options(args)
+    _check_out(args.out)
+    if args.out is not None:
+        check(not (Path(args.out) / "config.json").exists(), "out", args.out, "a folder without a run")
+    targets.only_compile()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=args.quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("compiling for a target", total=None)
+        tick = lambda what, total: bar.update(task, description=f"compiled {what}", total=total, advance=1)  # noqa: E731
+        found = plan.plan_run(config, args.target, data_dir=args.data_dir, tick=tick)
+    for table in plan.tables(found, config):
+        console.print(table, "")
+    console.print(
+        "Nothing was run. Memory and communication are facts of the compiled programs, times are predictions."
+    )
+    if args.out is not None:
+        plan.write_plan(found, config, Path(args.out))
+        console.print(f"kept in {args.out}: {', '.join(plan.FILES)}", markup=False)
+    if not found.fits:
+        needed, limit = found.needed_bytes / 1e9, found.limit_bytes / 1e9
+        raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {found.advice}")
 
 
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
@@ -273,6 +309,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
 
 COMMANDS = {
     "run": command_run,
+    "plan": command_plan,
     "compare": command_compare,
     "list": command_list,
     "reproduce": command_reproduce,

@@ -126,7 +126,7 @@ class _RunHelp(argparse._HelpAction):
         check_choice("method", method, METHODS)
         of_method = Parser(
             prog=parser.prog,
-            usage=f"jfcl run {method} [options]",
+            usage=f"{parser.prog} {method} [options]",
             description=f"{METHODS[method].summary}.\n\nAn option that is left out has the value in brackets.",
             add_help=False,
             **PLAIN,
@@ -139,11 +139,11 @@ def run_overview(parser: argparse.ArgumentParser) -> str:
     """Returns the text of `jfcl run --help`: the flags by group, without those of single methods."""
     width = min(shutil.get_terminal_size().columns, 110) - 2
     lines = [
-        "usage: jfcl run METHOD [options]",
+        f"usage: {parser.prog} METHOD [options]",
         "",
-        "Run one method and keep its results in a folder.",
+        *textwrap.wrap(parser.description, width),
         "",
-        "  jfcl run METHOD --help    explains the options of METHOD and those below",
+        f"  {parser.prog + ' METHOD --help':<25} explains the options of METHOD and those below",
         "  jfcl list                 names of methods, data sets, models, attacks, ...",
         "",
         *textwrap.wrap(f"METHOD: {', '.join(METHODS)}", width, subsequent_indent="  "),
@@ -155,15 +155,17 @@ def run_overview(parser: argparse.ArgumentParser) -> str:
         flags = " ".join(action.option_strings[-1] for action in group._group_actions)
         indent = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
         lines += [group.title, *textwrap.wrap(flags, width, **indent)]
-    return "\n".join([*lines, "", "example: jfcl run ifca --clients 40 --clusters 4 --seeds 5 --out runs/ifca"])
+    target = " --target v5e:2x4" if parser.prog.endswith("plan") else ""
+    example = f"example: {parser.prog} ifca --clients 40 --clusters 4 --seeds 5{target} --out runs/ifca"
+    return "\n".join([*lines, "", example])
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """Adds the commands with their arguments."""
-    run_parser(
-        commands.add_parser("run", help="run one method and keep its results in a folder", add_help=False, **PLAIN),
-        None,
-    )
+    what = "run one method and keep its results in a folder"
+    run_parser(commands.add_parser("run", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
+    what = "compile a run for a TPU or GPU that is not there: does it fit, and how long may a round take"
+    _add_plan(commands.add_parser("plan", help=what, description=_sentence(what), add_help=False, **PLAIN))
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
@@ -175,6 +177,19 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
     demo.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds [5]")
     demo.add_argument("--rounds", type=int, default=100, metavar="N", help="rounds [100]")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jfcl plan`: those of `jfcl run`, of which a plan leaves some unused, and the target."""
+    target = parser.add_argument_group("Target")
+    target.add_argument(
+        "--target", metavar="NAME", help="v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
+    )
+    run_parser(parser, None)
 
 
 def _add_reproduce(commands: argparse._SubParsersAction) -> None:

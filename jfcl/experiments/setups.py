@@ -238,6 +238,19 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     return dataset, len(vocabulary)
 
 
+def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
+    """Returns the clients of `config`, of which `rows` are stacked."""
+    return data.build(
+        dataset,
+        num_clients=config.clients,
+        examples_per_client=config.examples_per_client,
+        reuse=config.reuse,
+        newcomer_examples=config.newcomer_examples,
+        rows=rows,
+        **dealt(config),
+    )
+
+
 def make_task(config: Config, federation: data.Federation, vocab_size: int | None) -> Task:
     """Returns the model of `config` for the federation's classes, or for a vocabulary.
 
@@ -317,15 +330,7 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
     dataset, vocab_size = load_dataset(config, data_dir)
-    federation = data.build(
-        dataset,
-        num_clients=config.clients,
-        examples_per_client=config.examples_per_client,
-        reuse=config.reuse,
-        newcomer_examples=config.newcomer_examples,
-        rows=partial(mapping.own_rows, client_axis),
-        **dealt(config),
-    )
+    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
     check_labels(federation.train, federation.num_classes)
     malicious = None
     if config.attack is not None:
