@@ -39,4 +39,9 @@ html_theme = "sphinx_book_theme"
 html_title = f"jfcl {release}"
 html_static_path = ["_static"]
 html_css_files = ["jfcl.css"]
-html_theme_options = {"use_download_button": False, "show_navbar_depth": 1, "show_toc_level": 2}
+html_theme_options = {
+    "use_download_button": False,
+    "navbar_persistent": [],  # the field above the sidebar is enough
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}

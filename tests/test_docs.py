@@ -1,5 +1,6 @@
-"""The site in docs/: every page is reachable, its links resolve, its code runs, its commands parse, nothing is missing."""
+"""The site in docs/: every page is reachable, its links resolve, its code runs and its commands parse."""
 
+import inspect
 import re
 import shlex
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import jfcl.experiments
 from jfcl import cli
 from jfcl.algorithms import METHODS
 
@@ -15,7 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0].startswith("_"))
 GENERATED = ("api/", "notebooks/", "methods/pictures/")  # written by docs/_ext when the site is built
 RUN_ELSEWHERE = {"cfl", "federated_clustering", "mappings", "populations"}  # by tests/test_readme.py
-# Lists a directory of the documentation, to be read as the pages of a session of the shell are.
+# A fenced block, with the HTML comments above it.
 FENCE = re.compile(r"((?:<!-- [^>]* -->\n)*)^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -34,6 +36,7 @@ def toctree(page: Path) -> list[str]:
     for body in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), flags=re.DOTALL):
         names += [line.strip() for line in body.splitlines() if line.strip() and not line.startswith(":")]
     folder = page.parent
+    names = [re.sub(r".*<(.*)>", r"\1", name) for name in names]  # without titles
     return [str((folder / name).resolve().relative_to(DOCS)) for name in names]
 
 
@@ -80,22 +83,40 @@ def test_commands_parse(page):
         assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS, line
 
 
+def shortened(code: str) -> str:
+    """Returns `code` with two rounds in every run."""
+    code = re.sub(r"restarts=\d+, restart_rounds=\d+", "restarts=2, restart_rounds=1", code)
+    return re.sub(r"\b(num_rounds|rounds|eval_every|restarts)=\d+", r"\1=2", code)
+
+
 def runnable() -> list:
+    """Returns the pages with code, shortened, without blocks that are marked as slow, and as it is (slow)."""
     found = []
     for page in PAGES:
-        notes = "".join(notes for notes, _ in blocks(page, "python"))
         if blocks(page, "python") and name_of(page) not in RUN_ELSEWHERE:
-            marks = [pytest.mark.slow] if "<!-- slow -->" in notes else []
-            found.append(pytest.param(page, id=name_of(page), marks=marks))
+            for is_short in (True, False):
+                marks = [] if is_short else [pytest.mark.slow]
+                name = f"{name_of(page)}{', short' * is_short}"
+                found.append(pytest.param(page, is_short, id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize("page", runnable())
-def test_code_runs(page, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page, is_short", runnable())
+@pytest.mark.filterwarnings("ignore:.*all clients use one of the")
+def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
     """Runs the Python blocks of a page in order, in one namespace and a folder of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
     names = {"__name__": "page"}
     for notes, code in blocks(page, "python"):
-        if "<!-- not run" not in notes:
-            exec(compile(code, str(page), "exec"), names)
+        if "<!-- not run" not in notes and not (is_short and "<!-- slow -->" in notes):
+            exec(compile(shortened(code) if is_short else code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "module", [jfcl, jfcl.data, jfcl.experiments, jfcl.kernels, jfcl.models], ids=lambda module: module.__name__
+)
+def test_every_public_function_has_an_example(module):
+    functions = [getattr(module, name) for name in module.__all__]
+    without = [f.__name__ for f in functions if inspect.isfunction(f) and ">>>" not in (f.__doc__ or "")]
+    assert not without

@@ -15,9 +15,10 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+from pictures import PICTURES, picture
+
 from jfcl.algorithms import METHODS
 from jfcl.core.options import argument_texts
-from pictures import PICTURES, picture
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -61,7 +62,7 @@ def public_names(module: types.ModuleType) -> list[str]:
 
 
 def page_of(name: str, described: dict[int, str]) -> str:
-    """Returns the text of a module's page in the API; `described` has the name of every object with an entry already."""
+    """Returns the text of a module's page in the API; `described` has the names of objects with an entry."""
     module = importlib.import_module(name)
     about = re.sub(r"\n\n(?=    )", "\n\n.. code-block:: python\n\n", inspect.cleandoc(module.__doc__ or ""))
     if name == "jfcl":
@@ -83,8 +84,8 @@ def page_of(name: str, described: dict[int, str]) -> str:
             entries.append(f".. py:data:: {name}.{public}\n\n   {keys}")
         described.setdefault(id(value), f"{name}.{public}")
     if elsewhere:
-        links = "\n".join(f"* :py:obj:`{entry}`" for entry in elsewhere)
-        entries.insert(0, f"Described on other pages:\n\n{links}")
+        links = ", ".join(f":py:obj:`{entry}`" for entry in elsewhere)
+        entries.insert(0, f"Described on other pages: {links}.")
     return "\n\n".join([f"{name}\n{'=' * len(name)}", about, *entries]) + "\n"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 BLUE, ORANGE, GREEN, GREY, INK, RED = "#0072B2", "#E69F00", "#009E73", "#999999", "#333333", "#CC3311"
 HIDDEN = (BLUE, ORANGE, BLUE, ORANGE, ORANGE, BLUE)  # the true clusters of six clients
-WIDTH, HEIGHT = 640, 210
+WIDTH, HEIGHT = 640, 214
 
 
 class Picture(list):
@@ -43,7 +43,8 @@ class Picture(list):
 
     def text(self, about: str) -> str:
         style = 'font-family="sans-serif" font-size="14"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" {style}>'
+        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {style}>'
         return "\n".join([head, f"<title>{about}</title>", *self, "</svg>\n"])
 
 
@@ -137,13 +138,13 @@ def byzantine_cfl(p: Picture) -> None:
 def federated_clustering(p: Picture) -> None:
     p.ring(190, 110, 70)
     p.client(190, 110, BLUE)
-    p.say(190, 90, "own gradient")
-    for x, y in [(150, 120), (225, 130), (205, 150), (235, 90)]:
+    p.say(190, 60, "own gradient")
+    for x, y in [(150, 120), (225, 122), (180, 150), (235, 90)]:
         p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{BLUE}"/>')
     for x, y in [(430, 60), (455, 90), (420, 105), (470, 60), (480, 100)]:
         p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{ORANGE}"/>')
     p.client(560, 170, RED, hostile=True)
-    p.line(190, 110, 240, 159, INK, 2)
+    p.line(190, 110, 240, 160, INK, 1, "3 3")
     p.say(250, 170, "radius τ", anchor="start")
     p.say(190, 25, "averaged")
     p.say(450, 135, "too far: no effect")
@@ -152,13 +153,17 @@ def federated_clustering(p: Picture) -> None:
 
 def myopic_clustering(p: Picture) -> None:
     p.line(60, 110, 580, 110, GREY)
-    for x, color, words in ((150, BLUE, "1"), (310, BLUE, "1"), (500, ORANGE, "3")):
+    for x, color, words in (
+        (150, BLUE, "moves on"),
+        (310, BLUE, "at a saddle: gradient 0"),
+        (500, ORANGE, "at its optimum: gradient 0"),
+    ):
         p.model(x, 110, color, 26)
-        p.say(x, 90, f"model at {words}" if words != "1" else ("moves on" if x == 150 else "saddle: gradient 0"))
+        p.say(x, 66, words)
     p.ring(310, 110, 34)
     p.ring(500, 110, 34)
-    p.line(344, 128, 466, 128, INK, 2, "5 4")
-    p.say(405, 150, "both gradients are 0: one cluster")
+    p.line(344, 110, 466, 110, INK, 3)
+    p.say(405, 168, "equal gradients: one cluster, by mistake")
     p.say(320, 200, "gradients are taken at different models, and compared")
 
 
@@ -232,7 +237,14 @@ def ditto(p: Picture) -> None:
 
 def knn_per(p: Picture) -> None:
     p.ring(170, 105, 60)
-    for x, y, color in [(150, 80, BLUE), (200, 90, BLUE), (160, 135, GREEN), (200, 130, BLUE), (260, 60, GREEN), (80, 60, GREEN)]:
+    for x, y, color in [
+        (150, 80, BLUE),
+        (200, 90, BLUE),
+        (160, 135, GREEN),
+        (200, 130, BLUE),
+        (260, 60, GREEN),
+        (80, 60, GREEN),
+    ]:
         p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{color}"/>')
     p.line(164, 105, 176, 105, INK, 3)
     p.line(170, 99, 170, 111, INK, 3)

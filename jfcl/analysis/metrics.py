@@ -123,7 +123,12 @@ def per_cluster(evaluation: dict[str, np.ndarray], cluster: np.ndarray) -> dict[
 
 
 def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Counts the clients that clusters share: `[found clusters, true clusters]` int; ascending, without empty ones."""
+    """Counts the clients that clusters share: `[found clusters, true clusters]` int; ascending, without empty ones.
+
+    Example:
+      >>> contingency([2, 2, 0], [0, 1, 1]).tolist()
+      [[0, 1], [1, 1]]
+    """
     _, rows = np.unique(found, return_inverse=True)
     _, columns = np.unique(true, return_inverse=True)
     table = np.zeros((rows.max() + 1, columns.max() + 1), np.int64)
