@@ -26,6 +26,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are shown with their committed outputs; `make notebooks` runs them
 
+smartquotes = False  # `--` begins a flag
 default_role = "py:obj"  # `name` in a docstring is code, and a link where it names something public
 highlight_language = "none"
 autodoc_typehints = "none"  # types and shapes are in the docstrings

@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import jfcl.experiments
@@ -104,13 +105,14 @@ def runnable() -> list:
 @pytest.mark.parametrize("page, is_short", runnable())
 @pytest.mark.filterwarnings("ignore:.*all clients use one of the")
 def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
-    """Runs the Python blocks of a page in order, in one namespace and a folder of their own."""
+    """Runs the Python blocks of a page in order, in one namespace, with the promotion of types of users."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
     names = {"__name__": "page"}
     for notes, code in blocks(page, "python"):
         if "<!-- not run" not in notes and not (is_short and "<!-- slow -->" in notes):
-            exec(compile(shortened(code) if is_short else code, str(page), "exec"), names)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                exec(compile(shortened(code) if is_short else code, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize(

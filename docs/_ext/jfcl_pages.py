@@ -1,6 +1,7 @@
 """What the pages show of the library itself, so that no page can go stale.
 
 * `<!-- options of NAME -->` in a page becomes the table of a method's options, from its factory.
+* `<!-- options of every run -->` becomes the tables of the options that are common to the methods.
 * Every public module gets a page in `api/`, from its `__all__` (or its public functions and classes).
 * Every method has its picture in `methods/pictures/`.
 * The notebooks are copied to `notebooks/`, with the outputs that are committed.
@@ -18,7 +19,8 @@ from pathlib import Path
 from pictures import PICTURES, picture
 
 from jfcl.algorithms import METHODS
-from jfcl.core.options import argument_texts
+from jfcl.core.options import Option, argument_texts
+from jfcl.experiments.config import groups
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -92,16 +94,32 @@ def page_of(name: str, described: dict[int, str]) -> str:
 def options_of(name: str) -> str:
     """Returns the table of a method's options in Markdown."""
     method = METHODS[name]
+    texts = {option: text_of(method.make, option) for option in method.declared}
+    if not texts:
+        return "The method has no options of its own beside those of every run (`jfcl run --help`)."
+    return table_of(method.declared, texts)
+
+
+def options_of_every_run() -> str:
+    """Returns the tables of the options that are common to the methods, a section for each group."""
+    parts = []
+    for group, options in groups().items():
+        title, _, about = inspect.getdoc(group).splitlines()[0].rstrip(".").partition(": ")
+        texts = {name: re.sub(r"'(jfcl [^']*)'|(--[a-z-]+\w)", r"`\1\2`", o.text) for name, o in options.items()}
+        parts.append(f"## {title}\n\n{about.capitalize()}.\n\n{table_of(options, texts)}")
+    return "\n\n".join(parts)
+
+
+def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
+    """Returns a table of options in Markdown, with a text for each."""
     lines = ["| option, flag | values | default | meaning |", "|---|---|---|---|"]
-    for option in method.declared.values():
+    for option in options.values():
         ranges = [accepted(m) for m in option.metadata if hasattr(m, "check")]
         kind = ", ".join(r for r in ranges if r) or {bool: "yes or no"}.get(option.kind, option.kind.__name__)
         default = "–" if option.default is None else f"`{option.default}`"
         flag = "--" + option.name.replace("_", "-")
-        cells = [f"`{option.name}`, `{flag}`", kind, default, text_of(method.make, option.name)]
+        cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    if len(lines) == 2:
-        return "The method has no options of its own beside those of every run (`jfcl run --help`)."
     return "\n".join(lines)
 
 
@@ -159,6 +177,7 @@ def api_index() -> str:
 def read(app, docname: str, source: list[str]) -> None:
     """Fills in what a page takes from the library, and mends links that lead out of this folder."""
     text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
+    text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
     text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
     up = "../" * docname.count("/")
     text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
@@ -176,9 +195,15 @@ def join_names(app, what, name, obj, options, lines: list[str]) -> None:
             i += 1
 
 
+def draw_dashes(app, what, name, obj, options, lines: list[str]) -> None:
+    """Makes the two hyphens a dash that napoleon puts behind a name."""
+    lines[:] = [line.replace("** -- ", "** – ").replace("` -- ", "` – ") for line in lines]
+
+
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", generate)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
+    app.connect("autodoc-process-docstring", draw_dashes, priority=600)
     return {"parallel_read_safe": True}
