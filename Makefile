@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench peers gpu notebooks clean
+.PHONY: demo test test-slow lint bench peers gpu notebooks docs clean
 
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
@@ -41,6 +41,10 @@ gpu: .venv/dev
 notebooks: .venv/dev
 	$(BIN)/python -m pytest -m slow tests/test_notebooks.py
 
+# The site: docs/_build/html/index.html. A warning is an error.
+docs: .venv/docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
@@ -53,5 +57,9 @@ notebooks: .venv/dev
 	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e ".[dev]"
 	touch $@ .venv/package
 
+.venv/docs: .venv/bin/python pyproject.toml
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e ".[docs]"
+	touch $@ .venv/package
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info docs/_build

@@ -35,7 +35,12 @@ class Problem(NamedTuple):
 
 
 def problem(kind: str = "regression") -> Problem:
-    """Returns the problem of `check_algorithm`; with `kind="classification"`, the labels are the targets' signs."""
+    """Returns the problem of `check_algorithm`; with `kind="classification"`, the labels are the targets' signs.
+
+    Example:
+      >>> problem().cluster.tolist()
+      [0, 1, 0, 1, 0, 1, 1]
+    """
     rng = np.random.default_rng(0)
     cluster = np.array([0, 1, 0, 1, 0, 1, 1], np.int32)
     truth = np.array([[2, 2, -2, 1], [-2, -2, 2, -1]], np.float32)
@@ -102,7 +107,12 @@ def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
 
 
 def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
-    """Returns `clients` with `extra` rows of `fill` after every client's examples."""
+    """Returns `clients` with `extra` rows of `fill` after every client's examples.
+
+    Example:
+      >>> pad_examples(problem().clients, 2, np.nan).examples["x"].shape
+      (7, 8, 4)
+    """
 
     def pad(x):
         x = np.asarray(x)
@@ -113,7 +123,12 @@ def pad_examples(clients: Clients, extra: int, fill: float) -> Clients:
 
 
 def pad_clients(clients: Clients, extra: int) -> Clients:
-    """Returns `clients` followed by `extra` clients without examples."""
+    """Returns `clients` followed by `extra` clients without examples.
+
+    Example:
+      >>> pad_clients(problem().clients, 1).size.tolist()
+      [6, 5, 6, 3, 4, 6, 6, 0]
+    """
     rows = [(0, extra)]
     examples = jax.tree.map(lambda x: np.pad(x, rows + [(0, 0)] * (np.ndim(x) - 1)), clients.examples)
     ids = np.asarray(client_ids(clients))

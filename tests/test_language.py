@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "notebooks/*.ipynb"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/[!_]*/*.md", "benchmarks/*.md", "notebooks/*.ipynb"]
 CHECKED = ["jfcl/**/*.py", "tests/skeleton_method.py"]
 
 # A pattern (any space stands for a space or a line break) and what to write instead.

@@ -26,6 +26,16 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
 
     Returns:
       `Algorithm` of the same state and metrics. Cost of `init`: `num_restarts * num_rounds` rounds; memory: two states.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> one = jfcl.hypcluster(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> best = jfcl.with_restarts(one, num_restarts=8, num_rounds=3)
+      >>> best.init(jax.random.key(0), clients).cluster.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
+      True
     """
     check_count("num_restarts", num_restarts)
     check_count("num_rounds", num_rounds)

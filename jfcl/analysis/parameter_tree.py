@@ -110,7 +110,19 @@ def nodes(state: CFLState) -> list[Node]:
 
 
 def models(state: CFLState) -> PyTree:
-    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`."""
+    """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`.
+
+    Example:
+      As in `nodes`, without a split:
+
+      >>> import jax, jfcl, optax
+      >>> task = jfcl.models.classification(jfcl.models.Linear(10), (4,), 10)
+      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
+      >>> clients = jfcl.stack_clients([{"x": np.ones((3, 4), np.float32), "y": np.zeros(3, np.int32)}] * 2)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> models(state)["Dense_0"]["kernel"].shape, path(state, 0)
+      ((1, 4, 10), [0])
+    """
     found = nodes(state)
     inner = jnp.asarray([n.split >= 0 for n in found])
     slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])

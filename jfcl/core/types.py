@@ -84,6 +84,18 @@ class Task(NamedTuple):
         known (kNN-Per then takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def predict(params, x):
+      ...     return x @ params["w"]
+      >>> task = Task(
+      ...     init=lambda key: {"w": jnp.zeros(2)},
+      ...     loss=lambda params, batch: jnp.abs(predict(params, batch["x"]) - batch["y"]),
+      ...     predict=predict,
+      ... )
+      >>> task.loss(task.init(None), {"x": jnp.ones((3, 2)), "y": jnp.arange(3.0)}).tolist()
+      [0.0, 1.0, 2.0]
     """
 
     init: Callable[[jax.Array], PyTree]
@@ -114,6 +126,16 @@ class Algorithm(NamedTuple):
     the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`, the
     mean training loss of every client's model over its local training (NaN for clients outside the round's cohort), and
     `bytes_up`, `bytes_down` `[]`, the communication of the whole round, float32.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}, np.full(2, 4))
+      >>> algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.5), num_steps=1))
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, metrics = algorithm.step(jax.random.key(1), state, clients)
+      >>> state.params["b"].tolist(), metrics["loss"].tolist()
+      ([1.0], [1.0, 1.0])
     """
 
     init: Callable[[jax.Array, Clients], Any]
@@ -131,6 +153,12 @@ class Adversary(NamedTuple):
       attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. A fifth parameter named
         `cluster`, `[N]` int32, receives the clusters within which updates are averaged.
       malicious: `[N]` bool, by client id: the hostile clients.
+
+    Example:
+      >>> import jfcl, numpy as np
+      >>> adversary = Adversary(jfcl.attacks.ipm(), np.array([False, True, False]))
+      >>> adversary.malicious.sum()
+      np.int64(1)
     """
 
     attack: Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]

@@ -231,7 +231,16 @@ def synthetic_store(
 
 
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
-    """Opens the `(train, test)` of `generate_store` or `synthetic_store` in `path`."""
+    """Opens the `(train, test)` of `generate_store` or `synthetic_store` in `path`.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp() + "/population"
+      >>> _ = generate_store(folder, "digits", num_clients=30, examples_per_client=5)
+      >>> train, test = open_stores(folder)
+      >>> len(train), train.max_size
+      (30, 5)
+    """
     return ClientStore.open(Path(path) / "train"), ClientStore.open(Path(path) / "test")
 
 

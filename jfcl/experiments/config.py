@@ -223,6 +223,11 @@ class Config(Data, Training, Attack, Run):
 
     Raises:
       TypeError: a name that is no option of any method.
+
+    Example:
+      >>> config = Config("cfl", clients=20, eps_1=0.4)
+      >>> config.clients, config.eps_1, config.options
+      (20, 0.4, {'eps_1': 0.4})
     """
 
     method: str
@@ -322,7 +327,12 @@ def to_resume(config: Config, split_hash: str, out: str | Path | None) -> dict[s
 
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of `Config` in the content of a `config.json`, without those that are not given."""
+    """Returns the options of `Config` in the content of a `config.json`, without those that are not given.
+
+    Example:
+      >>> from_saved({"method": "ifca", "clients": 8, "chunk": None, "num_rounds": 30})
+      {'method': 'ifca', 'clients': 8, 'rounds': 30}
+    """
     others = ("num_rounds", "split_hash", "cohorts", "versions")  # cohorts: how those of a population were drawn
     options = {name: v for name, v in saved.items() if name not in others and not _is_saved_always(name, v)}
     options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}

@@ -233,6 +233,15 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
     Raises:
       ValueError: a folder without a finished run; a file that is missing, damaged or of another version.
+
+    Example:
+      >>> import tempfile
+      >>> from jfcl.experiments import Config, run
+      >>> folder = tempfile.mkdtemp()
+      >>> _ = run(Config("fedavg", clients=4, rounds=2), out=folder)
+      >>> summary, records = read_run(folder)
+      >>> summary["num_rounds"], [record["round"] for record in records]
+      (2, [1, 2])
     """
     folder = Path(folder)
     if not (folder / "summary.json").exists():

@@ -43,6 +43,12 @@ def run(
 
     Raises:
       ValueError: before anything is computed, for options that do not fit.
+
+    Example:
+      >>> from jfcl.experiments import Config
+      >>> summary, history, parts = run(Config("fedavg", clients=4, rounds=2))
+      >>> history.rounds, len(parts.federation.cluster)
+      (2, 4)
     """
     if out is not None:
         hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded

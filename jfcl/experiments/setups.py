@@ -87,7 +87,18 @@ def make_training(config: Config, largest: int) -> LocalTraining:
 
 
 def load_params(folder: str | Path) -> PyTree:
-    """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start."""
+    """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start.
+
+    Raises:
+      ValueError: no `params.npz` in the folder, or a damaged one.
+
+    Example:
+      >>> import tempfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> np.savez(folder / "params.npz", **{"Dense_0/kernel": np.zeros((2, 4, 10))})  # as a run leaves it
+      >>> load_params(folder)["Dense_0"]["kernel"].shape
+      (2, 4, 10)
+    """
     saved = Path(folder) / "params.npz"
     if not saved.is_file():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
@@ -324,7 +335,14 @@ def assemble(
 
 
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
-    """Builds data, task and algorithm; raises `ValueError` for options that do not fit together."""
+    """Builds data, task and algorithm; raises `ValueError` for options that do not fit together.
+
+    Example:
+      >>> from jfcl.experiments import Config
+      >>> parts = setup(Config("ifca", clients=8, clusters=2))
+      >>> parts.federation.cluster.tolist(), parts.seeds
+      ([0, 1, 0, 1, 0, 1, 0, 1], [0])
+    """
     validate(config)
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")

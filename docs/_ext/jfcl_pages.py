@@ -1,0 +1,209 @@
+"""What the pages show of the library itself, so that no page can go stale.
+
+* `<!-- options of NAME -->` in a page becomes the table of a method's options, from its factory.
+* `<!-- options of every run -->` becomes the tables of the options that are common to the methods.
+* Every public module gets a page in `api/`, from its `__all__` (or its public functions and classes).
+* Every method has its picture in `methods/pictures/`.
+* The notebooks are copied to `notebooks/`, with the outputs that are committed.
+* A link out of this folder leads to the page that includes the file.
+"""
+
+import importlib
+import inspect
+import re
+import shutil
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+from pictures import PICTURES, picture
+
+from jfcl.algorithms import METHODS
+from jfcl.core.options import Option, argument_texts
+from jfcl.experiments.config import groups
+
+HERE = Path(__file__).resolve().parent.parent
+
+# The public modules, by the title of their group in the API, with one line on each.
+MODULES = {
+    "Users": {
+        "jfcl": "types, methods, local training, simulations, mappings",
+        "jfcl.data": "data sets, partitions, heterogeneity, federations, stores",
+        "jfcl.models": "networks, and tasks made from any module",
+        "jfcl.augment": "random changes to training images",
+        "jfcl.mapping": "from one client to all: chunks, devices, hosts",
+        "jfcl.hosts": "several processes in one run",
+        "jfcl.attacks": "attacks on updates and on data",
+        "jfcl.metrics": "evaluation, and recovery of the clusters",
+        "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
+        "jfcl.plots": "figures of records and trees",
+        "jfcl.theory": "the bounds of the papers",
+        "jfcl.experiments": "runs from configurations, results, the experiments of the papers",
+    },
+    "Kernels": {"jfcl.kernels": "arrays in, arrays out; usable without the rest of the library"},
+    "Authors of methods": {
+        "jfcl.testing": "the conformance test of methods",
+        "jfcl.client.local": "local training of one client",
+        "jfcl.algorithms.averaging": "the round of FedAvg for K models, with any choice of a model",
+        "jfcl.algorithms.round": "the phases of a round",
+        "jfcl.algorithms.aggregate": "means over clusters, attacks, robust means",
+        "jfcl.core": "types, checks, keys, parameters",
+        "jfcl.core.options": "options of factories, from which flags follow",
+    },
+}
+
+
+def public_names(module: types.ModuleType) -> list[str]:
+    """Returns the public names of a module, without modules."""
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+    return [name for name in names if not isinstance(getattr(module, name), types.ModuleType) and name != "__version__"]
+
+
+def page_of(name: str, described: dict[int, str]) -> str:
+    """Returns the text of a module's page in the API; `described` has the names of objects with an entry."""
+    module = importlib.import_module(name)
+    about = re.sub(r"\n\n(?=    )", "\n\n.. code-block:: python\n\n", inspect.cleandoc(module.__doc__ or ""))
+    if name == "jfcl":
+        about = (
+            "A method is a pair of pure functions::\n\n    state = algorithm.init(key, clients)\n"
+            "    state, metrics = algorithm.step(key, state, clients)"
+        )
+    entries, elsewhere = [], []
+    for public in public_names(module):
+        value = getattr(module, public)
+        if id(value) in described:
+            elsewhere.append(described[id(value)])
+        elif inspect.isclass(value):
+            entries.append(f".. autoclass:: {name}.{public}")
+        elif callable(value) and not isinstance(value, types.GenericAlias):
+            entries.append(f".. autofunction:: {name}.{public}")
+        else:
+            keys = ", ".join(f"``{key}``" for key in value) if isinstance(value, (Mapping, tuple)) else ""
+            entries.append(f".. py:data:: {name}.{public}\n\n   {keys}")
+        described.setdefault(id(value), f"{name}.{public}")
+    if elsewhere:
+        links = ", ".join(f":py:obj:`{entry}`" for entry in elsewhere)
+        entries.insert(0, f"Described on other pages: {links}.")
+    return "\n\n".join([f"{name}\n{'=' * len(name)}", about, *entries]) + "\n"
+
+
+def options_of(name: str) -> str:
+    """Returns the table of a method's options in Markdown."""
+    method = METHODS[name]
+    texts = {option: text_of(method.make, option) for option in method.declared}
+    if not texts:
+        return "The method has no options of its own beside those of every run (`jfcl run --help`)."
+    return table_of(method.declared, texts)
+
+
+def options_of_every_run() -> str:
+    """Returns the tables of the options that are common to the methods, a section for each group."""
+    parts = []
+    for group, options in groups().items():
+        title, _, about = inspect.getdoc(group).splitlines()[0].rstrip(".").partition(": ")
+        texts = {name: re.sub(r"'(jfcl [^']*)'|(--[a-z-]+\w)", r"`\1\2`", o.text) for name, o in options.items()}
+        parts.append(f"## {title}\n\n{about.capitalize()}.\n\n{table_of(options, texts)}")
+    return "\n\n".join(parts)
+
+
+def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
+    """Returns a table of options in Markdown, with a text for each."""
+    lines = ["| option, flag | values | default | meaning |", "|---|---|---|---|"]
+    for option in options.values():
+        ranges = [accepted(m) for m in option.metadata if hasattr(m, "check")]
+        kind = ", ".join(r for r in ranges if r) or {bool: "yes or no"}.get(option.kind, option.kind.__name__)
+        default = "–" if option.default is None else f"`{option.default}`"
+        flag = "--" + option.name.replace("_", "-")
+        cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def accepted(metadata) -> str:
+    """Returns the values that a `Range`, `Interval` or `OneOf` accepts, in Markdown."""
+    if hasattr(metadata, "choices"):
+        return " ".join(f"`{choice}`" for choice in metadata.choices)
+    if hasattr(metadata, "text"):
+        return f"`{metadata.text}`"
+    return f"≥ {metadata.least}"
+
+
+def text_of(factory, name: str) -> str:
+    """Returns a factory's text on an argument, or that of the method it refers to."""
+    text = argument_texts(factory).get(name, "")
+    reference = re.match(r"as in `jfcl\.(\w+)`", text)
+    factories = {method.make.__name__: method.make for method in METHODS.values()}
+    return text_of(factories[reference[1]], name) if reference else text
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file, unless it has that text already: a page that does not change is not built again."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def generate(app) -> None:
+    """Writes the pages of the API and the pictures, and copies the notebooks."""
+    names = [name for group in MODULES.values() for name in group]
+    described = {id(method.make): f"jfcl.{method.make.__name__}" for method in METHODS.values()}  # on their own pages
+    for name in names:
+        write(HERE / "api" / f"{name}.rst", page_of(name, described))
+    for old in (HERE / "api").glob("*.rst"):
+        if old.stem not in names:
+            old.unlink()
+    for name in PICTURES:
+        write(HERE / "methods" / "pictures" / f"{name}.svg", picture(name))
+    shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+    (HERE / "notebooks").mkdir()
+    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+        shutil.copy2(notebook, HERE / "notebooks")
+
+
+def api_index() -> str:
+    """Returns the list of the public modules in Markdown, with a toctree for each group."""
+    parts = []
+    for title, modules in MODULES.items():
+        parts += [f"## {title}", "| module | content |\n|---|---|"]
+        parts[-1] += "".join(f"\n| [`{name}`]({name}.rst) | {text} |" for name, text in modules.items())
+        parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(modules) + "\n```")
+    return "\n\n".join(parts)
+
+
+def read(app, docname: str, source: list[str]) -> None:
+    """Fills in what a page takes from the library, and mends links that lead out of this folder."""
+    text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
+    text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
+    text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
+    up = "../" * docname.count("/")
+    text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
+    text = re.sub(rf"(?<!!)\[([^\]]*)\]\({re.escape(up)}\.\./[^)]*\)", r"\1", text)  # to files that no page includes
+    source[0] = text
+
+
+def join_names(app, what, name, obj, options, lines: list[str]) -> None:
+    """Joins the names of an entry of a docstring where they fill several lines, which napoleon does not read."""
+    i = 0
+    while i + 1 < len(lines):
+        if re.fullmatch(r"  (\w+, )*\w+,", lines[i]):
+            lines[i : i + 2] = [f"{lines[i]} {lines[i + 1].strip()}"]
+        else:
+            i += 1
+
+
+def draw_dashes(app, what, name, obj, options, lines: list[str]) -> None:
+    """Makes the two hyphens a dash that napoleon puts behind a name."""
+    lines[:] = [line.replace("** -- ", "** – ").replace("` -- ", "` – ") for line in lines]
+
+
+def setup(app):
+    app.setup_extension("sphinx.ext.autodoc")
+    app.connect("builder-inited", generate)
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
+    app.connect("autodoc-process-docstring", draw_dashes, priority=600)
+    return {"parallel_read_safe": True}

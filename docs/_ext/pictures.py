@@ -1,0 +1,270 @@
+"""The pictures of the methods, as SVG: clients are circles, models are squares, the colour is the true cluster."""
+
+import math
+from collections.abc import Callable, Sequence
+
+BLUE, ORANGE, GREEN, GREY, INK, RED = "#0072B2", "#E69F00", "#009E73", "#999999", "#333333", "#CC3311"
+HIDDEN = (BLUE, ORANGE, BLUE, ORANGE, ORANGE, BLUE)  # the true clusters of six clients
+WIDTH, HEIGHT = 640, 214
+
+
+class Picture(list):
+    """Elements of an SVG; `text()` returns the file."""
+
+    def client(self, x: float, y: float, color: str, *, hostile: bool = False) -> None:
+        self.append(f'<circle cx="{x}" cy="{y}" r="11" fill="{color}"/>')
+        if hostile:
+            self.append(f'<path d="M{x - 5} {y - 5}l10 10m0 -10l-10 10" stroke="white" stroke-width="3"/>')
+
+    def model(self, x: float, y: float, color: str, size: float = 30) -> None:
+        corner = f'x="{x - size / 2}" y="{y - size / 2}" width="{size}" height="{size}"'
+        self.append(f'<rect {corner} rx="4" fill="{color}"/>')
+
+    def line(self, x: float, y: float, u: float, v: float, color: str = INK, width: float = 2, dash: str = "") -> None:
+        self.append(f'<path d="M{x} {y}L{u} {v}" stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}"/>')
+
+    def arrow(self, x: float, y: float, u: float, v: float, color: str = INK, width: float = 2, dash: str = "") -> None:
+        self.line(x, y, u, v, color, width, dash)
+        angle = math.atan2(v - y, u - x)
+        ends = [(u - 9 * math.cos(angle + s), v - 9 * math.sin(angle + s)) for s in (0.45, -0.45)]
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(u, v), *ends])
+        self.append(f'<polygon points="{points}" fill="{color}"/>')
+
+    def ring(self, x: float, y: float, radius: float, color: str = INK, dash: str = "5 4") -> None:
+        about = f'fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"'
+        self.append(f'<circle cx="{x}" cy="{y}" r="{radius}" {about}/>')
+
+    def box(self, x: float, y: float, width: float, height: float, color: str = GREY) -> None:
+        about = f'fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="5 4"'
+        self.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="14" {about}/>')
+
+    def say(self, x: float, y: float, words: str, *, anchor: str = "middle", color: str = INK) -> None:
+        self.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}">{words}</text>')
+
+    def text(self, about: str) -> str:
+        style = 'font-family="sans-serif" font-size="14"'
+        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {style}>'
+        return "\n".join([head, f"<title>{about}</title>", *self, "</svg>\n"])
+
+
+def clients(p: Picture, y: float = 165, left: float = 120, step: float = 80, colors: Sequence[str] = HIDDEN) -> list:
+    """Draws a row of clients and returns their places."""
+    places = [(left + step * i, y) for i in range(len(colors))]
+    for (x, y), color in zip(places, colors, strict=True):
+        p.client(x, y, color)
+    return places
+
+
+def fedavg(p: Picture) -> None:
+    p.model(320, 45, GREY)
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.arrow(320 + (x - 320) * 0.12, 66, x, y - 16, color)
+    p.say(350, 40, "one model for all:", anchor="start")
+    p.say(350, 58, "the mean of the clients' models", anchor="start")
+    p.say(320, 200, "clients of two hidden clusters")
+
+
+def local(p: Picture) -> None:
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.model(x, y - 70, color)
+        p.line(x, y - 52, x, y - 16, color)
+    p.say(320, 50, "a model for each client; nothing is sent")
+
+
+def oracle(p: Picture) -> None:
+    at = {BLUE: 220, ORANGE: 420}
+    for color, x in at.items():
+        p.model(x, 45, color)
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.arrow(at[color], 66, x, y - 16, color)
+    p.say(320, 50, "the clusters")
+    p.say(320, 68, "are given")
+
+
+def ifca(p: Picture) -> None:
+    at = {BLUE: 220, ORANGE: 420}
+    for color, x in at.items():
+        p.model(x, 45, color)
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        for other, u in at.items():
+            if other == color:
+                p.arrow(u, 66, x, y - 16, color, 3)
+            else:
+                p.line(u, 66, x, y - 16, GREY, 1, "3 4")
+    p.say(320, 200, "each client compares all models and trains the one of lowest loss")
+
+
+def hypcluster(p: Picture) -> None:
+    ifca(p)
+    p.pop()
+    p.say(320, 200, "as IFCA; clients weigh by their number of examples")
+
+
+def cfl(p: Picture) -> None:
+    p.box(20, 70, 150, 90)
+    for (x, y), color in zip([(50, 100), (95, 95), (140, 105), (60, 135), (105, 138), (145, 135)], HIDDEN, strict=True):
+        p.client(x, y, color)
+    p.say(95, 55, "one cluster")
+    for (x, y), color in zip([(60, -8), (52, 25), (64, 18)], [BLUE] * 3, strict=True):
+        p.arrow(275, 115, 275 + x, 115 + y, color)
+    for (x, y), color in zip([(-55, -20), (-62, 4), (-50, 22)], [ORANGE] * 3, strict=True):
+        p.arrow(275, 115, 275 + x, 115 + y, color)
+    p.say(275, 55, "updates that disagree:")
+    p.say(275, 185, "their mean is short, they are long")
+    for y, color in ((60, BLUE), (145, ORANGE)):
+        p.arrow(375, 110, 440, y + 10, INK)
+        p.box(455, y - 20, 150, 60, color)
+        for i in range(3):
+            p.client(490 + 40 * i, y + 10, color)
+    p.say(530, 30, "split in two")
+
+
+def byzantine_cfl(p: Picture) -> None:
+    p.box(30, 60, 190, 110)
+    for i, (x, y) in enumerate([(60, 95), (105, 90), (150, 95), (70, 140), (118, 138), (180, 130)]):
+        p.client(x, y, RED if i == 5 else BLUE, hostile=i == 5)
+    p.arrow(235, 115, 330, 115)
+    p.say(283, 100, "bipartition")
+    p.box(345, 60, 160, 110, BLUE)
+    for x, y in [(375, 95), (420, 90), (470, 95), (385, 140), (440, 138)]:
+        p.client(x, y, BLUE)
+    p.say(425, 50, "the larger side trains on")
+    p.client(575, 115, RED, hostile=True)
+    p.say(575, 150, "excluded")
+    p.say(320, 200, "the smaller side is excluded in all later rounds")
+
+
+def federated_clustering(p: Picture) -> None:
+    p.ring(190, 110, 70)
+    p.client(190, 110, BLUE)
+    p.say(190, 60, "own gradient")
+    for x, y in [(150, 120), (225, 122), (180, 150), (235, 90)]:
+        p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{BLUE}"/>')
+    for x, y in [(430, 60), (455, 90), (420, 105), (470, 60), (480, 100)]:
+        p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{ORANGE}"/>')
+    p.client(560, 170, RED, hostile=True)
+    p.line(190, 110, 240, 160, INK, 1, "3 3")
+    p.say(250, 170, "radius τ", anchor="start")
+    p.say(190, 25, "averaged")
+    p.say(450, 135, "too far: no effect")
+    p.say(320, 203, "gradients of all clients, at the model of one client")
+
+
+def myopic_clustering(p: Picture) -> None:
+    p.line(60, 110, 580, 110, GREY)
+    for x, color, words in (
+        (150, BLUE, "moves on"),
+        (310, BLUE, "at a saddle: gradient 0"),
+        (500, ORANGE, "at its optimum: gradient 0"),
+    ):
+        p.model(x, 110, color, 26)
+        p.say(x, 66, words)
+    p.ring(310, 110, 34)
+    p.ring(500, 110, 34)
+    p.line(344, 110, 466, 110, INK, 3)
+    p.say(405, 168, "equal gradients: one cluster, by mistake")
+    p.say(320, 200, "gradients are taken at different models, and compared")
+
+
+def momentum_clustering(p: Picture) -> None:
+    for x, y, color in [(130, 80, BLUE), (160, 130, BLUE), (190, 90, BLUE), (440, 75, ORANGE), (470, 120, ORANGE)]:
+        for dx, dy in ((-34, 22), (-22, 8), (-9, 14)):
+            p.append(f'<circle cx="{x + dx}" cy="{y + dy}" r="4" fill="{color}" opacity="0.35"/>')
+        p.append(f'<circle cx="{x}" cy="{y}" r="8" fill="{color}"/>')
+    for x, y, color in ((160, 100, BLUE), (455, 98, ORANGE)):
+        p.ring(x, y, 75, color)
+        p.line(x - 7, y, x + 7, y, INK, 3)
+        p.line(x, y - 7, x, y + 7, INK, 3)
+    p.say(310, 100, "K centres")
+    p.say(320, 203, "momenta: averages of past gradients, less noisy than one gradient")
+
+
+def fesem(p: Picture) -> None:
+    for x, y, color in ((180, 100, BLUE), (450, 100, ORANGE)):
+        p.model(x, y, color)
+        for dx, dy in ((-70, -35), (-60, 45), (65, -40)):
+            p.client(x + dx, y + dy, color)
+            p.line(x + dx * 0.75, y + dy * 0.75, x + dx * 0.28, y + dy * 0.28, color)
+    p.line(315, 30, 315, 170, GREY, 2, "5 4")
+    p.say(320, 203, "models in the space of parameters: each client joins the nearest")
+
+
+def one_shot(p: Picture) -> None:
+    for (x, y), color in zip(clients(p, 150, 40, 38), HIDDEN, strict=True):
+        p.model(x, y - 45, color, 20)
+    p.say(135, 65, "1. train alone")
+    p.arrow(255, 110, 310, 110)
+    for x, y, color in ((370, 90, BLUE), (430, 140, ORANGE)):
+        p.ring(x, y, 32, color)
+        for dx, dy in ((-12, 6), (12, 8), (2, -13)):
+            p.model(x + dx, y + dy, color, 13)
+    p.say(400, 40, "2. k-means of the models")
+    p.arrow(475, 110, 520, 110)
+    for y, color in ((80, BLUE), (145, ORANGE)):
+        p.model(550, y, color, 24)
+        for i in range(3):
+            p.append(f'<circle cx="{580 + 18 * i}" cy="{y}" r="7" fill="{color}"/>')
+    p.say(580, 40, "3. FedAvg in each")
+
+
+def flhc(p: Picture) -> None:
+    order = [BLUE, BLUE, BLUE, ORANGE, ORANGE, ORANGE]
+    at = clients(p, 175, 130, 75, order)
+    x = [place[0] for place in at]
+    for a, b, y, below in ((0, 1, 130, 160), (3, 4, 135, 160)):
+        p.append(f'<path d="M{x[a]} {below}V{y}H{x[b]}V{below}" fill="none" stroke="{order[a]}" stroke-width="2"/>')
+    for a, m, y in ((0, 2, 105), (3, 5, 110)):
+        mid = (x[a] + x[a + 1]) / 2
+        bottom = 130 if a == 0 else 135
+        path = f"M{mid} {bottom}V{y}H{x[m]}V160"
+        p.append(f'<path d="{path}" fill="none" stroke="{order[a]}" stroke-width="2"/>')
+    p.append(f'<path d="M205 105V40H430V110" fill="none" stroke="{GREY}" stroke-width="2"/>')
+    p.line(90, 72, 560, 72, INK, 2, "5 4")
+    p.say(565, 77, "cut", anchor="start")
+    p.say(320, 25, "dendrogram of the updates")
+
+
+def ditto(p: Picture) -> None:
+    p.model(320, 40, GREY)
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.model(x, y - 55, color, 24)
+        p.line(x, y - 40, x, y - 14, color)
+        p.line(320 + (x - 320) * 0.1, 58, x, y - 70, GREY, 2, "2 5")
+    p.say(345, 45, "global model: pulls with weight λ", anchor="start")
+    p.say(320, 203, "personal models stay near the global one")
+
+
+def knn_per(p: Picture) -> None:
+    p.ring(170, 105, 60)
+    for x, y, color in [
+        (150, 80, BLUE),
+        (200, 90, BLUE),
+        (160, 135, GREEN),
+        (200, 130, BLUE),
+        (260, 60, GREEN),
+        (80, 60, GREEN),
+    ]:
+        p.append(f'<circle cx="{x}" cy="{y}" r="7" fill="{color}"/>')
+    p.line(164, 105, 176, 105, INK, 3)
+    p.line(170, 99, 170, 111, INK, 3)
+    p.say(170, 25, "own examples near the input")
+    p.say(320, 110, "λ ·  neighbours  +  (1 − λ) ·", anchor="start")
+    p.model(545, 105, GREY)
+    p.say(545, 145, "global model")
+
+
+PICTURES: dict[str, Callable[[Picture], None]] = {
+    f.__name__: f
+    for f in (
+        fedavg, local, oracle, ifca, hypcluster, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
+        momentum_clustering, fesem, one_shot, flhc, ditto, knn_per,
+    )
+}  # fmt: skip
+
+
+def picture(name: str) -> str:
+    """Returns the SVG of a method."""
+    p = Picture()
+    PICTURES[name](p)
+    return p.text(f"the idea of {name}")

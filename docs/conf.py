@@ -1,0 +1,48 @@
+"""The configuration of the documentation site; `make docs` builds it."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports jfcl; no device is needed
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
+
+from jfcl import __version__  # noqa: E402
+
+project, author, copyright = "jfcl", "the authors of jfcl", "the authors of jfcl, Apache-2.0"
+version = release = __version__
+
+extensions = [
+    "jfcl_pages",  # in _ext: the options of methods, the pages of the API, the notebooks, links to other folders
+    "myst_nb",  # pages in Markdown, and notebooks
+    "sphinx.ext.autodoc",  # docstrings
+    "sphinx.ext.napoleon",  # in Google's style
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks are shown with their committed outputs; `make notebooks` runs them
+
+smartquotes = False  # `--` begins a flag
+default_role = "py:obj"  # `name` in a docstring is code, and a link where it names something public
+highlight_language = "none"
+autodoc_typehints = "none"  # types and shapes are in the docstrings
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+napoleon_use_param = False  # several names may share an entry
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+html_theme = "sphinx_book_theme"
+html_title = f"jfcl {release}"
+html_static_path = ["_static"]
+html_css_files = ["jfcl.css"]
+html_theme_options = {
+    "use_download_button": False,
+    "navbar_persistent": [],  # the field above the sidebar is enough
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}

@@ -1,0 +1,124 @@
+"""The site in docs/: every page is reachable, its links resolve, its code runs and its commands parse."""
+
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jfcl.experiments
+from jfcl import cli
+from jfcl.algorithms import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0].startswith("_"))
+GENERATED = ("api/", "notebooks/", "methods/pictures/")  # written by docs/_ext when the site is built
+RUN_ELSEWHERE = {"cfl", "federated_clustering", "mappings", "populations"}  # by tests/test_readme.py
+# A fenced block, with the HTML comments above it.
+FENCE = re.compile(r"((?:<!-- [^>]* -->\n)*)^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS).with_suffix(""))
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """Returns `(notes, code)` of the fenced blocks of a page; notes are the HTML comments above them."""
+    return [(notes, code) for notes, kind, code in FENCE.findall(page.read_text()) if kind == language]
+
+
+def toctree(page: Path) -> list[str]:
+    """Returns the names of the pages in the toctrees of a page."""
+    names = []
+    for body in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        names += [line.strip() for line in body.splitlines() if line.strip() and not line.startswith(":")]
+    folder = page.parent
+    names = [re.sub(r".*<(.*)>", r"\1", name) for name in names]  # without titles
+    return [str((folder / name).resolve().relative_to(DOCS)) for name in names]
+
+
+def test_every_page_is_reachable():
+    found, new = set(), {"index"}
+    while new:
+        found |= new
+        pages = [DOCS / f"{name}.md" for name in new]
+        new = {child for page in pages if page.exists() for child in toctree(page)} - found
+    missing = {name_of(page) for page in PAGES} - found
+    assert not missing
+    assert all((DOCS / f"{name}.md").exists() or name.startswith(GENERATED) for name in found)
+
+
+def test_every_method_has_its_page():
+    for name, method in METHODS.items():
+        text = (DOCS / "methods" / f"{name}.md").read_text()
+        assert f"<!-- options of {name} -->" in text, name
+        assert f".. autofunction:: jfcl.{method.make.__name__}\n" in text, name
+        for heading in ("Idea", "Formula", "Run it", "When to use it", "When not", "Cost", "Options", "Paper"):
+            assert f"\n## {heading}\n" in text, (name, heading)
+        assert f"](pictures/{name}.svg)" in text, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", page.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        path = (page.parent / target).resolve()
+        generated = path.is_relative_to(DOCS) and str(path.relative_to(DOCS)).startswith(GENERATED)
+        notebook = ROOT / "notebooks" / path.name
+        assert path.exists() or notebook.exists() or (generated and path.suffix in (".svg", ".rst")), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_parse(page):
+    shell = "\n".join(code for _, code in blocks(page, "sh"))
+    indented = "\n".join(re.findall(r"^    (jfcl .*)$", page.read_text().replace("\\\n", " "), flags=re.MULTILINE))
+    lines = re.findall(r"^(?:srun [-\w ]+ )?(jfcl [^#\n]*?)\s*(?:\s#.*)?$", f"{shell}\n{indented}", flags=re.MULTILINE)
+    for line in lines:
+        if "NAME [" in line:  # the form of a command, not one
+            continue
+        assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS, line
+
+
+def shortened(code: str) -> str:
+    """Returns `code` with two rounds in every run."""
+    code = re.sub(r"restarts=\d+, restart_rounds=\d+", "restarts=2, restart_rounds=1", code)
+    return re.sub(r"\b(num_rounds|rounds|eval_every|restarts)=\d+", r"\1=2", code)
+
+
+def runnable() -> list:
+    """Returns the pages with code, shortened, without blocks that are marked as slow, and as it is (slow)."""
+    found = []
+    for page in PAGES:
+        if blocks(page, "python") and name_of(page) not in RUN_ELSEWHERE:
+            for is_short in (True, False):
+                marks = [] if is_short else [pytest.mark.slow]
+                name = f"{name_of(page)}{', short' * is_short}"
+                found.append(pytest.param(page, is_short, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("page, is_short", runnable())
+@pytest.mark.filterwarnings("ignore:.*all clients use one of the")
+def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
+    """Runs the Python blocks of a page in order, in one namespace, with the promotion of types of users."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
+    names = {"__name__": "page"}
+    for notes, code in blocks(page, "python"):
+        if "<!-- not run" not in notes and not (is_short and "<!-- slow -->" in notes):
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                exec(compile(shortened(code) if is_short else code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "module", [jfcl, jfcl.data, jfcl.experiments, jfcl.kernels, jfcl.models], ids=lambda module: module.__name__
+)
+def test_every_public_function_has_an_example(module):
+    functions = [getattr(module, name) for name in module.__all__]
+    without = [f.__name__ for f in functions if inspect.isfunction(f) and ">>>" not in (f.__doc__ or "")]
+    assert not without
