@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import DenseStart, PyTree, Task, check, check_choice, path_name
+from jfcl.core import DenseStart, PyTree, Task, by_platform, check, check_choice, path_name
 from jfcl.models.networks import MLP, Linear
 
 KINDS = ("classification", "regression")
@@ -67,7 +68,21 @@ def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
         error = jnp.square(outputs - y)
         return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
 
-    return optax.softmax_cross_entropy_with_integer_labels if kind == "classification" else squared_error
+    return cross_entropy if kind == "classification" else squared_error
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns `-log softmax(logits)[label]`, `[...]`, of `logits` `[..., num_classes]` and `labels` `[...]`.
+
+    Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN.
+    """
+
+    def compared(logits, labels):
+        chosen = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+        losses = -jnp.where(chosen, jax.nn.log_softmax(logits), jnp.zeros_like(logits)).sum(axis=-1)
+        return jnp.where(chosen.any(axis=-1), losses, jnp.full_like(losses, jnp.nan))
+
+    return by_platform(logits, labels, cpu=optax.softmax_cross_entropy_with_integer_labels, accelerator=compared)
 
 
 def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.float32) -> tuple[Callable, Callable]:
@@ -138,8 +153,19 @@ def _from_module(
     module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool, num_classes: int | None = None
 ) -> Task:
     init, apply = functions_of(module, input_shape)
-    made = task(init, apply, kind=kind, half=half)._replace(represent=representation(module))
-    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)), num_classes=num_classes)
+
+    def of_flat(function):
+        """Returns `function(params, x)` for `x` `[B, d]` too, with the numbers of each input side by side."""
+
+        def apply_shaped(params, x):
+            is_flat = x.shape[1:] == (math.prod(input_shape),)
+            return function(params, x.reshape(len(x), *input_shape) if is_flat else x)
+
+        return apply_shaped
+
+    made = task(init, of_flat(apply), kind=kind, half=half)._replace(represent=of_flat(representation(module)))
+    made = made._replace(num_classes=num_classes, input_shape=input_shape)
+    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)))
 
 
 def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
