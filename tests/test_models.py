@@ -9,6 +9,7 @@ from scipy.special import log_softmax
 import jfcl
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification, conv, max_pool, parameter_paths, regression
 from jfcl.models.conv import _canonical, patches
+from jfcl.models.tasks import cross_entropy
 
 GEOMETRIES = [
     ((1, 1), ((0, 0), (0, 0))),
@@ -58,11 +59,10 @@ def test_conv_against_scipy(strides, padding):
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
 )
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
+def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, form):
     """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
     x, w = tensors(b=batch)
-    f = _canonical((9, 8), (3, 2), strides, padding, on_cpu)
+    f = _canonical((9, 8), (3, 2), strides, padding)
     out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
     rng = np.random.default_rng(1)
     g = rng.normal(size=out.shape).astype(np.float32)
@@ -77,10 +77,9 @@ def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
         )
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_an_empty_batch_has_gradients_of_zero(on_cpu):
+def test_an_empty_batch_has_gradients_of_zero(form):
     x, w = tensors(b=0)
-    out, pull = jax.vjp(_canonical((9, 8), (3, 2), (1, 1), ((0, 0), (0, 0)), on_cpu), x, w)
+    out, pull = jax.vjp(_canonical((9, 8), (3, 2), (1, 1), ((0, 0), (0, 0))), x, w)
     grad_x, grad_w = pull(out)
     assert out.shape == (0, 7, 7, 4) and grad_x.shape == x.shape
     np.testing.assert_array_equal(grad_w, np.zeros_like(w))
@@ -88,7 +87,7 @@ def test_an_empty_batch_has_gradients_of_zero(on_cpu):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
-def test_vmapped_conv_is_each_client_alone(padding, own):
+def test_vmapped_conv_is_each_client_alone(padding, own, form):
     layer = nn.Conv(4, (3, 3), padding=padding, conv_general_dilated=conv)
     x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, 2)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -155,7 +154,7 @@ def test_other_convolutions_go_to_lax():
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_max_pool_is_flaxs(shape, window, ties):
+def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jnp.asarray(np.round(draws) if ties else draws)
 
@@ -171,6 +170,24 @@ def test_max_pool_is_flaxs(shape, window, ties):
     np.testing.assert_array_equal(twice[0], ours)
     _, along = jax.jvp(lambda v: max_pool(v, window), (x,), (x,))
     np.testing.assert_array_equal(along, max_pool(x, window))
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_first_of_equal_largest_values_receives_the_gradient(window, form):
+    """In loops over the windows, with whole numbers among which many are equal."""
+    rng = np.random.default_rng(window)
+    x = rng.integers(0, 3, (2, 7, 8, 3)).astype(np.float32)
+    g = rng.normal(size=(2, 7 // window, 8 // window, 3)).astype(np.float32)
+    want, gradient = np.zeros(g.shape), np.zeros(x.shape)
+    for b, i, j, c in np.ndindex(g.shape):
+        rows, columns = (slice(k * window, (k + 1) * window) for k in (i, j))
+        tile = x[b, rows, columns, c]
+        want[b, i, j, c] = tile.max()
+        first = np.unravel_index(tile.argmax(), tile.shape)
+        gradient[b, i * window + first[0], j * window + first[1], c] = g[b, i, j, c]
+    pooled, pull = jax.vjp(lambda v: max_pool(v, window), jnp.asarray(x))
+    np.testing.assert_array_equal(pooled, want)
+    np.testing.assert_array_equal(pull(jnp.asarray(g))[0], gradient.astype(np.float32))
 
 
 SIZES = {
@@ -279,6 +296,19 @@ def test_networks_layer_by_layer(name, shape, layers):
     np.testing.assert_allclose(task.predict(params, x), by_hand(params, x), rtol=1e-4, atol=1e-5)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_loss_and_its_gradient_are_those_of_softmax_regression(form):
+    """In float64: the gradient with respect to logits is softmax minus one-hot; a label out of range gives NaN."""
+    rng = np.random.default_rng(0)
+    logits, labels = (50 * rng.normal(size=(9, 5))).astype(np.float32), rng.integers(0, 5, 9).astype(np.int32)
+    log_probability = log_softmax(logits.astype(np.float64), axis=1)
+    losses, pull = jax.vjp(lambda v: cross_entropy(v, labels), jnp.asarray(logits))
+    np.testing.assert_allclose(losses, -log_probability[np.arange(9), labels], rtol=1e-5, atol=1e-5)
+    g = rng.normal(size=9).astype(np.float32)
+    want = (np.exp(log_probability) - np.eye(5)[labels]) * g[:, None]
+    np.testing.assert_allclose(pull(jnp.asarray(g))[0], want, rtol=1e-4, atol=1e-5)
+    assert np.isnan(cross_entropy(logits, np.full(9, 5, np.int32))).all()
 
 
 def test_cross_entropy_and_accuracy_against_scipy():

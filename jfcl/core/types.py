@@ -84,7 +84,7 @@ class Task(NamedTuple):
         known (kNN-Per then takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
-      input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `mapping.held`);
+      input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `layout.held`);
         `None`: it does not.
     """
 

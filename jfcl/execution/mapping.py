@@ -15,7 +15,6 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Clients, PyTree, Task, check, check_count, client_ids, num_clients, platform
+from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clients, platform
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -416,34 +415,6 @@ def own_rows(client_axis: Mapping, count: int) -> slice:
     together = ranks[-1] - ranks[0] == len(ranks) - 1
     check(together, "mesh", client_axis.mesh, "one with the devices of a process next to each other")
     return slice(min(ranks[0] * per_device, count), min((ranks[-1] + 1) * per_device, count))
-
-
-def held(client_axis: Mapping, task: Task | None, clients: Clients | None) -> Clients | None:
-    """Returns `clients` in the shapes in which the devices of `client_axis` should hold them, before `place`.
-
-    A TPU pads the last two axes of an array, which are 28 and 1 for images of MNIST, to 8 and 128. So on an accelerator
-    a task with an `input_shape` has its inputs flat, `[N, M, d]`. On a CPU, and for other tasks, nothing changes.
-
-    Args:
-      client_axis: the mapping of the simulation.
-      task: of the method.
-      clients: arrays, on the host or on a device, or their shapes (`jax.ShapeDtypeStruct`).
-
-    Example:
-      >>> clients = Clients({"x": np.zeros((5, 9, 8, 8, 1)), "y": np.zeros((5, 9))}, np.full(5, 9))
-      >>> held(jax.vmap, None, clients).examples["x"].shape
-      (5, 9, 8, 8, 1)
-    """
-    shape = getattr(task, "input_shape", None)
-    if clients is None or shape is None or platform_of(client_axis) == "cpu":
-        return clients
-    return clients._replace(examples={**clients.examples, "x": _flat(clients.examples["x"], len(shape))})
-
-
-def _flat(x: Any, axes: int) -> Any:
-    """Returns `x` `[N, M, ...]` with its last `axes` axes as one."""
-    shape = (*x.shape[:-axes], math.prod(x.shape[-axes:])) if axes else x.shape
-    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
 
 
 def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:

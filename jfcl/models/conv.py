@@ -138,9 +138,7 @@ def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Arr
 
 
 @lru_cache(maxsize=256)
-def _canonical(
-    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding
-) -> Callable:
+def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Callable:
     """Returns the convolution of one geometry: input height and width, kernel, strides, padding."""
 
     def plain(x, w):

@@ -78,9 +78,10 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """
 
     def compared(logits, labels):
-        chosen = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+        chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
         losses = -jnp.where(chosen, jax.nn.log_softmax(logits), jnp.zeros_like(logits)).sum(axis=-1)
-        return jnp.where(chosen.any(axis=-1), losses, jnp.full_like(losses, jnp.nan))
+        in_range = (labels >= 0) & (labels < logits.shape[-1])
+        return jnp.where(in_range, losses, jnp.full_like(losses, jnp.nan))
 
     return by_platform(logits, labels, cpu=optax.softmax_cross_entropy_with_integer_labels, accelerator=compared)
 
