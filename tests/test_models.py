@@ -2,12 +2,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.signal import correlate
 from scipy.special import log_softmax
 
 import jfcl
-from jfcl.models import LANGUAGE_MODELS, MODELS, classification, conv, max_pool, parameter_paths, regression
+from jfcl.models import (
+    LANGUAGE_MODELS,
+    MODELS,
+    classification,
+    conv,
+    in_bfloat16,
+    max_pool,
+    parameter_paths,
+    regression,
+)
 from jfcl.models.conv import _canonical, patches
 from jfcl.models.tasks import cross_entropy
 
@@ -334,6 +344,54 @@ def test_regression_sums_over_outputs():
     out = np.asarray(task.predict(params, x), np.float64)
     np.testing.assert_allclose(task.loss(params, {"x": x, "y": y}), 0.5 * (out**2).sum(axis=1), rtol=1e-5)
     assert task.correct is None
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "regression"])
+def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 40).astype(np.int32)
+    if kind == "regression":
+        wide = regression(jfcl.models.Linear(1, squeeze=True), (12, 12, 1))
+        y = y.astype(np.float32) + np.float32(0.0078125)  # more digits than bfloat16 has
+    else:
+        wide = classification({"mlp": jfcl.models.MLP, "cnn": jfcl.models.CNNMnist}[kind](3), (12, 12, 1), 3)
+    narrow, batch = in_bfloat16(wide), {"x": x, "y": y}
+    params = wide.init(jax.random.key(0))
+    assert in_bfloat16(wide) is narrow
+    rounded = jax.tree.map(lambda p: np.asarray(p.astype(jnp.bfloat16), np.float64), params)
+    if kind == "regression":  # in float64, on the rounded inputs
+        inputs = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64).reshape(40, -1)
+        want = (inputs @ rounded["Dense_0"]["kernel"] + rounded["Dense_0"]["bias"])[:, 0]
+        np.testing.assert_allclose(narrow.predict(params, x), want, rtol=1e-2, atol=1e-2)
+        np.testing.assert_array_equal(narrow.loss(params, batch), (narrow.predict(params, x) - y) ** 2)
+    for function, argument in ((lambda t: t.loss, batch), (lambda t: t.predict, x)):
+        got, exact = (function(task)(params, argument) for task in (narrow, wide))
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, exact, rtol=0.1, atol=0.1)
+        assert not np.array_equal(got, exact)
+    gradients = [jax.grad(lambda p, t=t: t.loss(p, batch).mean())(params) for t in (narrow, wide)]
+    for got, exact in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert got.dtype == np.float32 and np.linalg.norm(got - exact) < 0.1 * np.linalg.norm(exact)
+    text = jax.jit(jax.grad(lambda p: narrow.loss(p, batch).mean())).lower(params).as_text()
+    assert "xbf16>" in next(line for line in text.splitlines() if "dot_general" in line)
+
+
+def test_training_in_bfloat16_ends_near_that_in_float32():
+    """Also in the span of the examples; the trained model is float32, and no bfloat16 number stays in it."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 20, 16)).astype(np.float32), rng.integers(0, 3, (3, 20)).astype(np.int32)
+    clients = jfcl.Clients({"x": x, "y": y}, np.full(3, 20, np.int32))
+    wide = classification(jfcl.models.MLP(3, hidden=(8,)), (16,), 3)
+    ends = []
+    for task, span in ((wide, "never"), (in_bfloat16(wide), "never"), (in_bfloat16(wide), "always")):
+        algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=5, span=span))
+        start = jax.jit(algorithm.init)(jax.random.key(0), clients)
+        state, _ = jax.jit(algorithm.step)(jax.random.key(1), start, clients)
+        update = jax.tree.leaves(jax.tree.map(jnp.subtract, state.params, start.params))
+        ends.append(np.concatenate([np.ravel(part) for part in update]))
+        assert {p.dtype for p in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+    for narrow in ends[1:]:
+        assert 0 < np.linalg.norm(narrow - ends[0]) < 0.05 * np.linalg.norm(ends[0])
 
 
 def test_tasks_are_cached_and_named():

@@ -97,7 +97,7 @@ def _weight_gradient(x, g, kernel, strides, padding):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
+    wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype  # a sum of many groups needs more digits than one
     fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
     size = min(max(fit, 2), len(x))
     groups = len(x) // size
