@@ -46,6 +46,18 @@ def data_dir() -> Path:
     return Path(folder).resolve()
 
 
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A platform: models, losses and training compute in its form, here on the CPU."""
+
+    def of_platform(*args, cpu, accelerator, tpu=None):
+        return {"cpu": cpu, "gpu": accelerator, "tpu": tpu or accelerator}[request.param](*args)
+
+    for module in ("jfcl.core.parameters", "jfcl.models.conv", "jfcl.models.tasks", "jfcl.client.losses"):
+        monkeypatch.setattr(sys.modules[module], "by_platform", of_platform)
+    return request.param
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that `slow.txt` lists."""

@@ -54,7 +54,12 @@ def test_ravel_and_back():
     assert jax.tree.structure(back) == jax.tree.structure(tree)
 
 
-def test_is_finite_and_bytes():
+def test_is_finite_and_bytes(form):
+    whole = jnp.arange(3)
+    for wrong in (jnp.nan, jnp.inf, -jnp.inf):
+        rows = {"a": jnp.array([[1.0, -2.0], [3.0, wrong], [1e38, -3e38]]), "whole": jnp.stack([whole] * 3)}
+        assert jax.vmap(is_finite)(rows).tolist() == [True, False, True]
+    assert is_finite({"empty": jnp.zeros((0, 2))})
     assert bool(is_finite({"a": jnp.ones(2), "b": jnp.zeros(())}))
     assert not bool(is_finite({"a": jnp.ones(2), "b": jnp.array(jnp.nan)}))
     assert num_bytes({"a": jnp.ones((2, 3)), "b": jnp.zeros((), jnp.int8)}) == 25

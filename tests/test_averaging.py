@@ -104,7 +104,7 @@ def test_identities_are_estimated_on_the_batch_that_is_trained_on():
     chosen, models = [], []
     for i in range(len(clients.size)):
         own = {name: jnp.asarray(value[i]) for name, value in clients.examples.items()}
-        batch, real = draw_batch(training, keys[i], own, jnp.asarray(clients.size[i]))
+        batch, real = draw_batch(LINEAR, training, keys[i], own, jnp.asarray(clients.size[i]))
         x, y = (np.asarray(batch[name], np.float64)[np.asarray(real)] for name in "xy")
         chosen.append(int(np.argmin([loss64(w, x, y) for w in start])))
         models.append(local64(start[chosen[-1]].astype(np.float64), x, y, 0.1, 1))

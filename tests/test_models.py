@@ -2,13 +2,24 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.signal import correlate
 from scipy.special import log_softmax
 
 import jfcl
-from jfcl.models import LANGUAGE_MODELS, MODELS, classification, conv, max_pool, parameter_paths, regression
+from jfcl.models import (
+    LANGUAGE_MODELS,
+    MODELS,
+    classification,
+    conv,
+    in_bfloat16,
+    max_pool,
+    parameter_paths,
+    regression,
+)
 from jfcl.models.conv import _canonical, patches
+from jfcl.models.tasks import cross_entropy
 
 GEOMETRIES = [
     ((1, 1), ((0, 0), (0, 0))),
@@ -58,11 +69,10 @@ def test_conv_against_scipy(strides, padding):
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
 )
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
+def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, form):
     """<g, conv(dx, w) + conv(x, dw)> = <grad_x, dx> + <grad_w, dw>, with conv the float64 loop."""
     x, w = tensors(b=batch)
-    f = _canonical((9, 8), (3, 2), strides, padding, on_cpu)
+    f = _canonical((9, 8), (3, 2), strides, padding)
     out, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(w))
     rng = np.random.default_rng(1)
     g = rng.normal(size=out.shape).astype(np.float32)
@@ -77,10 +87,9 @@ def test_gradients_are_adjoint_to_the_loop(strides, padding, batch, on_cpu):
         )
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_an_empty_batch_has_gradients_of_zero(on_cpu):
+def test_an_empty_batch_has_gradients_of_zero(form):
     x, w = tensors(b=0)
-    out, pull = jax.vjp(_canonical((9, 8), (3, 2), (1, 1), ((0, 0), (0, 0)), on_cpu), x, w)
+    out, pull = jax.vjp(_canonical((9, 8), (3, 2), (1, 1), ((0, 0), (0, 0))), x, w)
     grad_x, grad_w = pull(out)
     assert out.shape == (0, 7, 7, 4) and grad_x.shape == x.shape
     np.testing.assert_array_equal(grad_w, np.zeros_like(w))
@@ -88,7 +97,7 @@ def test_an_empty_batch_has_gradients_of_zero(on_cpu):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
-def test_vmapped_conv_is_each_client_alone(padding, own):
+def test_vmapped_conv_is_each_client_alone(padding, own, form):
     layer = nn.Conv(4, (3, 3), padding=padding, conv_general_dilated=conv)
     x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, 2)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -155,7 +164,7 @@ def test_other_convolutions_go_to_lax():
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_max_pool_is_flaxs(shape, window, ties):
+def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jnp.asarray(np.round(draws) if ties else draws)
 
@@ -171,6 +180,24 @@ def test_max_pool_is_flaxs(shape, window, ties):
     np.testing.assert_array_equal(twice[0], ours)
     _, along = jax.jvp(lambda v: max_pool(v, window), (x,), (x,))
     np.testing.assert_array_equal(along, max_pool(x, window))
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_first_of_equal_largest_values_receives_the_gradient(window, form):
+    """In loops over the windows, with whole numbers among which many are equal."""
+    rng = np.random.default_rng(window)
+    x = rng.integers(0, 3, (2, 7, 8, 3)).astype(np.float32)
+    g = rng.normal(size=(2, 7 // window, 8 // window, 3)).astype(np.float32)
+    want, gradient = np.zeros(g.shape), np.zeros(x.shape)
+    for b, i, j, c in np.ndindex(g.shape):
+        rows, columns = (slice(k * window, (k + 1) * window) for k in (i, j))
+        tile = x[b, rows, columns, c]
+        want[b, i, j, c] = tile.max()
+        first = np.unravel_index(tile.argmax(), tile.shape)
+        gradient[b, i * window + first[0], j * window + first[1], c] = g[b, i, j, c]
+    pooled, pull = jax.vjp(lambda v: max_pool(v, window), jnp.asarray(x))
+    np.testing.assert_array_equal(pooled, want)
+    np.testing.assert_array_equal(pull(jnp.asarray(g))[0], gradient.astype(np.float32))
 
 
 SIZES = {
@@ -281,6 +308,19 @@ def test_networks_layer_by_layer(name, shape, layers):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_the_loss_and_its_gradient_are_those_of_softmax_regression(form):
+    """In float64: the gradient with respect to logits is softmax minus one-hot; a label out of range gives NaN."""
+    rng = np.random.default_rng(0)
+    logits, labels = (50 * rng.normal(size=(9, 5))).astype(np.float32), rng.integers(0, 5, 9).astype(np.int32)
+    log_probability = log_softmax(logits.astype(np.float64), axis=1)
+    losses, pull = jax.vjp(lambda v: cross_entropy(v, labels), jnp.asarray(logits))
+    np.testing.assert_allclose(losses, -log_probability[np.arange(9), labels], rtol=1e-5, atol=1e-5)
+    g = rng.normal(size=9).astype(np.float32)
+    want = (np.exp(log_probability) - np.eye(5)[labels]) * g[:, None]
+    np.testing.assert_allclose(pull(jnp.asarray(g))[0], want, rtol=1e-4, atol=1e-5)
+    assert np.isnan(cross_entropy(logits, np.full(9, 5, np.int32))).all()
+
+
 def test_cross_entropy_and_accuracy_against_scipy():
     task = classification(jfcl.models.Linear(3), (4,), 3)
     params = task.init(jax.random.key(0))
@@ -304,6 +344,54 @@ def test_regression_sums_over_outputs():
     out = np.asarray(task.predict(params, x), np.float64)
     np.testing.assert_allclose(task.loss(params, {"x": x, "y": y}), 0.5 * (out**2).sum(axis=1), rtol=1e-5)
     assert task.correct is None
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "regression"])
+def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 40).astype(np.int32)
+    if kind == "regression":
+        wide = regression(jfcl.models.Linear(1, squeeze=True), (12, 12, 1))
+        y = y.astype(np.float32) + np.float32(0.0078125)  # more digits than bfloat16 has
+    else:
+        wide = classification({"mlp": jfcl.models.MLP, "cnn": jfcl.models.CNNMnist}[kind](3), (12, 12, 1), 3)
+    narrow, batch = in_bfloat16(wide), {"x": x, "y": y}
+    params = wide.init(jax.random.key(0))
+    assert in_bfloat16(wide) is narrow
+    rounded = jax.tree.map(lambda p: np.asarray(p.astype(jnp.bfloat16), np.float64), params)
+    if kind == "regression":  # in float64, on the rounded inputs
+        inputs = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64).reshape(40, -1)
+        want = (inputs @ rounded["Dense_0"]["kernel"] + rounded["Dense_0"]["bias"])[:, 0]
+        np.testing.assert_allclose(narrow.predict(params, x), want, rtol=1e-2, atol=1e-2)
+        np.testing.assert_array_equal(narrow.loss(params, batch), (narrow.predict(params, x) - y) ** 2)
+    for function, argument in ((lambda t: t.loss, batch), (lambda t: t.predict, x)):
+        got, exact = (function(task)(params, argument) for task in (narrow, wide))
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, exact, rtol=0.1, atol=0.1)
+        assert not np.array_equal(got, exact)
+    gradients = [jax.grad(lambda p, t=t: t.loss(p, batch).mean())(params) for t in (narrow, wide)]
+    for got, exact in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert got.dtype == np.float32 and np.linalg.norm(got - exact) < 0.1 * np.linalg.norm(exact)
+    text = jax.jit(jax.grad(lambda p: narrow.loss(p, batch).mean())).lower(params).as_text()
+    assert "xbf16>" in next(line for line in text.splitlines() if "dot_general" in line)
+
+
+def test_training_in_bfloat16_ends_near_that_in_float32():
+    """Also in the span of the examples; the trained model is float32, and no bfloat16 number stays in it."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 20, 16)).astype(np.float32), rng.integers(0, 3, (3, 20)).astype(np.int32)
+    clients = jfcl.Clients({"x": x, "y": y}, np.full(3, 20, np.int32))
+    wide = classification(jfcl.models.MLP(3, hidden=(8,)), (16,), 3)
+    ends = []
+    for task, span in ((wide, "never"), (in_bfloat16(wide), "never"), (in_bfloat16(wide), "always")):
+        algorithm = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=5, span=span))
+        start = jax.jit(algorithm.init)(jax.random.key(0), clients)
+        state, _ = jax.jit(algorithm.step)(jax.random.key(1), start, clients)
+        update = jax.tree.leaves(jax.tree.map(jnp.subtract, state.params, start.params))
+        ends.append(np.concatenate([np.ravel(part) for part in update]))
+        assert {p.dtype for p in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+    for narrow in ends[1:]:
+        assert 0 < np.linalg.norm(narrow - ends[0]) < 0.05 * np.linalg.norm(ends[0])
 
 
 def test_tasks_are_cached_and_named():

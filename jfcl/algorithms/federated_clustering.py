@@ -196,7 +196,7 @@ def federated_clustering(
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
         counts = phases.client_weight(weights, size)
-        batches, real = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
+        batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
 

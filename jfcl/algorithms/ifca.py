@@ -120,21 +120,25 @@ def ifca(
         check_count("identity_batch", identity_batch)
         estimate = training._replace(batch_size=identity_batch, augment=None)
 
+    # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster
+    # to compute them again: there the K losses then keep no products, and the large product ends in the activations.
+    comparing = task._replace(dense_start=None) if mapping.platform_of(client_axis) == "tpu" else task
+
     def choose(params):
-        find = under_all(task, params)
+        find = under_all(comparing, params)
 
         def choice(key, examples, size, cluster, quiet):
             def compare():
                 if identity_batch is None:
                     losses, products = find(examples, size)
                 else:  # with the key of the training, hence its first batch under num_steps
-                    batch, real = draw_batch(estimate, key, examples, size)
+                    batch, real = draw_batch(task, estimate, key, examples, size)
                     losses, products = find(batch, real.sum())[0], None
                 best = jnp.argmin(losses).astype(jnp.int32)
                 return best, jnp.ones((), bool), None if products is None else products[:, best]
 
             def stay():
-                first = dense_start(task)
+                first = dense_start(comparing)
                 products = None
                 if first is not None and identity_batch is None:
                     kernel = get_parameter(params, first.kernel)[cluster]

@@ -235,7 +235,7 @@ def centers_of(
         cohort = phases.select_cohort(key, clients)
 
         def client(key, examples, size, params):
-            return gradient(task, params, *local.draw_batch(training, key, examples, size))
+            return gradient(task, params, *local.draw_batch(task, training, key, examples, size))
 
         loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)

@@ -202,7 +202,18 @@ def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Arr
     return jnp.argsort(jnp.where(jnp.arange(max_examples) < size, draws, jnp.full_like(draws, 2)))
 
 
-def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: jax.Array) -> tuple[Batch, jax.Array]:
+def augmented(task: Task, training: LocalTraining, key: jax.Array, batch: Batch) -> Batch:
+    """Returns `batch` after the augmentation, if there is one, of inputs in the shape of the task's."""
+    if training.augment is None:
+        return batch
+    if task.input_shape is not None:
+        batch = {**batch, "x": batch["x"].reshape(len(batch["x"]), *task.input_shape)}
+    return training.augment(key, batch)
+
+
+def draw_batch(
+    task: Task, training: LocalTraining, key: jax.Array, examples: Batch, size: jax.Array
+) -> tuple[Batch, jax.Array]:
     """Draws the batch of one client's next step, `(batch [B, ...], real [B] bool)`: all examples, or random ones."""
     m = jax.tree.leaves(examples)[0].shape[0]
     order_key, augment_key = jax.random.split(key)
@@ -212,7 +223,7 @@ def draw_batch(training: LocalTraining, key: jax.Array, examples: Batch, size: j
         slots = jnp.arange(training.batch_size)
         rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
         batch, real = jax.tree.map(lambda x: x[rows], examples), slots < size
-    return batch if training.augment is None else training.augment(augment_key, batch), real
+    return augmented(task, training, augment_key, batch), real
 
 
 def optimizer_at(
@@ -338,8 +349,7 @@ def train(
         """Does one local step on the examples at `rows` (None: all)."""
         params, opt_state, total = carry
         batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
-        if training.augment is not None:
-            batch = training.augment(jax.random.fold_in(augment_key, t), batch)
+        batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
         loss, grads = loss_and_gradient(params, batch, rows, real)
         if not (is_concrete(training.prox) and training.prox == 0):
             grads = pull(grads, params)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Batch, Clients, PyTree, Task, dense_start, get_parameter
+from jfcl.core import Batch, Clients, PyTree, Task, by_platform, dense_start, get_parameter
 from jfcl.kernels.base import sum_dtype
 
 
@@ -31,14 +31,28 @@ def blank_rows(batch: Batch, real: jax.Array) -> Batch:
     """Returns `batch` `[B, ...]` with zeros where `real` `[B]` is False, so that no NaN there can spread."""
 
     def blank(x):
-        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+        rows = x.reshape(len(x), -1)
+        return jnp.where(real[:, None], rows, jnp.zeros_like(rows)).reshape(x.shape)
 
     return jax.tree.map(blank, batch)
 
 
 def blank_padding(examples: Batch, size: jax.Array) -> Batch:
     """Returns one client's `examples` `[M, ...]` with zeros behind the first `size`."""
-    return blank_rows(examples, jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size)
+
+    def blank(x):
+        rows = x.reshape(len(x), -1)
+        real = jax.lax.broadcasted_iota(jnp.asarray(size).dtype, rows.shape, 0) < size
+        return jnp.where(real, rows, jnp.zeros_like(rows)).reshape(x.shape)
+
+    def blank_once(x):
+        """Blanks float32 as integers: a TPU's compiler else rounds the examples of all clients to bfloat16 first."""
+        if x.dtype != jnp.float32:
+            return blank(x)
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(blank(bits), x.dtype))
+
+    return jax.tree.map(lambda x: by_platform(x, cpu=blank, accelerator=blank, tpu=blank_once), examples)
 
 
 def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:

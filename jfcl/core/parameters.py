@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 from jfcl.core.types import PyTree
 
 
@@ -48,7 +49,18 @@ def set_parameter(params: PyTree, name: str, value: Any) -> PyTree:
 
 def is_finite(tree: PyTree) -> jax.Array:
     """Returns `[]` bool: `tree` (of one client; vmap it for many) holds no NaN and no infinity."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+    def each(leaf):
+        return jnp.isfinite(leaf).all()
+
+    def largest(leaf):  # NaN is not below infinity; a TPU has no fast conjunction
+        return jnp.abs(leaf).max(initial=0) < jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else each(leaf)
+
+    def of_all(check):
+        return lambda leaves: jnp.stack(list(map(check, leaves))).all()
+
+    every = of_all(each)
+    return by_platform(jax.tree.leaves(tree), cpu=every, accelerator=every, tpu=of_all(largest))
 
 
 def num_bytes(tree: PyTree) -> int:

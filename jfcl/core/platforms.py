@@ -8,15 +8,18 @@ from typing import Any
 import jax
 
 
-def by_platform(*args: Any, cpu: Callable[..., Any], accelerator: Callable[..., Any]) -> Any:
+def by_platform(
+    *args: Any, cpu: Callable[..., Any], accelerator: Callable[..., Any], tpu: Callable[..., Any] | None = None
+) -> Any:
     """Returns `cpu(*args)` in a program for a CPU, and `accelerator(*args)` in one for a GPU or TPU.
 
     The program's own platform decides, not that of this machine: a program that is compiled here for a TPU contains
-    `accelerator` alone. Both functions are traced, so they should be small.
+    `accelerator` alone. All forms are traced, so they should be small.
 
     Args:
       args: pytrees of arrays.
       cpu, accelerator: the two forms, with results of equal structure, shapes and dtypes.
+      tpu: the form for a TPU, where it differs from that for a GPU.
 
     Raises:
       TypeError: results of different structures, shapes or dtypes.
@@ -26,7 +29,8 @@ def by_platform(*args: Any, cpu: Callable[..., Any], accelerator: Callable[..., 
       >>> by_platform(jnp.arange(3.0), cpu=jnp.sum, accelerator=lambda x: x @ jnp.ones(3)).tolist()
       3.0
     """
-    return jax.lax.platform_dependent(*args, cpu=cpu, default=accelerator)
+    others = {name: form for name, form in (("cpu", cpu), ("tpu", tpu)) if form not in (None, accelerator)}
+    return jax.lax.platform_dependent(*args, default=accelerator, **others)
 
 
 def platform(devices: Any = None) -> str:

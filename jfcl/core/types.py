@@ -84,6 +84,8 @@ class Task(NamedTuple):
         known (kNN-Per then takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
+      input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `layout.held`);
+        `None`: it does not.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,6 +108,7 @@ class Task(NamedTuple):
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     dense_start: DenseStart | None = None
     num_classes: int | None = None
+    input_shape: tuple[int, ...] | None = None
 
 
 class Algorithm(NamedTuple):

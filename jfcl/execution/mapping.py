@@ -28,7 +28,6 @@ from jfcl.core import Clients, PyTree, check, check_count, client_ids, num_clien
 
 Mapping = Callable[..., Callable[..., Any]]
 
-
 # Chunks that are summed separately before their sums are added. In float32, the error of a sum that grows by one client
 # at a time is 3e-5 after 10,000 clients, and 1e-2 after a million.
 BLOCK = 1024

@@ -5,7 +5,7 @@ from functools import partial
 from jfcl.models.conv import conv, max_pool
 from jfcl.models.language import check_tokens, language_model
 from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
-from jfcl.models.tasks import classification, parameter_paths, regression, task
+from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
 
 MODELS = {
     "linear": (Linear, "softmax regression: one dense layer"),
@@ -43,6 +43,7 @@ __all__ = [
     "check_tokens",
     "classification",
     "conv",
+    "in_bfloat16",
     "language_model",
     "max_pool",
     "parameter_paths",

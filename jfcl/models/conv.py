@@ -1,27 +1,31 @@
 """Convolutions that stay fast when every client has its own weights, and pooling to match.
 
 `conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It
-computes the same numbers in a form that depends on the mapping of clients:
+computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of clients:
 
-* One client at a time (`chunked(1)`, the default on a CPU): XLA's CPU backend does not rearrange convolutions inside a
-  loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at a
-  twentieth of the speed. Here both gradients are themselves plain NHWC x HWIO convolutions, which need no
-  rearrangement. (Other backends have kernels for the gradients that JAX derives.)
-* Under `vmap` over clients with their own weights, a convolution would become one with a group per client, for which
-  no backend has a fast kernel. Here it becomes patches times weights, one batched matrix product.
+* One client at a time on a CPU (`chunked(1)`, the default there): XLA's CPU backend does not rearrange convolutions
+  inside a loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at
+  a twentieth of the speed. Here both gradients are themselves plain NHWC x HWIO convolutions, which need no
+  rearrangement.
+* Under `vmap` over clients with their own weights, a convolution becomes one with a group per client, for which a CPU
+  has no fast kernel. There it becomes patches times weights, one batched matrix product.
 * Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
+* On an accelerator it is `lax.conv_general_dilated` with the gradients of JAX. The compilers predict that a group per
+  client is the fastest form there: patches move many times as many bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+
+from jfcl.core import by_platform
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
@@ -93,7 +97,7 @@ def _weight_gradient(x, g, kernel, strides, padding):
         turned, as_kernel = x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)
         return _plain(turned, as_kernel, (1, 1), ((0, 0), (0, 0)), rhs_dilation=strides).astype(wide)
 
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # a sum of many groups needs more digits than one
+    wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype  # a sum of many groups needs more digits than one
     fit = GROUP_BYTES // max(math.prod(g.shape[1:]) * g.dtype.itemsize, 1) // 2 * 2  # an even number
     size = min(max(fit, 2), len(x))
     groups = len(x) // size
@@ -134,39 +138,41 @@ def _transpose(linear: Callable, like: tuple[int, ...], g: jax.Array) -> jax.Arr
 
 
 @lru_cache(maxsize=256)
-def _canonical(
-    shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding, on_cpu: bool = True
-) -> Callable:
-    """Returns the convolution of one geometry: input height and width, kernel, strides, padding.
+def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Callable:
+    """Returns the convolution of one geometry: input height and width, kernel, strides, padding."""
 
-    `on_cpu`: the gradients of one client are convolutions too; other backends have kernels for those of JAX.
-    """
+    def plain(x, w):
+        return _plain(x, w, strides, padding)
 
-    def input_gradient_alone(g, w):
-        if on_cpu:
-            return _input_gradient(g, w, shape, strides, padding)
-        return _transpose(lambda x: _plain(x, w, strides, padding), (len(g), *shape, w.shape[2]), g)
+    def of_patches(x, w):
+        return _forward_patches(x, w, strides, padding)
 
-    def weight_gradient_alone(x, g):
-        if on_cpu:
-            return _weight_gradient(x, g, kernel, strides, padding)
-        return _transpose(lambda w: _plain(x, w, strides, padding), (*kernel, x.shape[-1], g.shape[-1]), g)
+    def to_input(form, g, w):
+        return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
+
+    def to_weights(x, g):
+        return _transpose(lambda w: plain(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
+
+    def choose(cpu, accelerator):
+        return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=accelerator)
 
     shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
-    forward = _by_mapping(
-        lambda x, w: _plain(x, w, strides, padding),
-        lambda x, w: _forward_patches(x, w, strides, padding),
-        shared_weights,
+    forward = choose(_by_mapping(plain, of_patches, shared_weights), plain)
+    input_gradient = choose(
+        _by_mapping(
+            lambda g, w: _input_gradient(g, w, shape, strides, padding),
+            # The transpose of "patches times weights": batched matrix product, then patches added where they overlap.
+            partial(to_input, of_patches),
+            shared_weights,
+        ),
+        partial(to_input, plain),
     )
-    input_gradient = _by_mapping(
-        input_gradient_alone,
-        # The transpose of "patches times weights": batched matrix product, then patches added up where they overlap.
-        lambda g, w: _transpose(lambda x: _forward_patches(x, w, strides, padding), (len(g), *shape, w.shape[2]), g),
-        shared_weights,
-    )
-    weight_gradient = _by_mapping(
-        weight_gradient_alone,
-        lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
+    weight_gradient = choose(
+        _by_mapping(
+            lambda x, g: _weight_gradient(x, g, kernel, strides, padding),
+            lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
+        ),
+        to_weights,
     )
 
     @jax.custom_vjp
@@ -233,15 +239,14 @@ def conv(
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
     pads = tuple((int(a), int(b)) for a, b in padding)
-    on_cpu = jax.default_backend() == "cpu"
-    return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads, on_cpu)(lhs, rhs)
+    return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
 
 
 def max_pool(x: jax.Array, window: int) -> jax.Array:
     """Max-pools with stride `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
-    It is a reshape and a maximum, with a gradient that is far cheaper on a CPU than that of `lax.reduce_window`. As
-    there, the first of equal largest values receives the gradient.
+    It is a reshape and a maximum, with a gradient that is far cheaper than that of `lax.reduce_window`; on a TPU it is
+    `lax.reduce_window`. In both the first of equal largest values receives the gradient.
 
     Raises:
       ValueError: an image smaller than the window.
@@ -254,8 +259,15 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
     b, h, w, c = x.shape
     if min(h, w) < window:
         raise ValueError(f"images are too small for this model: {h} x {w} is left where {window} x {window} is pooled")
-    h, w = h // window, w // window
-    return _largest(x[:, : h * window, : w * window].reshape(b, h, window, w, window, c))
+
+    def tiles(x):
+        rows, columns = h // window, w // window
+        return _largest(x[:, : rows * window, : columns * window].reshape(b, rows, window, columns, window, c))
+
+    def windows(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, window, window, 1), "VALID")
+
+    return by_platform(x, cpu=tiles, accelerator=tiles, tpu=windows)
 
 
 @jax.custom_jvp

@@ -9,12 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.data.text import PAD
-from jfcl.models.tasks import functions_of
+from jfcl.models.tasks import cross_entropy, functions_of
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 
@@ -89,7 +88,6 @@ def _language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
     def right(logits, targets):
         return (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
 
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     return Task(init, mean_over_words(cross_entropy), apply, mean_over_words(right), perplexity=True)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Algorithm, Clients, check_state, client_shapes, is_finite, num_clients
-from jfcl.execution import hosts, mapping, memory
+from jfcl.execution import hosts, layout, mapping, memory
 from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
@@ -152,8 +152,10 @@ class OnDevice:
         self._seeds, self._seed_axis, self._client_axis = seeds, seed_axis, client_axis
         self._static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
         self._n = hosts.total(num_clients(clients))
-        self._keys, self._clients, self._hyperparams = keys, clients, hyperparams
-        self.like = jax.eval_shape(partial(_init, **self._static), keys, client_shapes(clients, self._n), hyperparams)
+        self._clients = layout.held(client_axis, self._made.task, clients)
+        self._keys, self._hyperparams = keys, hyperparams
+        shapes = client_shapes(self._clients, self._n)
+        self.like = jax.eval_shape(partial(_init, **self._static), keys, shapes, hyperparams)
 
     def place(self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str) -> None:
         """Moves the clients and the subjects of evaluations to the devices, if the memory suffices.
@@ -163,6 +165,7 @@ class OnDevice:
         n, client_axis, seed_axis, made = self._n, self._client_axis, self._seed_axis, self._made
 
         # Memory.
+        tests, newcomers = (layout.held(client_axis, made.task, subjects) for subjects in (tests, newcomers))
         shapes = client_shapes(self._clients, n)
         others = [] if tests is None else [client_shapes(tests, n)]
         others += [] if newcomers is None else [newcomers]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jfcl.core import Algorithm, Clients, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
-from jfcl.execution import mapping, memory
+from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, CohortStream, make_sampler, who_answers
 from jfcl.simulation.folder import Restored, RunFolder
@@ -161,7 +161,8 @@ def simulate_population(
     remember, split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)
     client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
-    memory.check_memory(algorithm, example_shapes(store, cohort + remember), client_axis, with_seed, copies=2)
+    hold = partial(layout.held, client_axis, algorithm.task)
+    memory.check_memory(algorithm, hold(example_shapes(store, cohort + remember)), client_axis, with_seed, copies=2)
 
     # The cohorts. They are divided among devices here if their number divides the cohort, otherwise by the mapping.
     even = mapping.num_rows(client_axis, cohort) == cohort
@@ -176,7 +177,7 @@ def simulate_population(
         clients = clients if change is None else change(clients)
         size = np.where(answered, clients.size, 0).astype(np.int32)
         cut = max(asked - dropped - cohort, 0)
-        return Cohort(ids[chosen], size, send(clients._replace(size=size)), asked, dropped, cut)
+        return Cohort(ids[chosen], size, send(hold(clients)._replace(size=size)), asked, dropped, cut)
 
     last = num_rounds if stop_after is None else min(num_rounds, stop_after)
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)

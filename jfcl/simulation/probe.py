@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
-from jfcl.execution import hosts, mapping, memory
+from jfcl.execution import hosts, layout, mapping, memory
 from jfcl.simulation.folder import environment, write_json
 
 LEAST_CLIENTS = 64  # number of timed clients, if there are more than twice as many
@@ -51,7 +51,8 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     holds = hosts.everybodys([some >= own.stop - own.start]).all()  # the last processes hold padding clients
     if n > 2 * few and holds and _supports(algorithm, clients, few):
         some, n = own.stop - own.start, few
-    placed = mapping.place(client_axis, jax.tree.map(lambda x: x[:some], clients), n)
+    few_clients = layout.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
+    placed = mapping.place(client_axis, few_clients, n)
     step = jax.jit(algorithm.step)
     state = jax.jit(algorithm.init)(jax.random.key(0), placed)
     jax.block_until_ready(step(jax.random.key(1), state, placed))

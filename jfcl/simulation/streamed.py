@@ -18,6 +18,7 @@ import numpy as np
 from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check_state, is_finite
 from jfcl.data.store import ClientStore
+from jfcl.execution import layout
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort, CohortStream
 from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
@@ -112,10 +113,11 @@ class Streamed:
         self._evaluated, choose = evaluated, serve == "loss" and algorithm.by_loss
         self._needs_rows = split.personal or (self._num_models > 1 and not choose)
         self._tests = self._learners = true = None
+        hold = partial(layout.held, client_axis, algorithm.task)
         if test_store is not None and algorithm.task is not None:
-            self._tests = jax.device_put(test_store.gather(evaluated))
+            self._tests = jax.device_put(hold(test_store.gather(evaluated)))
             if self._needs_rows or self._num_models > 1:
-                self._learners = jax.device_put(store.gather(evaluated))
+                self._learners = jax.device_put(hold(store.gather(evaluated)))
             true = None if store.cluster is None else store.cluster[evaluated]
         self._losses = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
         self._refresh = jax.jit(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
