@@ -115,13 +115,44 @@ def as_min_size(min_size: Any, count: int) -> int:
 def _optimal_bipartition(similarity, active, linkage, min_size=1):
     if linkage == "complete" and len(similarity) > 1:
         return _last_merge(similarity, active)
+    side, cross = bipartitions_of_clusters(similarity, active, None, 1, min_size)
+    return Bipartition(side, cross[0])
+
+
+@jax.jit(static_argnames=("num_clusters", "min_size"))
+def bipartitions_of_clusters(
+    similarity: jax.Array, active: jax.Array, cluster: jax.Array | None, num_clusters: int, min_size: int = 1
+) -> Bipartition:
+    """Returns the `optimal_bipartition` of the active clients of every cluster, for the cost of one.
+
+    Args:
+      similarity: `[N, N]`, symmetric.
+      active: `[N]` bool.
+      cluster: `[N]` int32 in `0..K-1`; None: one cluster of all.
+      num_clusters: `K`.
+      min_size: as in `optimal_bipartition`.
+
+    Returns:
+      `Bipartition(side [N] bool, cross_similarity [K])`.
+    """
+    of = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
     if min_size > 1:
-        return bipartition_of_tree(spanning_tree(similarity, active), active, min_size)
-    step, joined_at = join_order(similarity, active)
-    weakest = jnp.argmin(joined_at)  # the first weakest: the clients before it are connected by larger similarities
-    cross = float_of_key(joined_at[weakest])
-    two = active.sum() >= 2
-    return Bipartition((step >= weakest) & active & two, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+        edges = spanning_tree(similarity, active, cluster)
+
+        def one(k):
+            members = active & (of == k)
+            return bipartition_of_tree(edges._replace(real=edges.real & members), members, min_size)
+
+        found = jax.lax.map(one, jnp.arange(num_clusters, dtype=jnp.int32))
+        return Bipartition(found.side.any(axis=0), found.cross_similarity)
+    step, joined_at = join_order(similarity, active, cluster)
+    joined_at = jnp.where(active, joined_at[step], jnp.iinfo(joined_at.dtype).max)  # by client now
+    weakest = jax.ops.segment_min(joined_at, of, num_clusters)
+    # The first weakest: the clients before it are connected by larger similarities.
+    cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
+    two = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
+    cross = float_of_key(weakest)
+    return Bipartition((step >= cut[of]) & active & two[of], jnp.where(two, cross, jnp.inf).astype(cross.dtype))
 
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:

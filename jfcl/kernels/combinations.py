@@ -12,7 +12,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms, usable_rows, weighted_sum
+from jfcl.kernels.base import (
+    HIGHEST,
+    fold_columns,
+    product_of_rows,
+    squared_norms,
+    sum_over_columns,
+    usable_rows,
+    weighted_sum,
+)
 from jfcl.kernels.distances import central_origin, centred_gram
 
 
@@ -48,7 +56,7 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
         return total + product_of_rows(of_starts, usable_rows(part - by[None, :], usable), total.dtype)
 
     zeros = jnp.zeros((len(moved[0]), len(usable)), points.dtype)
-    of_starts = jnp.where(far[None, :], zeros, fold_columns(add, zeros, rows, 4096))
+    of_starts = jnp.where(far[None, :], zeros, sum_over_columns(fold_columns(add, zeros, rows, 4096)))
     return Products(points, far, of_starts, squared_norms(moved))
 
 

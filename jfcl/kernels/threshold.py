@@ -16,12 +16,14 @@ from jfcl.kernels.base import (
     PyTree,
     distances_from,
     finite_rows,
+    if_rare,
     is_computable,
     refuse_nonfinite,
     row_mask,
     rows_of,
     squared_norms,
     sum_dtype,
+    sum_over_columns,
     usable_rows,
     weighted_sum,
 )
@@ -218,13 +220,14 @@ def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
         computed from differences, at twice the cost.
         """
         product = partial(jnp.matmul, precision=HIGHEST, preferred_element_type=norms.dtype)
-        norm = sum(product(c, c) for c in center)
-        cross = sum(product(x, c) for x, c in zip(rows, center, strict=True))
+        norm, cross = sum_over_columns(
+            (sum(product(c, c) for c in center), sum(product(x, c) for x, c in zip(rows, center, strict=True)))
+        )
         quick = jnp.where(usable, jnp.sqrt(jnp.maximum(norms - 2.0 * cross + norm, 0.0)), jnp.inf)
         radius = _radii(quick[None, :], usable, limit[None], rule)[0]
         near = jnp.maximum(jnp.where(quick <= 2.0 * radius, norms, 0.0).max(), norm)
         rough = ~(radius * radius > 1e-3 * near)
-        exact = jax.lax.cond(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
+        exact = if_rare(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
         return exact.astype(limit.dtype)
 
     def one(start_and_limits):

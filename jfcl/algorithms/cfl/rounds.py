@@ -42,6 +42,7 @@ from jfcl.core import (
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
+from jfcl.kernels.base import if_rare
 
 SIMILARITIES = ("updates", "gradients")
 
@@ -208,7 +209,7 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
 
     if not isinstance(state.sides, Sides):
         return of_cluster()
-    return jax.lax.cond(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
+    return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
 
 
 def train_client(options: Options, state: CFLState) -> Callable:
