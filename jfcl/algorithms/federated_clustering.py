@@ -34,15 +34,15 @@ from jfcl.core import (
     is_finite,
     num_bytes,
     num_clients,
-    platform,
     random_order,
 )
 from jfcl.core.options import Range
 from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
+from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES
 
-MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if no mapping is given
+MEMORY = 2**30  # bytes of gradients that an accelerator has at once
 
 
 class Threshold(NamedTuple):
@@ -198,13 +198,15 @@ def federated_clustering(
         counts = phases.client_weight(weights, size)
         batches, real = jax.vmap(lambda *c: local.draw_batch(training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
+        width = n if groups is None else subgroup_size
         common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
 
         # Train.
-        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round)
+        # An accelerator multiplies matrices much faster than it reads them from memory.
+        form = "auto" if mapping.platform_of(client_axis) == "cpu" or width > DENSE_UP_TO else "gram"
+        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, form)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        width = n if groups is None else subgroup_size
-        axis = models_at_once(width * model) if client_axis is None else client_axis
+        axis = models_at_once(width * model, client_axis)
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
             common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
         )
@@ -231,6 +233,7 @@ def train_client(
     adversary: Adversary | None,
     lies_key: jax.Array,
     rounds: jax.Array,
+    form: str,
 ) -> Callable:
     """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
 
@@ -259,7 +262,7 @@ def train_client(
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
-        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable)
+        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable, form=form)
 
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]
@@ -308,6 +311,16 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
         check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
 
 
-def models_at_once(num_bytes: int) -> mapping.Mapping:
-    """Returns the default mapping: one model at a time on a CPU, on an accelerator as many as `MEMORY` holds."""
-    return mapping.chunked(1 if platform() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))
+def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:
+    """Returns the mapping over models, each of which compares gradients of `num_bytes`.
+
+    Without a mapping, that is one model at a time on a CPU. On an accelerator it is as many as `MEMORY` holds, also on
+    each device of a mapping that would have all models at once.
+    """
+    on_cpu = mapping.platform_of(client_axis) == "cpu"
+    few = mapping.chunked(1 if on_cpu else max(1, MEMORY // max(num_bytes, 1)))
+    if client_axis is None or (client_axis is jax.vmap and not on_cpu):
+        return few
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and not on_cpu:
+        return client_axis._replace(inner=few)
+    return client_axis

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 
 PyTree = Any
 FORMS = ("auto", "direct", "gram")  # of kernels that can use inner products of the rows
@@ -21,6 +22,8 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
 NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
 STRIP_ROWS = 250  # at least
+HIGH_STRIP_ROWS = 1024  # at least, on an accelerator
+DENSE_UP_TO = 4096  # clients, up to which a method may have an [N, N] on every device: 64 MB
 BLOCK_COLUMNS = 2048  # multiplied at once; half of that for more than 8192 clients
 
 
@@ -130,20 +133,21 @@ def sum_over_columns(x: PyTree) -> PyTree:
     Kernels sum over columns by this function, once behind their loops. So a kernel can run inside a `shard_map` over
     the axis `COLUMNS`: its inputs are shares of the columns, results without columns are those of all.
     """
-    return jax.lax.psum(x, COLUMNS) if _shares_columns() else x
+    return jax.lax.psum(x, COLUMNS) if shares_columns() else x
 
 
 def max_over_columns(x: jax.Array) -> jax.Array:
     """Returns maxima over columns, as `sum_over_columns`."""
-    return jax.lax.pmax(x, COLUMNS) if _shares_columns() else x
+    return jax.lax.pmax(x, COLUMNS) if shares_columns() else x
 
 
 def key_of_share(key: jax.Array) -> jax.Array:
     """Returns `key`, a different one for each device that has a share of the columns."""
-    return jax.random.fold_in(key, jax.lax.axis_index(COLUMNS)) if _shares_columns() else key
+    return jax.random.fold_in(key, jax.lax.axis_index(COLUMNS)) if shares_columns() else key
 
 
-def _shares_columns() -> bool:
+def shares_columns() -> bool:
+    """Returns whether a kernel runs on a device that has a share of the columns."""
     try:
         jax.lax.axis_size(COLUMNS)
     except NameError:
@@ -309,10 +313,21 @@ def symmetric_product(
     """Returns `[N, N]`, the sum of `P Pᵀ` over blocks of columns, with `P = prepare(part, leaf, start)`.
 
     The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. Leaves are not
-    concatenated, and no copy of all rows is held.
+    concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high.
     """
+    blocks = block_size or column_block(len(rows[0]))
+    product = by_platform(
+        rows,
+        cpu=lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, blocks),
+        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, max(x.shape[1] for x in rows)),
+    )
+    return sum_over_columns(product)
+
+
+def _sum_of_strips(rows, prepare, least_height, block_size):
+    """Returns `symmetric_product` with strips of at least that height, and blocks of that number of columns."""
     count = len(rows[0])
-    height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
+    height = max(least_height, -(-count // NUM_STRIPS))
     starts = list(range(0, count, height))
     dtype = sum_dtype(*rows)
 
@@ -321,9 +336,8 @@ def symmetric_product(
         return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
 
     strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
-    strips = fold_columns(add, strips, rows, block_size or column_block(count))
+    strips = fold_columns(add, strips, rows, block_size)
 
-    strips = sum_over_columns(strips)
     product = jnp.zeros((count, count), dtype)
     for i, strip in zip(starts, strips, strict=True):
         size = len(strip)

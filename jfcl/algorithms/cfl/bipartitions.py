@@ -12,10 +12,11 @@ from jfcl.core import PyTree
 from jfcl.execution import mapping
 from jfcl.kernels import bipartition_of_updates, optimal_bipartition, pairwise_cosine, similarity_tolerance
 from jfcl.kernels import separation_gap as gap_of
+from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
 
-DENSE_UP_TO = 4096  # clients up to which the similarities are always kept as a matrix
-DENSE_SHARE = 8  # beyond, only a matrix this many times smaller than the updates; else tiles, computed repeatedly
+# Beyond `DENSE_UP_TO` clients only a matrix this many times smaller than the updates; else tiles, computed repeatedly.
+DENSE_SHARE = 8
 
 
 class Splits(NamedTuple):
@@ -66,6 +67,7 @@ def bipartitions(
     coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
     tolerance = similarity_tolerance(numbers, coarsest)
     dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single"
+
     def one_by_one(bipartition, points, cluster, active):
         """Returns the `Bipartition` of all clusters by that of each, which skips those without two active clients."""
         nothing = Bipartition(jnp.zeros(count, bool), jnp.full((), jnp.inf, jnp.float32))
