@@ -40,7 +40,7 @@ from jfcl.core.options import Range
 from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
-from jfcl.kernels.threshold import QUANTILE_RULES
+from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 
 MEMORY = 2**30  # bytes of gradients that an accelerator has at once
 
@@ -58,6 +58,10 @@ class Threshold(NamedTuple):
     ) -> PyTree:
         """Returns the centres `[K, ...]` of `points` `[N, ...]`, from `start` `[K, ...]`."""
         return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable, form=form)
+
+    def center_from_row(self, points: PyTree, row: jax.Array, weights: jax.Array, usable: jax.Array) -> PyTree:
+        """Returns the centre `[1, ...]` of `points` `[N, ...]` from point `row` `[]`, for accelerators."""
+        return center_from_row(points, row, **self._asdict(), weights=weights, mask=usable)
 
 
 def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
@@ -203,8 +207,8 @@ def federated_clustering(
 
         # Train.
         # An accelerator multiplies matrices much faster than it reads them from memory.
-        form = "auto" if mapping.platform_of(client_axis) == "cpu" or width > DENSE_UP_TO else "gram"
-        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, form)
+        by_products = mapping.platform_of(client_axis) != "cpu" and width <= DENSE_UP_TO
+        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, by_products)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         axis = models_at_once(width * model, client_axis)
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
@@ -233,7 +237,7 @@ def train_client(
     adversary: Adversary | None,
     lies_key: jax.Array,
     rounds: jax.Array,
-    form: str,
+    by_products: bool,
 ) -> Callable:
     """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
 
@@ -262,7 +266,11 @@ def train_client(
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
-        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable, form=form)
+        if by_products and adversary is None:
+            center = rule.center_from_row(sent, own_row, counts[rows], usable)
+        else:
+            form = "gram" if by_products else "auto"
+            center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable, form=form)
 
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]

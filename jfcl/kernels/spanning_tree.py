@@ -1,9 +1,10 @@
 """Maximum spanning trees of similarities, and their weakest edge that leaves enough clients on both sides.
 
 Prim's algorithm takes N steps over one row of similarities each. Clients of different clusters count as less similar
-than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The Euler tour of a tree passes every edge twice.
-Between the two lies the subtree below the edge, so the positions on the tour give the sizes of all subtrees at once.
-Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole arrays, at any depth.
+than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The Euler tour of a
+tree passes every edge twice. Between the two lies the subtree below the edge, so the positions on the tour give the
+sizes of all subtrees at once. Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole
+arrays, at any depth.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def join_order(
 
 
 def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None) -> TreeEdges:
-    """Returns the maximum spanning tree of the active clients of every cluster; edge `i` joins client `i` to its parent.
+    """Returns each cluster's maximum spanning tree of active clients; edge `i` joins client `i` to its parent.
 
     Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
     that is the lowest other one.
