@@ -352,10 +352,14 @@ def over_columns(client_axis: Mapping, kernel: Callable[..., tuple[PyTree, PyTre
         x = x.reshape(len(x), -1)
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % mesh.size)))
 
+    def as_placed(x):  # else the compiler may divide into columns what comes before, too, with more communication
+        divided = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))
+        return x if len(x) % mesh.size else jax.lax.with_sharding_constraint(x, divided)
+
     def mapped(stacked, *arguments):
         specs = (columns, *[same] * len(arguments))
         run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=(columns, same), check_vma=False)
-        moved, result = run(jax.tree.map(as_matrix, stacked), *arguments)
+        moved, result = run(jax.tree.map(lambda x: as_matrix(as_placed(x)), stacked), *arguments)
         shapes = [x.shape[1:] for x in jax.tree.leaves(stacked[0] if isinstance(stacked, list) else stacked)]
         leaves, structure = jax.tree.flatten(moved)
         leaves = [x[:, : math.prod(s)].reshape(len(x), *s) for x, s in zip(leaves, shapes, strict=False)]

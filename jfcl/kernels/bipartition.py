@@ -8,6 +8,7 @@ and the clients that joined before it are one side.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
+from jfcl.kernels.boruvka import weakest_joins
 from jfcl.kernels.dendrogram import complete_linkage
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import (
@@ -145,14 +148,20 @@ def bipartitions_of_clusters(
 
         found = jax.lax.map(one, jnp.arange(num_clusters, dtype=jnp.int32))
         return Bipartition(found.side.any(axis=0), found.cross_similarity)
-    step, joined_at = join_order(similarity, active, cluster)
-    joined_at = jnp.where(active, joined_at[step], jnp.iinfo(joined_at.dtype).max)  # by client now
-    weakest = jax.ops.segment_min(joined_at, of, num_clusters)
-    # The first weakest: the clients before it are connected by larger similarities.
-    cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
+
+    def by_prim(similarity, active, of):
+        step, joined_at = join_order(similarity, active, None if cluster is None else of)
+        joined_at = jnp.where(active, joined_at[step], jnp.iinfo(joined_at.dtype).max)  # by client now
+        weakest = jax.ops.segment_min(joined_at, of, num_clusters)
+        # The first weakest: the clients before it are connected by larger similarities.
+        cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
+        return (step >= cut[of]) & active, weakest
+
+    by_boruvka = partial(weakest_joins, num_clusters=num_clusters)
+    side, weakest = by_platform(similarity, active, of, cpu=by_prim, accelerator=by_boruvka)
     two = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
     cross = float_of_key(weakest)
-    return Bipartition((step >= cut[of]) & active & two[of], jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+    return Bipartition(side & two[of], jnp.where(two, cross, jnp.inf).astype(cross.dtype))
 
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:

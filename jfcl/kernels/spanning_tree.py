@@ -58,7 +58,7 @@ class TreeEdges(NamedTuple):
     real: jax.Array
 
 
-def _key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
+def key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three keys: below that of any float, the next one, which stands between clusters, and above."""
     lowest, highest = jnp.iinfo(kind).min, jnp.iinfo(kind).max
     return jnp.array(lowest, kind), jnp.array(lowest + 1, kind), jnp.array(highest, kind)
@@ -67,7 +67,7 @@ def _key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _keys_of(client: jax.Array, similarity: jax.Array, cluster: jax.Array | None) -> jax.Array:
     """Returns `[N]`, the keys of one client's similarities; those to other clusters are the lowest but one."""
     keys = order_key(jax.lax.dynamic_index_in_dim(similarity, client, keepdims=False))
-    return keys if cluster is None else jnp.where(cluster == cluster[client], keys, _key_limits(keys.dtype)[1])
+    return keys if cluster is None else jnp.where(cluster == cluster[client], keys, key_limits(keys.dtype)[1])
 
 
 def join_order(
@@ -90,7 +90,7 @@ def join_order(
     first = jnp.argmax(active).astype(jnp.int32)
     num_active = active.sum()
     kind = order_key(similarity[0]).dtype
-    out, apart, largest = _key_limits(kind)
+    out, apart, largest = key_limits(kind)
     # `best` is each client's largest similarity to the tree, and at most `limit`, which is the lowest key for clients
     # that are in the tree already, or inactive.
     limit = jnp.where(active, largest, out).at[first].set(out)
@@ -123,7 +123,7 @@ def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array |
     that is the lowest other one.
     """
     count = len(similarity)
-    out, apart, _ = _key_limits(order_key(similarity[:1]).dtype)
+    out, apart, _ = key_limits(order_key(similarity[:1]).dtype)
     places = jnp.arange(count, dtype=jnp.int32)
     root = jnp.argmax(active).astype(jnp.int32)
 
