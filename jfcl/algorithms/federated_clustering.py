@@ -42,7 +42,7 @@ from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 
-MEMORY = 2**30  # bytes of gradients that an accelerator has at once
+MEMORY = 2**30  # bytes of gradients that a GPU has at once
 
 
 class Threshold(NamedTuple):
@@ -144,7 +144,7 @@ def federated_clustering(
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
       adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
       client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
-        CPU, as many as fit 1 GB on an accelerator.
+        CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
 
     Returns:
       `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
@@ -322,13 +322,13 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
 def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:
     """Returns the mapping over models, each of which compares gradients of `num_bytes`.
 
-    Without a mapping, that is one model at a time on a CPU. On an accelerator it is as many as `MEMORY` holds, also on
-    each device of a mapping that would have all models at once.
+    Without a mapping, that is one model at a time on a CPU or TPU, which would transpose the gradients of several, and
+    on a GPU as many as `MEMORY` holds. So it is on each device of an accelerator's mapping of all models at once.
     """
-    on_cpu = mapping.platform_of(client_axis) == "cpu"
-    few = mapping.chunked(1 if on_cpu else max(1, MEMORY // max(num_bytes, 1)))
-    if client_axis is None or (client_axis is jax.vmap and not on_cpu):
+    target = mapping.platform_of(client_axis)
+    few = mapping.chunked(max(1, MEMORY // max(num_bytes, 1)) if target == "gpu" else 1)
+    if client_axis is None or (client_axis is jax.vmap and target != "cpu"):
         return few
-    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and not on_cpu:
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu":
         return client_axis._replace(inner=few)
     return client_axis

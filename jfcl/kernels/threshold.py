@@ -130,13 +130,17 @@ def center_from_row(
     """Returns `threshold_clustering` with one centre, which starts at point `row` `[]`; fast on a GPU or TPU.
 
     The centre is a combination of the points, so that its distances follow from the inner products of the points. There
-    is no pass over the points besides these products and the result, and no leaf is copied into the form of a matrix.
-    The error of the distances is `eps` times the squared norms of the points. Where that is too much for the radius, or
-    a point is not finite, the centre is computed again in the direct form.
+    is no pass over the points besides these products and the result. The error of the distances is `eps` times the
+    squared norms of the points. Where that is too much for the radius, or a point is not finite, the centre is computed
+    again in the direct form.
     """
     leaves, structure = jax.tree.flatten(points)
     limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, 1, sum_dtype(*leaves))
-    products = sum(_all_products(x) for x in leaves)
+    # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
+    products = sum(
+        jax.lax.platform_dependent(x, tpu=all_products, default=lambda x: all_products(x.reshape(len(x), -1)))
+        for x in leaves
+    )
     norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
 
     def move(carry, limit):
@@ -165,7 +169,7 @@ def center_from_row(
     return if_rare(rough, direct, combined)
 
 
-def _all_products(x: jax.Array) -> jax.Array:
+def all_products(x: jax.Array) -> jax.Array:
     """Returns `[N, N]`, the inner products of the rows of `x` `[N, ...]`, exactly symmetric."""
     inner = tuple(range(1, x.ndim))
     dims = ((inner, inner), ((), ()))
