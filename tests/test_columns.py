@@ -15,7 +15,8 @@ from hypothesis import given
 
 import jfcl
 from jfcl.core import Clients, Task
-from jfcl.execution.mapping import client_mesh, over_columns, place, sharded
+from jfcl.execution.columns import over_columns
+from jfcl.execution.mapping import client_mesh, place, sharded
 from jfcl.kernels import kmeans, pairwise_cosine, squared_distances, threshold_clustering
 from jfcl.kernels.base import distances_from, finite_rows, if_rare, squared_norms
 

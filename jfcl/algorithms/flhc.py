@@ -30,6 +30,7 @@ from jfcl.core import (
 )
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
 FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
@@ -133,7 +134,7 @@ def flhc(
         updates = jax.tree.map(jnp.subtract, trained, params)
         has_examples = jnp.asarray(clients.size) > 0
         updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), has_examples)
-        cluster = mapping.over_columns(client_axis, cluster_updates)(updates, real)[1]
+        cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
         return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
 
     rounds = rounds_before + 1

@@ -34,6 +34,7 @@ from jfcl.core import (
 )
 from jfcl.core.options import OneOf
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import squared_distances
 from jfcl.kernels.base import if_rare
 
@@ -257,7 +258,7 @@ def centers_of(
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
         is_first = jnp.zeros((), bool) if init_centers is not None else ~state.begun.any()
-        server = mapping.over_columns(client_axis, cluster_points)
+        server = over_columns(client_axis, cluster_points)
         centers, group = server(stacked, usable, phases.client_weight(weights, size), is_first)
 
         def move(key, params, opt_state, k):

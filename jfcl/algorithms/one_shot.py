@@ -16,6 +16,7 @@ from jfcl.algorithms.round import client_weight
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import kmeans
 from jfcl.kernels.base import DENSE_UP_TO
 
@@ -116,7 +117,7 @@ def cluster_local_models(
         return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
 
     if len(size) <= DENSE_UP_TO:
-        cluster_models = mapping.over_columns(client_axis, cluster_models)
+        cluster_models = over_columns(client_axis, cluster_models)
     cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
     counts = client_weight(weights, size) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl.core import PyTree
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import bipartition_of_updates, optimal_bipartition, pairwise_cosine, similarity_tolerance
 from jfcl.kernels import separation_gap as gap_of
 from jfcl.kernels.base import DENSE_UP_TO
@@ -92,7 +93,7 @@ def bipartitions(
 
     active = usable & wanted[cluster]
     if dense:
-        side, cross = mapping.over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
+        side, cross = over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
     else:
         side, cross = one_by_one(partial(bipartition_of_updates, min_size=min_size), vectors, cluster, active)
 
@@ -122,4 +123,4 @@ def separation_gaps(
 
         return (), mapping.chunked(1)(one)(jnp.arange(count, dtype=jnp.int32))
 
-    return mapping.over_columns(client_axis, from_similarities)(vectors, cluster, usable, of_rows)[1]
+    return over_columns(client_axis, from_similarities)(vectors, cluster, usable, of_rows)[1]
