@@ -11,9 +11,10 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.algorithms.federated_clustering import Threshold, draw_groups, warn_if_alone
+from jfcl.algorithms.federated_clustering import MEMORY, Threshold, draw_groups, models_at_once, warn_if_alone
 from jfcl.algorithms.myopic_clustering import densest
 from jfcl.core import Clients, Task
+from jfcl.execution import mapping
 from jfcl.experiments.papers.federated_clustering import moving_average
 
 D = 3
@@ -51,7 +52,10 @@ def threshold64(points, center, share, num_rounds, radius=None, quantile=None):
 
 @pytest.mark.parametrize("rule", [{"radius": 2.5}, {"quantile": 0.4}], ids=["radius", "quantile"])
 @pytest.mark.parametrize("weights", ["equal", "size"])
-def test_algorithm_2(rule, weights):
+@pytest.mark.parametrize("target", ["cpu", "tpu", "gpu"])
+def test_algorithm_2(rule, weights, target, monkeypatch):
+    """In the form for each platform, as computed by a CPU."""
+    monkeypatch.setattr(mapping, "platform_of", lambda client_axis: target)
     clients = regression()
     start = np.random.default_rng(1).normal(size=(8, D))
     algorithm = jfcl.federated_clustering(
@@ -67,6 +71,18 @@ def test_algorithm_2(rule, weights):
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
     assert metrics["bytes_up"][0] == metrics["bytes_down"][0] == 8 * 8 * D * 4
     assert metrics["client_steps"][0] == 64
+
+
+def test_the_models_at_once_follow_the_target(monkeypatch):
+    few, one, every = mapping.chunked(3), mapping.chunked(1), jax.vmap
+    numbers = MEMORY // 3
+    axis = mapping.sharded(mapping.client_mesh(2), every)
+    for target, expected in (("cpu", one), ("tpu", one), ("gpu", few)):
+        monkeypatch.setattr(mapping, "platform_of", lambda client_axis, target=target: target)
+        assert models_at_once(numbers, None) == expected
+        assert models_at_once(numbers, axis).inner == (every if target == "cpu" else expected)
+        assert models_at_once(numbers, every) == (every if target == "cpu" else expected)
+        assert models_at_once(numbers, mapping.chunked(7)) == mapping.chunked(7)
 
 
 def test_momentum_holds_the_clustered_gradient():

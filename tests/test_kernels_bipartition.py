@@ -21,7 +21,10 @@ from jfcl.kernels import (
     separation_gap,
     single_linkage_tree,
 )
+from jfcl.kernels.bipartition import bipartitions_of_clusters
 from jfcl.kernels.bipartition_of_updates import tiles_computed
+from jfcl.kernels.boruvka import weakest_joins
+from jfcl.kernels.spanning_tree import float_of_key
 
 SIZES = st.sampled_from([1, 2, 3, 7, 9])
 SEEDS = st.integers(0, 2**31)
@@ -159,6 +162,42 @@ def test_permuting_clients_permutes_the_sides(seed, tied):
     if not tied:
         moved = np.asarray(one.side)[order]
         assert (moved == other.side).all() or (moved == ~np.asarray(other.side)).all()
+
+
+@given(st.integers(1, 9), st.integers(1, 4), SEEDS, st.sampled_from([3, 50]), st.sampled_from(["prim", "boruvka", 2]))
+def test_bipartitions_of_all_clusters_are_those_of_each(count, num_clusters, seed, levels, form):
+    rng = np.random.default_rng(seed)
+    a = rng.integers(-levels, levels + 1, (count, count)) / levels  # few levels: ties everywhere
+    a = ((a + a.T) / 2).astype(np.float32)
+    cluster, active = rng.integers(0, num_clusters, count).astype(np.int32), rng.random(count) < 0.8
+    if form == "boruvka":  # the form of accelerators
+        side, key = weakest_joins(jnp.asarray(a), jnp.asarray(active), jnp.asarray(cluster), num_clusters)
+        cross = float_of_key(key)
+    else:
+        side, cross = bipartitions_of_clusters(a, active, cluster, num_clusters, 2 if form == 2 else 1)
+    assert not np.asarray(side)[~active].any()
+    for k in range(num_clusters):
+        rows = np.flatnonzero(active & (cluster == k))
+        if len(rows) < 2:
+            assert form == "boruvka" or (cross[k] == np.inf and not np.asarray(side)[rows].any())
+        elif form == 2 and len(rows) < 4:
+            assert cross[k] == np.inf
+        else:
+            alone = optimal_bipartition(a[np.ix_(rows, rows)], min_size=2 if form == 2 else 1)
+            assert cross[k] == alone.cross_similarity
+            np.testing.assert_array_equal(np.asarray(side)[rows], alone.side)
+
+
+def test_boruvka_of_many_is_prim():
+    rng = np.random.default_rng(0)
+    a = np.asarray(pairwise_cosine(rng.standard_normal((300, 12)).astype(np.float32)))
+    for rounded in (a, np.round(a, 1)):
+        prim = optimal_bipartition(rounded)
+        side, key = jax.jit(weakest_joins, static_argnums=3)(
+            jnp.asarray(rounded), jnp.ones(300, bool), jnp.zeros(300, jnp.int32), 1
+        )
+        assert float_of_key(key)[0] == prim.cross_similarity
+        np.testing.assert_array_equal(side, prim.side)
 
 
 def test_two_identical_clients_are_still_two_sides():

@@ -1,6 +1,7 @@
 """Threshold-Clustering against loops over equation (24) in float64."""
 
 import functools
+from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -12,7 +13,7 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import make_blobs
 
 from jfcl.kernels import threshold_clustering
-from jfcl.kernels.threshold import gram_is_cheaper
+from jfcl.kernels.threshold import all_products, center_from_row, gram_is_cheaper
 
 SEEDS = st.integers(0, 2**31)
 FORMS = pytest.mark.parametrize("form", ["direct", "gram"])
@@ -51,6 +52,57 @@ def test_quantile_is_numpys(form, seed, offset, own):
     np.testing.assert_allclose(ours, truth, atol=2e-5)
     last = threshold_clustering(points, None if own else centers, quantile=0.3, num_rounds=4, form=form)
     np.testing.assert_allclose(last, truth[-1], atol=2e-5)
+
+
+RADII = {
+    "linear": lambda l, k, d: np.quantile(d, 0.3),
+    "index": lambda l, k, d: np.sort(d)[int(0.3 * len(d))],
+    "index_shrunk": lambda l, k, d: 0.99 * np.sort(d)[int(0.3 * len(d))],
+    "index_strict": lambda l, k, d: np.sort(d)[int(0.3 * len(d))],
+}
+
+
+@given(SEEDS, st.sampled_from([0.0, 1000.0]), st.sampled_from(sorted(RADII)))
+def test_centre_of_a_row_is_equation_24(seed, offset, rule):
+    """The form of accelerators: relative to zero, and in the direct form where that has too few digits."""
+    points, _ = blobs(seed, offset=offset)
+    row = seed % len(points)
+    tree = {"a": points[:, :4].reshape(-1, 2, 2), "b": points[:, 4:]}
+    everything = {"weights": jnp.ones(len(points)), "mask": np.ones(len(points), bool)}
+    ours = center_from_row(tree, jnp.int32(row), quantile=0.3, num_rounds=4, quantile_rule=rule, **everything)
+    truth = equation_24(points, points[row : row + 1], 4, RADII[rule], strict=rule == "index_strict")[-1]
+    tolerance = {"atol": 2e-5 if offset == 0 else 2e-3}
+    np.testing.assert_allclose(ours["a"].reshape(1, 4), truth[:, :4], **tolerance)
+    np.testing.assert_allclose(ours["b"], truth[:, 4:], **tolerance)
+
+
+def test_centres_of_rows_of_many_sets_with_weights_and_broken_points():
+    """One of the sets has a point that is not finite, one is narrow and far from zero, one has weights and a mask."""
+    rng = np.random.default_rng(0)
+    sets = rng.standard_normal((4, 12, 3, 2)).astype(np.float32)
+    sets[1, 5, 0, 0] = np.nan
+    sets[2] = 1e-4 * sets[2] + 100
+    mask = np.arange(12) < np.array([12, 12, 12, 9])[:, None]
+    weights = jnp.asarray(rng.uniform(0.5, 2, (4, 12)), jnp.float32)
+    row = jnp.array([0, 1, 2, 3])
+    options = {"quantile": 0.5, "num_rounds": 3}
+    ours = jax.jit(jax.vmap(lambda z, row, w, ok: center_from_row({"z": z}, row, weights=w, mask=ok, **options)["z"]))(
+        sets, row, weights, mask
+    )
+    flat = sets.reshape(4, 12, 6)
+    for i, own in enumerate(row.tolist()):
+        run = jax.jit(partial(threshold_clustering, form="direct", **options))
+        direct = run(flat[i], flat[i, own][None], weights=weights[i], mask=mask[i])
+        np.testing.assert_allclose(ours[i].reshape(1, 6), direct, atol=1e-5)
+
+
+def test_inner_products_of_leaves_of_any_rank():
+    x = np.random.default_rng(0).standard_normal((7, 3, 5, 2)).astype(np.float32)
+    flat = x.reshape(7, -1).astype(np.float64)
+    for form in (x, x.reshape(7, -1)):
+        ours = all_products(jnp.asarray(form))
+        np.testing.assert_allclose(ours, flat @ flat.T, atol=1e-5)
+        np.testing.assert_array_equal(ours, ours.T)
 
 
 @FORMS

@@ -34,15 +34,15 @@ from jfcl.core import (
     is_finite,
     num_bytes,
     num_clients,
-    platform,
     random_order,
 )
 from jfcl.core.options import Range
 from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
-from jfcl.kernels.threshold import QUANTILE_RULES
+from jfcl.kernels.base import DENSE_UP_TO
+from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 
-MEMORY = 2**30  # bytes of gradients that an accelerator holds at once, if no mapping is given
+MEMORY = 2**30  # bytes of gradients that a GPU has at once
 
 
 class Threshold(NamedTuple):
@@ -58,6 +58,10 @@ class Threshold(NamedTuple):
     ) -> PyTree:
         """Returns the centres `[K, ...]` of `points` `[N, ...]`, from `start` `[K, ...]`."""
         return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable, form=form)
+
+    def center_from_row(self, points: PyTree, row: jax.Array, weights: jax.Array, usable: jax.Array) -> PyTree:
+        """Returns the centre `[1, ...]` of `points` `[N, ...]` from point `row` `[]`, for accelerators."""
+        return center_from_row(points, row, **self._asdict(), weights=weights, mask=usable)
 
 
 def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
@@ -140,7 +144,7 @@ def federated_clustering(
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
       adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
       client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
-        CPU, as many as fit 1 GB on an accelerator.
+        CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
 
     Returns:
       `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
@@ -198,13 +202,15 @@ def federated_clustering(
         counts = phases.client_weight(weights, size)
         batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
+        width = n if groups is None else subgroup_size
         common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
 
         # Train.
-        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round)
+        # An accelerator multiplies matrices much faster than it reads them from memory.
+        by_products = mapping.platform_of(client_axis) != "cpu" and width <= DENSE_UP_TO
+        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, by_products)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        width = n if groups is None else subgroup_size
-        axis = models_at_once(width * model) if client_axis is None else client_axis
+        axis = models_at_once(width * model, client_axis)
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
             common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
         )
@@ -231,6 +237,7 @@ def train_client(
     adversary: Adversary | None,
     lies_key: jax.Array,
     rounds: jax.Array,
+    by_products: bool,
 ) -> Callable:
     """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
 
@@ -259,7 +266,11 @@ def train_client(
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
-        center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable)
+        if by_products and adversary is None:
+            center = rule.center_from_row(sent, own_row, counts[rows], usable)
+        else:
+            form = "gram" if by_products else "auto"
+            center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable, form=form)
 
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]
@@ -308,6 +319,16 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
         check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
 
 
-def models_at_once(num_bytes: int) -> mapping.Mapping:
-    """Returns the default mapping: one model at a time on a CPU, on an accelerator as many as `MEMORY` holds."""
-    return mapping.chunked(1 if platform() == "cpu" else max(1, MEMORY // max(num_bytes, 1)))
+def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:
+    """Returns the mapping over models, each of which compares gradients of `num_bytes`.
+
+    Without a mapping, that is one model at a time on a CPU or TPU, which would transpose the gradients of several, and
+    on a GPU as many as `MEMORY` holds. So it is on each device of an accelerator's mapping of all models at once.
+    """
+    target = mapping.platform_of(client_axis)
+    few = mapping.chunked(max(1, MEMORY // max(num_bytes, 1)) if target == "gpu" else 1)
+    if client_axis is None or (client_axis is jax.vmap and target != "cpu"):
+        return few
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu":
+        return client_axis._replace(inner=few)
+    return client_axis

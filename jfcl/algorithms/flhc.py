@@ -27,10 +27,10 @@ from jfcl.core import (
     check_count,
     client_ids,
     is_concrete,
-    num_clients,
 )
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 
 FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
@@ -100,6 +100,26 @@ def flhc(
     }
     common = fedavg(task, training, init_params=init_params, **options)
 
+    def cluster_updates(updates, real):
+        """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
+        updates = ravel_clients(updates)[0]
+        if distance == "cosine":
+            similarity = pairwise_cosine(updates, mask=real)
+        else:
+            apart = jnp.sqrt(squared_distances(updates, mask=real))
+            similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
+        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
+        n = len(real)
+        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
+        similarity = similarity[twin][:, twin]
+        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
+        tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
+        cluster = cut(tree, num_clusters=num_clusters)
+        if distance_threshold is not None:
+            free = cut(tree, threshold=distance_threshold)
+            cluster = jnp.where(free.max() < num_clusters, free, cluster)
+        return (), cluster
+
     def find(key: jax.Array, clients: Clients):
         start_key, rounds_key = jax.random.split(key)
 
@@ -114,22 +134,7 @@ def flhc(
         updates = jax.tree.map(jnp.subtract, trained, params)
         has_examples = jnp.asarray(clients.size) > 0
         updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), has_examples)
-        updates = ravel_clients(updates)[0]
-        if distance == "cosine":
-            similarity = pairwise_cosine(updates, mask=real)
-        else:
-            apart = jnp.sqrt(squared_distances(updates, mask=real))
-            similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
-        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
-        n = num_clients(clients)
-        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
-        similarity = similarity[twin][:, twin]
-        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
-        tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
-        cluster = cut(tree, num_clusters=num_clusters)
-        if distance_threshold is not None:
-            free = cut(tree, threshold=distance_threshold)
-            cluster = jnp.where(free.max() < num_clusters, free, cluster)
+        cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
         return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
 
     rounds = rounds_before + 1

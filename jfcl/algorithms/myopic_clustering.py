@@ -34,7 +34,9 @@ from jfcl.core import (
 )
 from jfcl.core.options import OneOf
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import squared_distances
+from jfcl.kernels.base import if_rare
 
 CENTERS = ("densest", "carry")
 DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
@@ -229,6 +231,18 @@ def centers_of(
         first = first_centers(start.params, init_centers, num_clusters) if carry else ()
         return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client, first)
 
+    def cluster_points(stacked, usable, weight, is_first):
+        """Returns the centres, and the nearest one of each client."""
+        points, *carried = stacked
+
+        def new_starts():
+            return densest(points, usable, rule, num_clusters)
+
+        starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
+        form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
+        centers = rule.centers(points, starts, weight, usable, form=form)
+        return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
+
     def step(key: jax.Array, state: CentersState, clients: Clients):
         m, size = max_examples(clients), jnp.asarray(clients.size)
         has_examples = size > 0
@@ -242,16 +256,10 @@ def centers_of(
         finite = has_examples & jax.vmap(is_finite)(points)
         points, usable = attacked(adversary, attack_key(cohort.key), points, client_ids(clients), finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
-        if carry and init_centers is not None:
-            starts = state.centers
-        elif carry:
-            is_first = ~state.begun.any()
-            starts = jax.lax.cond(is_first, lambda: densest(points, usable, rule, num_clusters), lambda: state.centers)
-        else:
-            starts = densest(points, usable, rule, num_clusters)
-        form = "auto" if len(size) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = rule.centers(points, starts, phases.client_weight(weights, size), usable, form=form)
-        group = jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
+        stacked = [points, state.centers] if carry else [points]
+        is_first = jnp.zeros((), bool) if init_centers is not None else ~state.begun.any()
+        server = over_columns(client_axis, cluster_points)
+        centers, group = server(stacked, usable, phases.client_weight(weights, size), is_first)
 
         def move(key, params, opt_state, k):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)

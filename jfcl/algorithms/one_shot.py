@@ -16,7 +16,9 @@ from jfcl.algorithms.round import client_weight
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
 from jfcl.execution import mapping
+from jfcl.execution.columns import over_columns
 from jfcl.kernels import kmeans
+from jfcl.kernels.base import DENSE_UP_TO
 
 
 def one_shot(
@@ -109,7 +111,14 @@ def cluster_local_models(
     models = jax.lax.fori_loop(0, num_rounds, one_round, start).params
     size = jnp.asarray(clients.size)
     models, usable = attacked_models(adversary, rounds_key, start.params, models, clients, size > 0)
-    found = kmeans(ravel_clients(models)[0], num_clusters, key=means_key, mask=usable, implementation="device")
-    cluster = jnp.maximum(found.cluster, 0)
+
+    def cluster_models(models, key, usable):
+        points = ravel_clients(models)[0]
+        return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
+
+    if len(size) <= DENSE_UP_TO:
+        cluster_models = over_columns(client_axis, cluster_models)
+    cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
     counts = client_weight(weights, size) * usable.astype(jnp.float32)
-    return cluster_mean(models, cluster, counts, num_clusters, mapping.chunked(1)), cluster
+    in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
+    return cluster_mean(models, cluster, counts, num_clusters, in_order), cluster

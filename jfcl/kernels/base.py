@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 
 PyTree = Any
 FORMS = ("auto", "direct", "gram")  # of kernels that can use inner products of the rows
@@ -20,6 +22,8 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # Measured on a 2-core CPU (benchmarks/kernels.py): thinner strips save work and are slower products.
 NUM_STRIPS = 8  # of the upper triangle: 56 % of the full product's work
 STRIP_ROWS = 250  # at least
+HIGH_STRIP_ROWS = 1024  # at least, on an accelerator
+DENSE_UP_TO = 4096  # clients, up to which a method may have an [N, N] on every device: 64 MB
 BLOCK_COLUMNS = 2048  # multiplied at once; half of that for more than 8192 clients
 
 
@@ -72,6 +76,85 @@ def sum_dtype(*arrays: jax.Array) -> Any:
     return jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
 
 
+def if_rare(happens: jax.Array, rare: Callable[[], PyTree], usual: Callable[[], PyTree]) -> PyTree:
+    """Returns `rare()` where `happens` `[]` bool, else `usual()`, as `jax.lax.cond`; both may use outer arrays.
+
+    `jax.vmap` turns `lax.cond` into a selection, for which both branches are computed. Under `if_rare`, `rare` is
+    computed only if it happens in at least one element of the batch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.vmap(lambda x: if_rare(x < 0, lambda: -x, lambda: x))(jnp.array([3.0, -2.0])).tolist()
+      [3.0, 2.0]
+    """
+    (rare, tree, of_rare), (usual, usual_tree, of_usual) = (_with_operands(branch) for branch in (rare, usual))
+    assert tree == usual_tree, (tree, usual_tree)
+
+    @jax.custom_batching.custom_vmap
+    def choose(happens, of_rare, of_usual):
+        return jax.lax.cond(happens, lambda: rare(of_rare), lambda: usual(of_usual))
+
+    @choose.def_vmap
+    def choose_batched(size, batched, happens, of_rare, of_usual):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+
+        def usual_of_all():
+            return jax.vmap(usual, axes[2:], axis_size=size)(of_usual)
+
+        def rare_of_some():
+            found = jax.vmap(rare, axes[1:2], axis_size=size)(of_rare)
+            return jax.vmap(_select, (axes[0], 0, 0))(happens, found, usual_of_all())
+
+        out = if_rare(happens.any(), rare_of_some, usual_of_all)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return jax.tree.unflatten(tree, choose(happens, of_rare, of_usual))
+
+
+def _select(condition: jax.Array, x: PyTree, y: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+
+
+def _with_operands(branch: Callable[[], PyTree]) -> tuple[Callable[[list], list], Any, list]:
+    """Returns `branch` as a function of the outer arrays that it uses, the structure of its result, and these arrays.
+
+    The result of the function is a list of leaves.
+    """
+    traced, shapes = jax.make_jaxpr(branch, return_shape=True)()
+    return partial(jax.core.eval_jaxpr, traced.jaxpr), jax.tree.structure(shapes), traced.consts
+
+
+COLUMNS = "columns_of_updates"  # the axis of a mesh on which each device has all rows, and a share of their columns
+
+
+def sum_over_columns(x: PyTree) -> PyTree:
+    """Returns sums over columns `x`; of devices that have a share of the columns each, the total of theirs.
+
+    Kernels sum over columns by this function, once behind their loops. So a kernel can run inside a `shard_map` over
+    the axis `COLUMNS`: its inputs are shares of the columns, results without columns are those of all.
+    """
+    return jax.lax.psum(x, COLUMNS) if shares_columns() else x
+
+
+def max_over_columns(x: jax.Array) -> jax.Array:
+    """Returns maxima over columns, as `sum_over_columns`."""
+    return jax.lax.pmax(x, COLUMNS) if shares_columns() else x
+
+
+def key_of_share(key: jax.Array) -> jax.Array:
+    """Returns `key`, a different one for each device that has a share of the columns."""
+    return jax.random.fold_in(key, jax.lax.axis_index(COLUMNS)) if shares_columns() else key
+
+
+def shares_columns() -> bool:
+    """Returns whether a kernel runs on a device that has a share of the columns."""
+    try:
+        jax.lax.axis_size(COLUMNS)
+    except NameError:
+        return False
+    return True
+
+
 @jax.jit
 def finite_rows(rows: list[jax.Array]) -> jax.Array:
     """Returns `[N]` bool: rows without NaN and infinity in all of the matrices."""
@@ -80,9 +163,10 @@ def finite_rows(rows: list[jax.Array]) -> jax.Array:
 
     def check_all():
         every = jnp.ones(norms.shape, bool)
-        return fold_columns(lambda part, leaf, start, ok: ok & jnp.isfinite(part).all(axis=1), every, rows, 4096)
+        ok = fold_columns(lambda part, leaf, start, ok: ok & jnp.isfinite(part).all(axis=1), every, rows, 4096)
+        return sum_over_columns((~ok).astype(jnp.int32)) == 0
 
-    return jax.lax.cond(jnp.isfinite(norms).all(), lambda: jnp.ones(norms.shape, bool), check_all)
+    return if_rare(~jnp.isfinite(norms).all(), check_all, lambda: jnp.ones(norms.shape, bool))
 
 
 def refuse_nonfinite(rows: list[jax.Array], *, name: str = "updates", rows_that_count: jax.Array | None = None) -> None:
@@ -148,6 +232,11 @@ def squared_norms(rows: list[jax.Array]) -> jax.Array:
 
     It is a batched product, because XLA's CPU backend adds the terms of a row reduction one by one, 15 times slower.
     """
+    return sum_over_columns(squares_of_share(rows))
+
+
+def squares_of_share(rows: list[jax.Array]) -> jax.Array:
+    """Returns `squared_norms` without those columns that other devices have; their sum follows behind a loop."""
     return sum(_dot(x, x) for x in rows)
 
 
@@ -177,10 +266,11 @@ def distances_from(rows: list[jax.Array], point: list[jax.Array], usable: jax.Ar
     """
 
     def measure(parts, start, length, found):
-        squares = squared_norms([x - p[None, :] for x, p in zip(parts, point, strict=True)])
-        return jax.lax.dynamic_update_slice_in_dim(found, jnp.sqrt(squares), start, axis=0)
+        squares = squares_of_share([x - p[None, :] for x, p in zip(parts, point, strict=True)])
+        return jax.lax.dynamic_update_slice_in_dim(found, squares, start, axis=0)
 
-    return jnp.where(usable, fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows), jnp.inf)
+    squares = sum_over_columns(fold_rows(measure, jnp.zeros(len(usable), sum_dtype(*rows)), rows))
+    return jnp.where(usable, jnp.sqrt(squares), jnp.inf)
 
 
 def usable_rows(x: jax.Array, usable: jax.Array) -> jax.Array:
@@ -209,7 +299,7 @@ def weighted_sum(x: jax.Array, weights: jax.Array, usable: jax.Array) -> jax.Arr
         return cleaned()
     total = jnp.matmul(weights, x, precision=HIGHEST)
     # 0 · NaN is NaN. In that case, the sum is computed again without the unusable rows.
-    return jax.lax.cond(jnp.isfinite(total).all(), lambda: total, cleaned)
+    return if_rare(~jnp.isfinite(total).all(), cleaned, lambda: total)
 
 
 def column_block(count: int) -> int:
@@ -223,10 +313,21 @@ def symmetric_product(
     """Returns `[N, N]`, the sum of `P Pᵀ` over blocks of columns, with `P = prepare(part, leaf, start)`.
 
     The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. Leaves are not
-    concatenated, and no copy of all rows is held.
+    concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high.
     """
+    blocks = block_size or column_block(len(rows[0]))
+    product = by_platform(
+        rows,
+        cpu=lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, blocks),
+        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, max(x.shape[1] for x in rows)),
+    )
+    return sum_over_columns(product)
+
+
+def _sum_of_strips(rows, prepare, least_height, block_size):
+    """Returns `symmetric_product` with strips of at least that height, and blocks of that number of columns."""
     count = len(rows[0])
-    height = max(STRIP_ROWS, -(-count // NUM_STRIPS))
+    height = max(least_height, -(-count // NUM_STRIPS))
     starts = list(range(0, count, height))
     dtype = sum_dtype(*rows)
 
@@ -235,7 +336,7 @@ def symmetric_product(
         return [s + product_of_rows(p[i : i + height], p[i:], dtype) for i, s in zip(starts, strips, strict=True)]
 
     strips = [jnp.zeros((min(height, count - i), count - i), dtype) for i in starts]
-    strips = fold_columns(add, strips, rows, block_size or column_block(count))
+    strips = fold_columns(add, strips, rows, block_size)
 
     product = jnp.zeros((count, count), dtype)
     for i, strip in zip(starts, strips, strict=True):

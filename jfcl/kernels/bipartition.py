@@ -8,6 +8,7 @@ and the clients that joined before it are one side.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
+from jfcl.kernels.boruvka import weakest_joins
 from jfcl.kernels.dendrogram import complete_linkage
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import (
@@ -115,13 +118,50 @@ def as_min_size(min_size: Any, count: int) -> int:
 def _optimal_bipartition(similarity, active, linkage, min_size=1):
     if linkage == "complete" and len(similarity) > 1:
         return _last_merge(similarity, active)
+    side, cross = bipartitions_of_clusters(similarity, active, None, 1, min_size)
+    return Bipartition(side, cross[0])
+
+
+@jax.jit(static_argnames=("num_clusters", "min_size"))
+def bipartitions_of_clusters(
+    similarity: jax.Array, active: jax.Array, cluster: jax.Array | None, num_clusters: int, min_size: int = 1
+) -> Bipartition:
+    """Returns the `optimal_bipartition` of the active clients of every cluster, for the cost of one.
+
+    Args:
+      similarity: `[N, N]`, symmetric.
+      active: `[N]` bool.
+      cluster: `[N]` int32 in `0..K-1`; None: one cluster of all.
+      num_clusters: `K`.
+      min_size: as in `optimal_bipartition`.
+
+    Returns:
+      `Bipartition(side [N] bool, cross_similarity [K])`.
+    """
+    of = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
     if min_size > 1:
-        return bipartition_of_tree(spanning_tree(similarity, active), active, min_size)
-    step, joined_at = join_order(similarity, active)
-    weakest = jnp.argmin(joined_at)  # the first weakest: the clients before it are connected by larger similarities
-    cross = float_of_key(joined_at[weakest])
-    two = active.sum() >= 2
-    return Bipartition((step >= weakest) & active & two, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
+        edges = spanning_tree(similarity, active, cluster)
+
+        def one(k):
+            members = active & (of == k)
+            return bipartition_of_tree(edges._replace(real=edges.real & members), members, min_size)
+
+        found = jax.lax.map(one, jnp.arange(num_clusters, dtype=jnp.int32))
+        return Bipartition(found.side.any(axis=0), found.cross_similarity)
+
+    def by_prim(similarity, active, of):
+        step, joined_at = join_order(similarity, active, None if cluster is None else of)
+        joined_at = jnp.where(active, joined_at[step], jnp.iinfo(joined_at.dtype).max)  # by client now
+        weakest = jax.ops.segment_min(joined_at, of, num_clusters)
+        # The first weakest: the clients before it are connected by larger similarities.
+        cut = jax.ops.segment_min(jnp.where(joined_at == weakest[of], step, len(step)), of, num_clusters)
+        return (step >= cut[of]) & active, weakest
+
+    by_boruvka = partial(weakest_joins, num_clusters=num_clusters)
+    side, weakest = by_platform(similarity, active, of, cpu=by_prim, accelerator=by_boruvka)
+    two = jax.ops.segment_sum(active.astype(jnp.int32), of, num_clusters) >= 2
+    cross = float_of_key(weakest)
+    return Bipartition(side & two[of], jnp.where(two, cross, jnp.inf).astype(cross.dtype))
 
 
 def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:

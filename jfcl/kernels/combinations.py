@@ -12,7 +12,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.kernels.base import HIGHEST, fold_columns, product_of_rows, squared_norms, usable_rows, weighted_sum
+from jfcl.core.platforms import by_platform
+from jfcl.kernels.base import (
+    HIGHEST,
+    fold_columns,
+    product_of_rows,
+    squared_norms,
+    sum_over_columns,
+    usable_rows,
+    weighted_sum,
+)
 from jfcl.kernels.distances import central_origin, centred_gram
 
 
@@ -34,7 +43,7 @@ class Coefficients(NamedTuple):
 
 def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable: jax.Array) -> Products:
     """Returns the products of `rows` (`[N, d]` each) and `starts` (`[K, d]` each); unusable rows count as zero."""
-    origin = central_origin(rows, usable)
+    origin = origin_of(rows, starts, usable)
     points = centred_gram(rows, origin, usable)
     far = ~(jnp.diagonal(points) < jnp.finfo(points.dtype).max / 16)  # sums of a few products must not overflow either
     points = jnp.where(far[:, None] | far[None, :], jnp.zeros_like(points), points)
@@ -48,8 +57,20 @@ def inner_products(rows: list[jax.Array], starts: list[jax.Array] | None, usable
         return total + product_of_rows(of_starts, usable_rows(part - by[None, :], usable), total.dtype)
 
     zeros = jnp.zeros((len(moved[0]), len(usable)), points.dtype)
-    of_starts = jnp.where(far[None, :], zeros, fold_columns(add, zeros, rows, 4096))
+    of_starts = jnp.where(far[None, :], zeros, sum_over_columns(fold_columns(add, zeros, rows, 4096)))
     return Products(points, far, of_starts, squared_norms(moved))
+
+
+def origin_of(rows: list[jax.Array], starts: list[jax.Array] | None, usable: jax.Array) -> list[jax.Array]:
+    """Returns an origin near the points that count: a central one, or on an accelerator the only centre's start.
+
+    Points within a radius of the centre are near its start, too, and no pass over the points is needed to find it.
+    """
+    if starts is None or len(starts[0]) > 1:
+        return central_origin(rows, usable)
+    return by_platform(
+        rows, starts, usable, cpu=lambda z, c, ok: central_origin(z, ok), accelerator=lambda z, c, ok: [x[0] for x in c]
+    )
 
 
 def at_start(products: Products, num_centers: int) -> Coefficients:

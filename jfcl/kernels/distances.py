@@ -15,6 +15,7 @@ from jfcl.kernels.base import (
     rows_of,
     squared_norms,
     sum_dtype,
+    sum_over_columns,
     symmetric_product,
     usable_rows,
     weighted_sum,
@@ -115,7 +116,7 @@ def _squared_distances_to(rows, others, mask):
     moved = [usable_rows(x - o[None, :], usable) for x, o in zip(rows, origin, strict=True)]
     others = [y - o[None, :] for y, o in zip(others, origin, strict=True)]
     dtype = sum_dtype(*rows)
-    products = sum(product_of_rows(x, y, dtype) for x, y in zip(moved, others, strict=True))
+    products = sum_over_columns(sum(product_of_rows(x, y, dtype) for x, y in zip(moved, others, strict=True)))
     squares = jnp.maximum(squared_norms(moved)[:, None] - 2.0 * products + squared_norms(others)[None, :], 0.0)
     return jnp.where(usable[:, None] & ~jnp.isnan(squares), squares, jnp.inf)
 

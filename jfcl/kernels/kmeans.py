@@ -13,6 +13,7 @@ import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.kernels.base import (
+    COLUMNS,
     HIGHEST,
     finite_rows,
     fold_rows,
@@ -21,8 +22,10 @@ from jfcl.kernels.base import (
     refuse_nonfinite,
     row_mask,
     rows_of,
+    shares_columns,
     squared_norms,
     sum_dtype,
+    symmetric_product,
     usable_rows,
 )
 from jfcl.kernels.distances import central_origin
@@ -119,16 +122,22 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
     points = points.astype(sum_dtype(points))
     usable = mask & finite_rows([points])
     (origin,) = central_origin([points], usable)
-    z = usable_rows(points - origin[None, :], usable)
-    norms = squared_norms([z])
+    z = moved = usable_rows(points - origin[None, :], usable)
+    dim, norms, products, squares_of = z.shape[1], squared_norms([z]), product_of_rows, lambda x: squared_norms([x])
+    in_coefficients = shares_columns()
+    if in_coefficients:
+        # Centres as combinations of the points: only the inner products of the points are summed over columns, once.
+        dim, products, squares_of = dim * jax.lax.axis_size(COLUMNS), *_products_of_combinations(z)
+        z = jnp.eye(len(z), dtype=z.dtype)
     count = jnp.maximum(usable.sum(), 1).astype(z.dtype)
     weights = usable.astype(z.dtype)
     center_of_mass = jnp.matmul(weights, z, precision=HIGHEST) / count
-    variance = jnp.maximum((norms.sum() / count - center_of_mass @ center_of_mass) / z.shape[1], 0.0)
+    of_mass = squares_of(center_of_mass[None, :])[0] if in_coefficients else center_of_mass @ center_of_mass
+    variance = jnp.maximum((norms.sum() / count - of_mass) / dim, 0.0)
 
     def distances(centers):
         """`[N, K]` squared; 0 for unusable points."""
-        squares = norms[:, None] - 2.0 * product_of_rows(z, centers) + squared_norms([centers])[None, :]
+        squares = norms[:, None] - 2.0 * products(z, centers) + squares_of(centers)[None, :]
         return jnp.maximum(squares, 0.0) * weights[:, None]
 
     def inertia(centers, cluster):
@@ -137,7 +146,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         def add(parts, start, length, total):
             block = jax.lax.dynamic_slice_in_dim(cluster, start, length)
             counts = jax.lax.dynamic_slice_in_dim(weights, start, length)
-            return total + squared_norms([parts[0] - centers[block]]) @ counts
+            return total + squares_of(parts[0] - centers[block]) @ counts
 
         return fold_rows(add, jnp.zeros((), z.dtype), [z])
 
@@ -166,7 +175,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         farthest = jnp.argsort(squares.min(axis=1), descending=True)  # the e-th empty cluster takes the e-th farthest
         empty = sizes == 0
         moved = jnp.where(empty[:, None], z[farthest[jnp.cumsum(empty) - 1]], means)
-        return moved, squared_norms([moved - centers]).sum(), step + 1
+        return moved, squares_of(moved - centers).sum(), step + 1
 
     def run(key):
         moving = (start(key), jnp.full((), jnp.inf, z.dtype), 0)
@@ -177,4 +186,18 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
 
     runs = jax.lax.map(run, jax.random.split(key, num_restarts))
     best = jax.tree.map(lambda x: x[jnp.argmin(runs.inertia)], runs)
-    return best._replace(centers=best.centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
+    centers = jnp.matmul(best.centers, moved, precision=HIGHEST) if in_coefficients else best.centers
+    return best._replace(centers=centers + origin[None, :], cluster=jnp.where(usable, best.cluster, -1))
+
+
+def _products_of_combinations(z):
+    """Returns the functions of products and squared norms for combinations of the rows `z`, by their coefficients."""
+    gram = symmetric_product([z], lambda part, leaf, start: part, None)
+
+    def products(x, y):
+        return jnp.matmul(x, jnp.matmul(y, gram, precision=HIGHEST).T, precision=HIGHEST)
+
+    def squares_of(x):
+        return jnp.maximum((x * jnp.matmul(x, gram, precision=HIGHEST)).sum(axis=1), 0.0)
+
+    return products, squares_of

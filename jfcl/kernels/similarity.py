@@ -16,12 +16,17 @@ from jfcl.kernels.base import (
     column_block,
     finite_rows,
     fold_columns,
+    if_rare,
     is_computable,
+    key_of_share,
+    max_over_columns,
     refuse_nonfinite,
     row_mask,
     rows_of,
     squared_norms,
+    squares_of_share,
     sum_dtype,
+    sum_over_columns,
     symmetric_product,
     usable_rows,
 )
@@ -132,19 +137,20 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
 
     def careful():
         largest = jnp.stack([jnp.abs(x).max(axis=1).astype(norms.dtype) for x in rows]).max(axis=0)
+        largest = max_over_columns(largest)
         exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
         power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
 
         def add(part, leaf, start, total):
-            return total + squared_norms([scaled_rows(part, usable, (power, jnp.ones_like(power)))])
+            return total + squares_of_share([scaled_rows(part, usable, (power, jnp.ones_like(power)))])
 
-        return power, fold_columns(add, jnp.zeros_like(norms), rows, column_block(len(norms)))
+        return power, sum_over_columns(fold_columns(add, jnp.zeros_like(norms), rows, column_block(len(norms))))
 
     norms = squared_norms(rows)
     tiny = jnp.finfo(norms.dtype).tiny
     # Numbers above sqrt(tiny/eps) lose nothing to underflow in a sum of squares.
     safe = jnp.isfinite(norms) & (norms > 1e10 * tiny)
-    power, norms = jax.lax.cond((safe | ~usable).all(), plain, careful)
+    power, norms = if_rare(~(safe | ~usable).all(), careful, plain)
     norms = jnp.where(usable, norms, jnp.zeros_like(norms))
     return power, jnp.where(norms > tiny, jax.lax.rsqrt(jnp.maximum(norms, tiny)), jnp.zeros_like(norms))
 
@@ -161,9 +167,11 @@ def signed_sums(
 ) -> jax.Array:
     """Returns `[N, count]`, sums of each row's numbers with random signs, drawn block by block; 0 for unusable rows.
 
-    The signs depend on `key`, on the widths of `rows` and on `block` (columns; default: chosen by `N`).
+    The signs depend on `key`, on the widths of `rows`, on `block` (columns; default: chosen by `N`), and on the device
+    where each has a share of the columns.
     """
     dtype = sum_dtype(*rows)
+    key = key_of_share(key)
 
     def add(part, leaf, start, total):
         place = jax.random.fold_in(jax.random.fold_in(key, leaf), start)
@@ -172,7 +180,8 @@ def signed_sums(
         signs = 1.0 - 2.0 * bits.reshape(part.shape[1], -1)[:, :count].astype(dtype)
         return total + jnp.matmul(usable_rows(part, usable).astype(dtype), signs, precision=HIGHEST)
 
-    return fold_columns(add, jnp.zeros((len(usable), count), dtype), rows, block or column_block(len(usable)))
+    zeros = jnp.zeros((len(usable), count), dtype)
+    return sum_over_columns(fold_columns(add, zeros, rows, block or column_block(len(usable))))
 
 
 class SimilaritySummary(NamedTuple):

@@ -1,8 +1,10 @@
 """Maximum spanning trees of similarities, and their weakest edge that leaves enough clients on both sides.
 
-Prim's algorithm takes N steps over one row of similarities each. The Euler tour of a tree passes every edge twice.
-Between the two lies the subtree below the edge, so the positions on the tour give the sizes of all subtrees at once.
-Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole arrays, at any depth.
+Prim's algorithm takes N steps over one row of similarities each. Clients of different clusters count as less similar
+than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The Euler tour of a
+tree passes every edge twice. Between the two lies the subtree below the edge, so the positions on the tour give the
+sizes of all subtrees at once. Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole
+arrays, at any depth.
 """
 
 from __future__ import annotations
@@ -56,33 +58,51 @@ class TreeEdges(NamedTuple):
     real: jax.Array
 
 
-def join_order(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+def key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns three keys: below that of any float, the next one, which stands between clusters, and above."""
+    lowest, highest = jnp.iinfo(kind).min, jnp.iinfo(kind).max
+    return jnp.array(lowest, kind), jnp.array(lowest + 1, kind), jnp.array(highest, kind)
+
+
+def _keys_of(client: jax.Array, similarity: jax.Array, cluster: jax.Array | None) -> jax.Array:
+    """Returns `[N]`, the keys of one client's similarities; those to other clusters are the lowest but one."""
+    keys = order_key(jax.lax.dynamic_index_in_dim(similarity, client, keepdims=False))
+    return keys if cluster is None else jnp.where(cluster == cluster[client], keys, key_limits(keys.dtype)[1])
+
+
+def join_order(
+    similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Runs Prim's algorithm from the first active client, ties to the lowest index.
+
+    Args:
+      similarity: `[N, N]`.
+      active: `[N]` bool.
+      cluster: `[N]` int32; default: one cluster of all. The clusters' clients join one cluster after the other, in each
+        from its first active client on.
 
     Returns:
       `step` `[N]` int32: when each client joins the tree, the first active one at 0 (undefined for inactive ones);
-      `joined_at` `[N]` integer keys: the similarity at which the client of step `t` joins, the largest key at step 0
-      and after the last active client.
+      `joined_at` `[N]` integer keys: the similarity at which the client of step `t` joins, the largest key for the
+      first client of a cluster and after the last active client.
     """
     count = len(similarity)
-    lowest, largest = (getattr(jnp.iinfo(_bits(order_key(similarity[:1]).dtype)[0]), name) for name in ("min", "max"))
     first = jnp.argmax(active).astype(jnp.int32)
     num_active = active.sum()
     kind = order_key(similarity[0]).dtype
-    out = jnp.array(lowest, kind)
+    out, apart, largest = key_limits(kind)
     # `best` is each client's largest similarity to the tree, and at most `limit`, which is the lowest key for clients
     # that are in the tree already, or inactive.
-    limit = jnp.where(active, jnp.array(largest, kind), out).at[first].set(out)
+    limit = jnp.where(active, largest, out).at[first].set(out)
 
     def put(array, value, place):
         return jax.lax.dynamic_update_index_in_dim(array, value, place, 0)
 
     def join(t, carry):
         best, limit, newest, step, joined_at = carry
-        row = order_key(jax.lax.dynamic_index_in_dim(similarity, newest, keepdims=False))
-        best = jnp.minimum(jnp.maximum(best, row), limit)
+        best = jnp.minimum(jnp.maximum(best, _keys_of(newest, similarity, cluster)), limit)
         highest, newest = first_max(best)
-        highest = jnp.where(t < num_active, highest, jnp.array(largest, kind))
+        highest = jnp.where((t < num_active) & (highest > apart), highest, largest)
         step = put(step, jnp.where(t < num_active, t, step[newest]), newest)
         return best, put(limit, out, newest), newest, step, put(joined_at, highest, t)
 
@@ -91,20 +111,19 @@ def join_order(similarity: jax.Array, active: jax.Array) -> tuple[jax.Array, jax
         limit,
         first,
         jnp.zeros(count, jnp.int32),
-        jnp.full(count, jnp.array(largest, kind)),
+        jnp.full(count, largest),
     )
     return jax.lax.fori_loop(1, count, join, carry)[3:]
 
 
-def spanning_tree(similarity: jax.Array, active: jax.Array) -> TreeEdges:
-    """Returns the maximum spanning tree of the active clients; edge `i` joins client `i` to its parent.
+def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None) -> TreeEdges:
+    """Returns each cluster's maximum spanning tree of active clients; edge `i` joins client `i` to its parent.
 
     Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
     that is the lowest other one.
     """
     count = len(similarity)
-    kind = order_key(similarity[:1]).dtype
-    out = jnp.array(jnp.iinfo(kind).min, kind)
+    out, apart, _ = key_limits(order_key(similarity[:1]).dtype)
     places = jnp.arange(count, dtype=jnp.int32)
     root = jnp.argmax(active).astype(jnp.int32)
 
@@ -113,7 +132,7 @@ def spanning_tree(similarity: jax.Array, active: jax.Array) -> TreeEdges:
 
     def join(_, carry):
         best, parent, outside, newest = carry
-        row = order_key(jax.lax.dynamic_index_in_dim(similarity, newest, keepdims=False))
+        row = _keys_of(newest, similarity, cluster)
         closer = outside & ((row > best) | ((row == best) & (newest < parent)))
         best, parent = jnp.where(closer, row, best), jnp.where(closer, newest, parent)
         low, high = jnp.minimum(places, parent), jnp.maximum(places, parent)
@@ -124,7 +143,7 @@ def spanning_tree(similarity: jax.Array, active: jax.Array) -> TreeEdges:
 
     carry = (jnp.full(count, out), jnp.full(count, count, jnp.int32), active & (places != root), root)
     best, parent, _, _ = jax.lax.fori_loop(1, count, join, carry)
-    real = active & (places != root)
+    real = active & (places != root) & (best > apart)
     return TreeEdges(places, jnp.where(real, parent, places), best, real)
 
 

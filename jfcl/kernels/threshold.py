@@ -16,12 +16,14 @@ from jfcl.kernels.base import (
     PyTree,
     distances_from,
     finite_rows,
+    if_rare,
     is_computable,
     refuse_nonfinite,
     row_mask,
     rows_of,
     squared_norms,
     sum_dtype,
+    sum_over_columns,
     usable_rows,
     weighted_sum,
 )
@@ -96,22 +98,8 @@ def threshold_clustering(
         check(found == shapes, "centers", found, f"[K, ...] with the shapes {shapes}, as the points have")
         starts = [c.astype(x.dtype) for c, x in zip(rows_of(centers, name="centers"), rows, strict=True)]
     num_centers = len(rows[0]) if starts is None else len(starts[0])
-    check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
-    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
-    check(quantile_rule in QUANTILE_RULES, "quantile_rule", quantile_rule, f"one of {QUANTILE_RULES}")
     check(form in FORMS, "form", form, f"one of {FORMS}")
-    rule = quantile_rule if radius is None else "radius"
-    if isinstance(radius, str):
-        check(radius == THREE_MEANS, "radius", radius, f'a number, an array or "{THREE_MEANS}"')
-        rule, radius = THREE_MEANS, 0.0
-    name, limit = ("radius", radius) if quantile is None else ("quantile", quantile)
-    limit = jnp.asarray(limit, dtype)
-    accepted = ((), (num_centers,), (num_rounds, num_centers))
-    check(limit.shape in accepted, name, limit.shape, f"of one of the shapes {accepted}")
-    if is_computable(limit):
-        check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
-        check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
-    limits = jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], accepted[2])
+    limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype)
     mask = row_mask(mask, len(rows[0]))
     weights = check_weights(points, weights)
     refuse_nonfinite(rows, name="points", rows_that_count=mask)
@@ -126,6 +114,87 @@ def threshold_clustering(
         moved = [jnp.where(usable[:, None], v, 0.0) for v in moved]
     ahead = (num_rounds, num_centers) if trajectory else (num_centers,)
     return jax.tree.unflatten(structure, [v.reshape(*ahead, *s) for v, s in zip(moved, shapes, strict=True)])
+
+
+def center_from_row(
+    points: PyTree,
+    row: jax.Array,
+    *,
+    radius: Any = None,
+    quantile: Any = None,
+    num_rounds: int,
+    weights: jax.Array,
+    mask: jax.Array,
+    quantile_rule: str = "linear",
+) -> PyTree:
+    """Returns `threshold_clustering` with one centre, which starts at point `row` `[]`; fast on a GPU or TPU.
+
+    The centre is a combination of the points, so that its distances follow from the inner products of the points. There
+    is no pass over the points besides these products and the result. The error of the distances is `eps` times the
+    squared norms of the points. Where that is too much for the radius, or a point is not finite, the centre is computed
+    again in the direct form.
+    """
+    leaves, structure = jax.tree.flatten(points)
+    limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, 1, sum_dtype(*leaves))
+    # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
+    products = sum(
+        jax.lax.platform_dependent(x, tpu=all_products, default=lambda x: all_products(x.reshape(len(x), -1)))
+        for x in leaves
+    )
+    norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
+
+    def move(carry, limit):
+        at, rough = carry
+        to_points = jnp.matmul(products, at, precision=HIGHEST)
+        norm = at @ to_points
+        distances = jnp.sqrt(jnp.maximum(norms - 2.0 * to_points + norm, 0.0))
+        distances = jnp.where(mask, distances, jnp.inf)[None, :]
+        radius = _radii(distances, mask, limit, rule)
+        inside = _inside(distances, mask, radius, rule)[0] * share
+        rough = rough | is_rough(distances[0], norms, norm, radius[0])
+        return (inside + (1.0 - inside.sum()) * at, rough), None
+
+    start = (jnp.arange(len(mask)) == row).astype(limits.dtype), ~jnp.isfinite(norms).all()
+    (at, rough), _ = jax.lax.scan(move, start, limits)
+
+    def direct():
+        given = {"radius": radius, "quantile": quantile, "quantile_rule": quantile_rule, "num_rounds": num_rounds}
+        own = jax.tree.map(lambda x: x[row][None], points)
+        return threshold_clustering(points, own, **given, weights=weights, mask=mask, form="direct")
+
+    def combined():
+        sums = [jnp.tensordot(at, x.astype(at.dtype), 1, precision=HIGHEST) for x in leaves]
+        return jax.tree.unflatten(structure, [s.astype(x.dtype)[None] for s, x in zip(sums, leaves, strict=True)])
+
+    return if_rare(rough, direct, combined)
+
+
+def all_products(x: jax.Array) -> jax.Array:
+    """Returns `[N, N]`, the inner products of the rows of `x` `[N, ...]`, exactly symmetric."""
+    inner = tuple(range(1, x.ndim))
+    dims = ((inner, inner), ((), ()))
+    product = jax.lax.dot_general(x, x, dims, precision=HIGHEST, preferred_element_type=sum_dtype(x))
+    upper = jnp.arange(len(x))[:, None] <= jnp.arange(len(x))[None, :]
+    return jnp.where(upper, product, product.T)
+
+
+def _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype) -> tuple[jax.Array, str]:
+    """Returns radii or quantiles `[num_rounds, K]`, and the rule by which they are used, after a check of them."""
+    check(num_rounds >= 1, "num_rounds", num_rounds, "at least 1")
+    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "exactly one of the two")
+    check(quantile_rule in QUANTILE_RULES, "quantile_rule", quantile_rule, f"one of {QUANTILE_RULES}")
+    rule = quantile_rule if radius is None else "radius"
+    if isinstance(radius, str):
+        check(radius == THREE_MEANS, "radius", radius, f'a number, an array or "{THREE_MEANS}"')
+        rule, radius = THREE_MEANS, 0.0
+    name, limit = ("radius", radius) if quantile is None else ("quantile", quantile)
+    limit = jnp.asarray(limit, dtype)
+    accepted = ((), (num_centers,), (num_rounds, num_centers))
+    check(limit.shape in accepted, name, limit.shape, f"of one of the shapes {accepted}")
+    if is_computable(limit):
+        check((limit >= 0).all(), name, limit.tolist(), "at least 0, and not NaN")
+        check(name == "radius" or (limit <= 1).all(), name, limit.tolist(), "within [0, 1]")
+    return jnp.broadcast_to(limit if limit.ndim == 2 else jnp.atleast_1d(limit)[None, :], accepted[2]), rule
 
 
 def gram_is_cheaper(count: int, num_centers: int, num_rounds: int) -> bool:
@@ -180,9 +249,18 @@ def _three_means(ordered: jax.Array, num_iters: int = 50) -> jax.Array:
     return (means.sum(axis=1) - means.min(axis=1)) / 2.0
 
 
-def _inside(distances, usable, limit, rule):
+def is_rough(distances: jax.Array, norms: jax.Array, norm: jax.Array, radius: jax.Array) -> jax.Array:
+    """Returns `[]` bool: the radius is not much above the error of `distances` `[N]` from inner products.
+
+    That error is `eps` times the squared norms, `norms` `[N]` of the points near the centre and `norm` of the centre.
+    """
+    near = jnp.maximum(jnp.where(distances <= 2.0 * radius, norms, 0.0).max(), norm)
+    return ~(radius * radius > 1e-3 * near)
+
+
+def _inside(distances, usable, radius, rule):
     """Returns `[K, N]` floats, 1 for the points inside each centre's radius."""
-    radius = _radii(distances, usable, limit, rule)[:, None]
+    radius = radius[:, None]
     inside = distances < radius if rule == "index_strict" else distances <= radius
     return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype)  # overflown: far from all
 
@@ -194,7 +272,7 @@ def _gram(rows, starts, limits, weights, usable, *, rule, trajectory):
 
     def move(at, limit):
         distances = jnp.where(usable[None, :], combinations.distances(products, at), jnp.inf)
-        inside = _inside(distances, usable, limit, rule) * share[None, :]
+        inside = _inside(distances, usable, _radii(distances, usable, limit, rule), rule) * share[None, :]
         stay = 1.0 - inside.sum(axis=1)
         at = combinations.Coefficients(inside + stay[:, None] * at.a, stay * at.b)
         return at, at if trajectory else None
@@ -212,25 +290,21 @@ def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
     norms = squared_norms(rows)
 
     def measure(center, limit):
-        """Returns distances from one centre.
-
-        The error of inner products is `eps` times the squared norms. Where the radius is not much larger, distances are
-        computed from differences, at twice the cost.
-        """
+        """Returns distances from one centre; where those from inner products are rough, from differences."""
         product = partial(jnp.matmul, precision=HIGHEST, preferred_element_type=norms.dtype)
-        norm = sum(product(c, c) for c in center)
-        cross = sum(product(x, c) for x, c in zip(rows, center, strict=True))
+        norm, cross = sum_over_columns(
+            (sum(product(c, c) for c in center), sum(product(x, c) for x, c in zip(rows, center, strict=True)))
+        )
         quick = jnp.where(usable, jnp.sqrt(jnp.maximum(norms - 2.0 * cross + norm, 0.0)), jnp.inf)
         radius = _radii(quick[None, :], usable, limit[None], rule)[0]
-        near = jnp.maximum(jnp.where(quick <= 2.0 * radius, norms, 0.0).max(), norm)
-        rough = ~(radius * radius > 1e-3 * near)
-        exact = jax.lax.cond(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
+        rough = is_rough(quick, norms, norm, radius)
+        exact = if_rare(rough, lambda: distances_from(rows, center, usable).astype(quick.dtype), lambda: quick)
         return exact.astype(limit.dtype)
 
     def one(start_and_limits):
         def move(center, limit):
-            distances = measure(center, limit)
-            inside = _inside(distances[None, :], usable, limit[None], rule)[0] * share
+            distances = measure(center, limit)[None, :]
+            inside = _inside(distances, usable, _radii(distances, usable, limit[None], rule), rule)[0] * share
             stay = 1.0 - inside.sum()
             center = [
                 weighted_sum(x, inside, usable) + stay.astype(c.dtype) * c for x, c in zip(rows, center, strict=True)

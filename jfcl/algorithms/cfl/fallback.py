@@ -9,6 +9,7 @@ from jfcl.algorithms.cfl.state import CFLState
 from jfcl.client import losses
 from jfcl.core import Clients, Task
 from jfcl.execution import mapping
+from jfcl.kernels.base import if_rare
 
 
 def num_training(size: jax.Array, validation: float) -> jax.Array:
@@ -72,4 +73,4 @@ def undo_harmful_splits(
             ),
         ), undo.sum().astype(jnp.int32)
 
-    return jax.lax.cond(due.any(), judge, lambda: (state, jnp.zeros((), jnp.int32)))
+    return if_rare(due.any(), judge, lambda: (state, jnp.zeros((), jnp.int32)))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
 from jfcl.algorithms.cfl import server
-from jfcl.algorithms.cfl.bipartitions import DENSE_UP_TO
 from jfcl.algorithms.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
 from jfcl.algorithms.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
 from jfcl.algorithms.cfl.privacy import hide, privacy_code, reveal
@@ -42,6 +41,7 @@ from jfcl.core import (
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
+from jfcl.kernels.base import DENSE_UP_TO, if_rare
 
 SIMILARITIES = ("updates", "gradients")
 
@@ -208,7 +208,7 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
 
     if not isinstance(state.sides, Sides):
         return of_cluster()
-    return jax.lax.cond(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
+    return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
 
 
 def train_client(options: Options, state: CFLState) -> Callable:

@@ -18,7 +18,7 @@ from jfcl.algorithms.cfl.last_updates import enough_known
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.core import PyTree
 from jfcl.execution import mapping
-from jfcl.kernels.base import finite_rows, rows_of, squared_norms
+from jfcl.kernels.base import finite_rows, if_rare, rows_of, squared_norms
 
 
 class Rules(NamedTuple):
@@ -156,16 +156,17 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
 
     def compare():
         options = {"min_size": rules.min_size, "linkage": rules.linkage}
-        return bipartitions(vectors, state.cluster, voice, wanted, **options)
+        return bipartitions(vectors, state.cluster, voice, wanted, client_axis, **options)
 
     nothing = no_splits(capacity, len(voice))
-    splits = jax.lax.cond(wanted.any(), compare, lambda: nothing)
+    splits = if_rare(wanted.any(), compare, lambda: nothing)
     accepted = wanted & rules.accept(splits)
     metrics = {"decisions": wanted.sum().astype(jnp.int32)}
     if rules.thresholds is not None:
         metrics["thresholds"] = rules.thresholds(state)
     if rules.true_cluster is not None:
-        metrics["separation_gap"] = separation_gaps(vectors, state.cluster, voice, rules.true_cluster, capacity)
+        known = rules.true_cluster, capacity, client_axis
+        metrics["separation_gap"] = separation_gaps(vectors, state.cluster, voice, *known)
 
     # The decision, and the mean of each cluster after it: the children of a split average their own clients' updates.
     found = Found(vectors, voice, members, stationary, splits, accepted)

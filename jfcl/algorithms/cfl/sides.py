@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.core import PyTree
-from jfcl.kernels.base import product_of_rows, rows_of
+from jfcl.kernels.base import if_rare, product_of_rows, rows_of
 from jfcl.kernels.similarity import scaled_rows, unit_scale
 
 LATER_THAN_ALL = jnp.iinfo(jnp.int32).max
@@ -197,5 +197,5 @@ def place_pending(
         return toward, sides._replace(placed=placed, changing=still), moved
 
     still = (state.cluster, sides, jnp.zeros_like(pending))
-    cluster, sides, moved = jax.lax.cond((pending | changing).any(), compare, lambda: still)
+    cluster, sides, moved = if_rare((pending | changing).any(), compare, lambda: still)
     return state._replace(cluster=cluster, sides=sides), moved

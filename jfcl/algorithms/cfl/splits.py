@@ -10,7 +10,7 @@ from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.sides import Sides, missed_splits, place_pending, split_sides
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.core import PyTree
-from jfcl.kernels.base import rows_of
+from jfcl.kernels.base import if_rare, rows_of
 from jfcl.kernels.similarity import signed_sums
 
 SKETCH_COLUMNS = 4096  # columns of one block of a sketch; signs are drawn per block, so another number changes sketches
@@ -80,7 +80,7 @@ def carry_out(
         )
         return recorded, *split_sides(state, vectors, voice, silent, moves, into)
 
-    tree, sides, moves = jax.lax.cond(was_split.any(), record, lambda: (tree, state.sides, moves))
+    tree, sides, moves = if_rare(was_split.any(), record, lambda: (tree, state.sides, moves))
     state = state._replace(
         cluster=jnp.where(moves, into[state.cluster], state.cluster).astype(jnp.int32),
         active=state.active.at[into].set(True, mode="drop"),
