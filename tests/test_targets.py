@@ -1,0 +1,79 @@
+"""Every method compiles for a TPU slice that is not here: what travels between chips, and at which precision.
+
+The tests need libtpu (docs/plan.md) and are slow; without it they are skipped.
+"""
+
+import math
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_methods import ONE_STEP, OPTIONS
+
+import jfcl
+from jfcl.algorithms import METHODS
+from jfcl.core import Clients
+from jfcl.execution import cost, targets
+
+pytestmark = pytest.mark.slow
+SLICE = "v5e:2x2"
+N, M = 24, 12
+MODELS = {"mlp": (jfcl.models.MLP(10, hidden=(16,)), (8, 8, 1)), "cnn": (jfcl.models.CNNMnist(10), (16, 16, 1))}
+MOST_COLLECTIVES = 40
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    try:
+        return targets.mesh(SLICE)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def compiled(name, model, mesh):
+    """The texts of `init` and `step`, compiled for the clients divided among four chips."""
+    module, shape = MODELS[model]
+    task = jfcl.models.classification(module, shape, 10)
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=1 if name in ONE_STEP else 3)
+    options = OPTIONS.get(name, {}) | ({"cluster": np.arange(N) % 2} if name == "oracle" else {})
+    algorithm = partial(METHODS[name].make, **options)(task, training, client_axis=jfcl.sharded(mesh, jax.vmap))
+    split, same = NamedSharding(mesh, PartitionSpec("clients")), NamedSharding(mesh, PartitionSpec())
+    shaped = partial(jax.ShapeDtypeStruct, sharding=split)
+    examples = {"x": shaped((N, M, *shape), np.float32), "y": shaped((N, M), np.int32)}
+    clients = Clients(examples, shaped((N,), np.int32), shaped((N,), np.int32))
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=same)
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.shape[:1] == (N,) else same)
+
+    state = jax.tree.map(placed, jax.eval_shape(algorithm.init, key, clients))
+    options = {"exec_time_optimization_effort": -1.0}  # faster; what travels does not depend on it
+    init = jax.jit(algorithm.init).lower(key, clients).compile(compiler_options=options)
+    step = jax.jit(algorithm.step).lower(key, state, clients).compile(compiler_options=options)
+    return init.as_text(), step.as_text()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_compiles_for_a_slice(name, model, mesh):
+    shape = MODELS[model][1]
+    for text in compiled(name, model, mesh):
+        found = cost.price(text, targets.target(SLICE))
+        count = sum(number for number, _ in found.collectives.values())
+        assert count <= MOST_COLLECTIVES, found.collectives
+        assert not [loop for loop in found.loops if loop.collectives], "a loop communicates in every trip"
+
+        # No client's examples travel, in whatever shape; Federated-Clustering's models meet batches of all clients.
+        sent = re.findall(r"= (\(?\w+\[[^=]*?) (?:all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
+        sizes = {math.prod(map(int, dims.split(","))) for one in sent for dims in re.findall(r"\w+\[([\d,]+)\]", one)}
+        pixels = M * math.prod(shape)
+        if name != "federated_clustering":
+            assert not sizes & {pixels * n for n in (1, N // 4, N)}, sizes
+
+        # Kernels compute in full precision whatever training does.
+        kernels = found.precision.get("kernels", {})
+        assert set(kernels) <= {"float32"}, kernels
