@@ -68,7 +68,7 @@ def test_every_method_compiles_for_a_slice(name, model, mesh):
         assert not [loop for loop in found.loops if loop.collectives], "a loop communicates in every trip"
 
         # No client's examples travel, in whatever shape; Federated-Clustering's models meet batches of all clients.
-        sent = re.findall(r"= (\(?\w+\[[^=]*?) (?:all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
+        sent = re.findall(rf"= (\(?\w+\[[^=]*?) (?:{'|'.join(cost.COLLECTIVES)})(?:-start)?\(", text)
         sizes = {math.prod(map(int, dims.split(","))) for one in sent for dims in re.findall(r"\w+\[([\d,]+)\]", one)}
         pixels = M * math.prod(shape)
         if name != "federated_clustering":
