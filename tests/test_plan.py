@@ -459,6 +459,15 @@ def test_the_command_refuses(on_cpu, options, said, capsys):
     assert said in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_the_command_explains_itself(capsys):
+    for arguments in (["plan", "--help"], ["plan", "cfl", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        printed = capsys.readouterr().out
+        assert "--target" in printed and "jfcl plan" in printed and "--local-steps" in printed
+        assert ("--eps-1" in printed) == ("cfl" in arguments)
+
+
 def test_a_folder_of_a_run_is_not_written_into(on_cpu, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["plan", "fedavg", *QUICK, "--target", "h100:2", "--out", str(tmp_path)]) == 2
