@@ -217,8 +217,8 @@ class _Pricing:
             size -= sum(a.nbytes for a in self._operands(name, i))
         sent = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n}.get(kind, 1)
         seconds = sent * size / self.chip.link + LATENCY
-        key = f"collectives: {kind}"
-        return Counter({("network", key): seconds, ("sent", kind): size, ("count", kind): 1, ("instructions",): 1})
+        part = f"{self._part(i)} ({kind})"
+        return Counter({("network", part): seconds, ("sent", kind): size, ("count", kind): 1, ("instructions",): 1})
 
     def _operands(self, name: str, i: Instruction) -> list[hlo.Array]:
         known = self.program.computations[name]
@@ -295,6 +295,7 @@ def _precision(i: Instruction, dtypes: set[str], is_tpu: bool) -> str:
         return f"bfloat16 x {passes}" if passes.isdigit() else "bfloat16"
     if "tf32" in algorithm:
         return "tf32"
+    dtypes = dtypes - {"pred"} or dtypes  # a mask takes the other one's
     if not dtypes <= {"f32", "bf16", "f16"}:
         return "float64" if "f64" in dtypes else "/".join(sorted(dtypes))
     asked = re.search(r'operand_precision"?[=:][{\[]"?(\w+)', i.attributes)

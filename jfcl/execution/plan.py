@@ -105,10 +105,11 @@ class Plan(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled program: its text, and its memory."""
+    """A compiled program: its text, its memory, and its predicted cost."""
 
     text: str
     memory: Memory
+    cost: Cost
 
 
 class _Refused(NamedTuple):
@@ -227,7 +228,7 @@ class _Work:
         kind, chunk = _described(axis)
         if isinstance(found, _Refused):
             return Candidate(kind, chunk, found.needed + self.others, None)
-        return Candidate(kind, chunk, found.memory.total + self.others, price(found.text, self.target).seconds)
+        return Candidate(kind, chunk, found.memory.total + self.others, found.cost.seconds)
 
     def compiled(self, jobs: list[tuple[Callable, int, tuple]], names: list[str], steps: int):
         """Returns the programs of functions, their numbers of arguments, and their arguments."""
@@ -280,7 +281,8 @@ class _Work:
             if needed is None:
                 raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
             return _Refused(max(needed, int(self.target.chip.memory) + 1))
-        return _Compiled(compiled.as_text(), memory_of(compiled))
+        text = compiled.as_text()
+        return _Compiled(text, memory_of(compiled), price(text, self.target))
 
     def described(
         self, axis: Any, found: _Compiled | _Refused, start: _Compiled | _Refused, compared: list[Candidate]
@@ -304,9 +306,9 @@ class _Work:
             other_bytes=self.others,
             needed_bytes=max(needed) + self.others,
             limit_bytes=limit,
-            cost=None if isinstance(found, _Refused) else price(found.text, self.target),
+            cost=None if isinstance(found, _Refused) else found.cost,
             common=None if isinstance(found, _Refused) else price(found.text, self.target, rare=False),
-            init_seconds=None if isinstance(start, _Refused) else price(start.text, self.target).seconds,
+            init_seconds=None if isinstance(start, _Refused) else start.cost.seconds,
             candidates=compared,
             advice="" if fits else self.advice(max(needed) + self.others, chunk),
             step_hlo="" if isinstance(found, _Refused) else found.text,

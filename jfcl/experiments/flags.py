@@ -131,7 +131,8 @@ class _RunHelp(argparse._HelpAction):
             add_help=False,
             **PLAIN,
         )
-        run_parser(of_method, method).print_help()
+        add = _plan_parser if parser.prog.endswith("plan") else run_parser
+        add(of_method, method).print_help()
         parser.exit()
 
 
@@ -165,7 +166,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     what = "run one method and keep its results in a folder"
     run_parser(commands.add_parser("run", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     what = "compile a run for a TPU or GPU that is not there: does it fit, and how long may a round take"
-    _add_plan(commands.add_parser("plan", help=what, description=_sentence(what), add_help=False, **PLAIN))
+    _plan_parser(commands.add_parser("plan", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
@@ -183,13 +184,11 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `jfcl plan`: those of `jfcl run`, of which a plan leaves some unused, and the target."""
-    target = parser.add_argument_group("Target")
-    target.add_argument(
-        "--target", metavar="NAME", help="v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
-    )
-    run_parser(parser, None)
+def _plan_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
+    """Adds the arguments of `jfcl plan` to a parser: the target, and those of `jfcl run`."""
+    known = "v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
+    parser.add_argument_group("Target").add_argument("--target", metavar="NAME", help=known)
+    return run_parser(parser, method)
 
 
 def _add_reproduce(commands: argparse._SubParsersAction) -> None:

@@ -152,7 +152,7 @@ def _facts_table(found: Plan, config: Config) -> Table:
     limit = size_text(found.limit_bytes)
     sizes = {
         "data": found.data_bytes,
-        "state": found.argument_bytes - found.data_bytes,
+        "state and padding": found.argument_bytes - found.data_bytes,
         "results": found.output_bytes,
         "temporaries": found.temp_bytes,
         "tests": found.other_bytes,
@@ -207,7 +207,7 @@ def picture(found: Plan) -> Figure:
     bottom = 0.0
     sizes = {
         "data": found.data_bytes,
-        "state": max(found.argument_bytes - found.data_bytes, 0),
+        "state and padding": max(found.argument_bytes - found.data_bytes, 0),
         "results": found.output_bytes,
         "temporaries": found.temp_bytes,
         "tests": found.other_bytes,
