@@ -75,7 +75,7 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_parse(page):
-    shell = "\n".join(code for _, code in blocks(page, "sh"))
+    shell = "\n".join(code for _, code in blocks(page, "sh")).replace("\\\n", " ")
     indented = "\n".join(re.findall(r"^    (jfcl .*)$", page.read_text().replace("\\\n", " "), flags=re.MULTILINE))
     lines = re.findall(r"^(?:srun [-\w ]+ )?(jfcl [^#\n]*?)\s*(?:\s#.*)?$", f"{shell}\n{indented}", flags=re.MULTILINE)
     for line in lines:

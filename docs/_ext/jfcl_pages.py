@@ -16,11 +16,13 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+from docutils import nodes
 from pictures import PICTURES, picture
 
 from jfcl.algorithms import METHODS
 from jfcl.core.options import Option, argument_texts
-from jfcl.experiments.config import groups
+from jfcl.experiments.config import STANDS_FOR, groups
+from jfcl.experiments.flags import flag_of
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -97,7 +99,11 @@ def options_of(name: str) -> str:
     texts = {option: text_of(method.make, option) for option in method.declared}
     if not texts:
         return "The method has no options of its own beside those of every run (`jfcl run --help`)."
-    return table_of(method.declared, texts)
+    table = table_of(method.declared, texts)
+    others = [option for option in method.declared if option in method.defaults]
+    names = ", ".join(f"`{option}`" for option in others)
+    note = f"\n\nThe default of {names} is that of `jfcl run`; the factory's is in its signature."
+    return table + (note if others else "")
 
 
 def options_of_every_run() -> str:
@@ -112,12 +118,13 @@ def options_of_every_run() -> str:
 
 def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
     """Returns a table of options in Markdown, with a text for each."""
+    flags = {argument: name for name, arguments in STANDS_FOR.items() for argument in arguments}
     lines = ["| option, flag | values | default | meaning |", "|---|---|---|---|"]
     for option in options.values():
         ranges = [accepted(m) for m in option.metadata if hasattr(m, "check")]
         kind = ", ".join(r for r in ranges if r) or {bool: "yes or no"}.get(option.kind, option.kind.__name__)
         default = "–" if option.default is None else f"`{option.default}`"
-        flag = "--" + option.name.replace("_", "-")
+        flag = flag_of(flags.get(option.name, option.name))
         cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
@@ -195,9 +202,11 @@ def join_names(app, what, name, obj, options, lines: list[str]) -> None:
             i += 1
 
 
-def draw_dashes(app, what, name, obj, options, lines: list[str]) -> None:
-    """Makes the two hyphens a dash that napoleon puts behind a name."""
-    lines[:] = [line.replace("** -- ", "** – ").replace("` -- ", "` – ") for line in lines]
+def draw_dashes(app, doctree) -> None:
+    """Makes dashes of the two hyphens that Sphinx puts behind names of parameters and errors."""
+    for text in list(doctree.findall(nodes.Text)):
+        if " -- " in text and not isinstance(text.parent, (nodes.literal, nodes.literal_block)):
+            text.parent.replace(text, nodes.Text(text.replace(" -- ", " – ")))
 
 
 def setup(app):
@@ -205,5 +214,5 @@ def setup(app):
     app.connect("builder-inited", generate)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
-    app.connect("autodoc-process-docstring", draw_dashes, priority=600)
+    app.connect("doctree-read", draw_dashes)
     return {"parallel_read_safe": True}
