@@ -80,7 +80,10 @@ def page_of(name: str, described: dict[int, str]) -> str:
         if id(value) in described:
             elsewhere.append(described[id(value)])
         elif inspect.isclass(value):
-            entries.append(f".. autoclass:: {name}.{public}")
+            kinds = (types.FunctionType, classmethod, staticmethod, property)
+            methods = [m for m, v in vars(value).items() if not m.startswith("_") and isinstance(v, kinds)]
+            members = f"\n   :members: {', '.join(methods)}\n   :member-order: bysource" if methods else ""
+            entries.append(f".. autoclass:: {name}.{public}{members}")
         elif callable(value) and not isinstance(value, types.GenericAlias):
             entries.append(f".. autofunction:: {name}.{public}")
         else:
