@@ -122,3 +122,9 @@ def test_every_public_function_has_an_example(module):
     functions = [getattr(module, name) for name in module.__all__]
     without = [f.__name__ for f in functions if inspect.isfunction(f) and ">>>" not in (f.__doc__ or "")]
     assert not without
+
+
+def test_the_api_has_every_public_module():
+    text = (DOCS / "_ext" / "jfcl_pages.py").read_text()
+    modules = [name for name in jfcl.__all__ if inspect.ismodule(getattr(jfcl, name))]
+    assert [name for name in [*modules, "experiments"] if f'"jfcl.{name}": ' not in text] == []

@@ -35,6 +35,8 @@ MODULES = {
         "jfcl.augment": "random changes to training images",
         "jfcl.mapping": "from one client to all: chunks, devices, hosts",
         "jfcl.hosts": "several processes in one run",
+        "jfcl.targets": "TPUs and GPUs that a run is compiled for",
+        "jfcl.execution.plan": "the result of `jfcl.plan`",
         "jfcl.attacks": "attacks on updates and on data",
         "jfcl.metrics": "evaluation, and recovery of the clusters",
         "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
@@ -184,6 +186,11 @@ def api_index() -> str:
     return "\n\n".join(parts)
 
 
+def outdated(app, env, added, changed, removed) -> list[str]:
+    """Returns the pages that take something from the library, which may have changed where the page has not."""
+    return [name for name in env.found_docs if "<!-- " in Path(env.doc2path(name)).read_text()]
+
+
 def read(app, docname: str, source: list[str]) -> None:
     """Fills in what a page takes from the library, and mends links that lead out of this folder."""
     text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
@@ -215,6 +222,7 @@ def draw_dashes(app, doctree) -> None:
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", generate)
+    app.connect("env-get-outdated", outdated)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
     app.connect("doctree-read", draw_dashes)
