@@ -34,7 +34,7 @@ autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 napoleon_use_param = False  # several names may share an entry
 napoleon_use_rtype = False
-napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_custom_sections = [("Attributes", "params_style"), ("Returns", "prose")]  # prose: a colon ends no type
 
 html_theme = "sphinx_book_theme"
 html_title = f"jfcl {release}"

@@ -75,7 +75,7 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_parse(page):
-    shell = "\n".join(code for _, code in blocks(page, "sh"))
+    shell = "\n".join(code for _, code in blocks(page, "sh")).replace("\\\n", " ")
     indented = "\n".join(re.findall(r"^    (jfcl .*)$", page.read_text().replace("\\\n", " "), flags=re.MULTILINE))
     lines = re.findall(r"^(?:srun [-\w ]+ )?(jfcl [^#\n]*?)\s*(?:\s#.*)?$", f"{shell}\n{indented}", flags=re.MULTILINE)
     for line in lines:
@@ -122,3 +122,9 @@ def test_every_public_function_has_an_example(module):
     functions = [getattr(module, name) for name in module.__all__]
     without = [f.__name__ for f in functions if inspect.isfunction(f) and ">>>" not in (f.__doc__ or "")]
     assert not without
+
+
+def test_the_api_has_every_public_module():
+    text = (DOCS / "_ext" / "jfcl_pages.py").read_text()
+    modules = [name for name in jfcl.__all__ if inspect.ismodule(getattr(jfcl, name))]
+    assert [name for name in [*modules, "experiments"] if f'"jfcl.{name}": ' not in text] == []

@@ -16,11 +16,13 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+from docutils import nodes
 from pictures import PICTURES, picture
 
 from jfcl.algorithms import METHODS
 from jfcl.core.options import Option, argument_texts
-from jfcl.experiments.config import groups
+from jfcl.experiments.config import STANDS_FOR, groups
+from jfcl.experiments.flags import flag_of
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -33,6 +35,8 @@ MODULES = {
         "jfcl.augment": "random changes to training images",
         "jfcl.mapping": "from one client to all: chunks, devices, hosts",
         "jfcl.hosts": "several processes in one run",
+        "jfcl.targets": "TPUs and GPUs that a run is compiled for",
+        "jfcl.execution.plan": "the result of `jfcl.plan`",
         "jfcl.attacks": "attacks on updates and on data",
         "jfcl.metrics": "evaluation, and recovery of the clusters",
         "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
@@ -78,7 +82,10 @@ def page_of(name: str, described: dict[int, str]) -> str:
         if id(value) in described:
             elsewhere.append(described[id(value)])
         elif inspect.isclass(value):
-            entries.append(f".. autoclass:: {name}.{public}")
+            kinds = (types.FunctionType, classmethod, staticmethod, property)
+            methods = [m for m, v in vars(value).items() if not m.startswith("_") and isinstance(v, kinds)]
+            members = f"\n   :members: {', '.join(methods)}\n   :member-order: bysource" if methods else ""
+            entries.append(f".. autoclass:: {name}.{public}{members}")
         elif callable(value) and not isinstance(value, types.GenericAlias):
             entries.append(f".. autofunction:: {name}.{public}")
         else:
@@ -97,7 +104,11 @@ def options_of(name: str) -> str:
     texts = {option: text_of(method.make, option) for option in method.declared}
     if not texts:
         return "The method has no options of its own beside those of every run (`jfcl run --help`)."
-    return table_of(method.declared, texts)
+    table = table_of(method.declared, texts)
+    others = [option for option in method.declared if option in method.defaults]
+    names = ", ".join(f"`{option}`" for option in others)
+    note = f"\n\nThe default of {names} is that of `jfcl run`; the factory's is in its signature."
+    return table + (note if others else "")
 
 
 def options_of_every_run() -> str:
@@ -112,12 +123,13 @@ def options_of_every_run() -> str:
 
 def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
     """Returns a table of options in Markdown, with a text for each."""
+    flags = {argument: name for name, arguments in STANDS_FOR.items() for argument in arguments}
     lines = ["| option, flag | values | default | meaning |", "|---|---|---|---|"]
     for option in options.values():
         ranges = [accepted(m) for m in option.metadata if hasattr(m, "check")]
         kind = ", ".join(r for r in ranges if r) or {bool: "yes or no"}.get(option.kind, option.kind.__name__)
         default = "–" if option.default is None else f"`{option.default}`"
-        flag = "--" + option.name.replace("_", "-")
+        flag = flag_of(flags.get(option.name, option.name))
         cells = [f"`{option.name}`, `{flag}`", kind, default, texts[option.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
@@ -174,6 +186,11 @@ def api_index() -> str:
     return "\n\n".join(parts)
 
 
+def outdated(app, env, added, changed, removed) -> list[str]:
+    """Returns the pages that take something from the library, which may have changed where the page has not."""
+    return [name for name in env.found_docs if "<!-- " in Path(env.doc2path(name)).read_text()]
+
+
 def read(app, docname: str, source: list[str]) -> None:
     """Fills in what a page takes from the library, and mends links that lead out of this folder."""
     text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
@@ -195,15 +212,18 @@ def join_names(app, what, name, obj, options, lines: list[str]) -> None:
             i += 1
 
 
-def draw_dashes(app, what, name, obj, options, lines: list[str]) -> None:
-    """Makes the two hyphens a dash that napoleon puts behind a name."""
-    lines[:] = [line.replace("** -- ", "** – ").replace("` -- ", "` – ") for line in lines]
+def draw_dashes(app, doctree) -> None:
+    """Makes dashes of the two hyphens that Sphinx puts behind names of parameters and errors."""
+    for text in list(doctree.findall(nodes.Text)):
+        if " -- " in text and not isinstance(text.parent, (nodes.literal, nodes.literal_block)):
+            text.parent.replace(text, nodes.Text(text.replace(" -- ", " – ")))
 
 
 def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", generate)
+    app.connect("env-get-outdated", outdated)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon's 500
-    app.connect("autodoc-process-docstring", draw_dashes, priority=600)
+    app.connect("doctree-read", draw_dashes)
     return {"parallel_read_safe": True}

@@ -132,6 +132,13 @@ def reproduce(
 
     Raises:
       ValueError: an unknown name, an entry that the setting does not have; what `jfcl.experiments.run` raises.
+
+    Example:
+      >>> import tempfile
+      >>> from jfcl.experiments import reproduce
+      >>> result = reproduce("federated_clustering.figure7", rounds=2, seeds=1, out=tempfile.mkdtemp())
+      >>> result["setting"]["rounds"], len(result["rows"])
+      (2, 4)
     """
     check_choice("recipe", name, recipes)
     chosen = recipes[name]
