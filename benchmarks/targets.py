@@ -21,8 +21,6 @@ import jax
 import numpy as np
 import optax
 from common import RESULTS, cell, report
-from jfcl.execution.cost import price
-from jfcl.execution.plan import candidates
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +28,8 @@ from rich.table import Table
 import jfcl
 from jfcl.core import Clients
 from jfcl.execution import targets
+from jfcl.execution.cost import price
+from jfcl.execution.plan import candidates
 from jfcl.simulation.folder import environment
 
 TARGETS = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2", "h100")

@@ -52,8 +52,9 @@ def compiled(name, model, mesh):
 
     state = jax.tree.map(placed, jax.eval_shape(algorithm.init, key, clients))
     options = {"exec_time_optimization_effort": -1.0}  # faster; what travels does not depend on it
-    init = jax.jit(algorithm.init).lower(key, clients).compile(compiler_options=options)
-    step = jax.jit(algorithm.step).lower(key, state, clients).compile(compiler_options=options)
+    with targets.not_cached():
+        init = jax.jit(algorithm.init).lower(key, clients).compile(compiler_options=options)
+        step = jax.jit(algorithm.step).lower(key, state, clients).compile(compiler_options=options)
     return init.as_text(), step.as_text()
 
 
@@ -65,7 +66,9 @@ def test_every_method_compiles_for_a_slice(name, model, mesh):
         found = cost.price(text, targets.target(SLICE))
         count = sum(number for number, _ in found.collectives.values())
         assert count <= MOST_COLLECTIVES, found.collectives
-        assert not [loop for loop in found.loops if loop.collectives], "a loop communicates in every trip"
+        # Loops over rounds (of HypCluster's start) or local steps are shorter than any over the clients of a chip.
+        loops = [loop for loop in found.loops if loop.collectives and (loop.trips is None or loop.trips >= N // 4 - 1)]
+        assert not loops, "a loop over clients communicates in every trip"
 
         # No client's examples travel, in whatever shape; Federated-Clustering's models meet batches of all clients.
         sent = re.findall(rf"= (\(?\w+\[[^=]*?) (?:{'|'.join(cost.COLLECTIVES)})(?:-start)?\(", text)

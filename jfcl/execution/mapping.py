@@ -131,9 +131,9 @@ def use_all_cores() -> Mapping:
       RuntimeError: JAX has already started, with a single device.
 
     Example:
-      >>> client_axis = use_all_cores()
-      >>> client_axis(lambda x: x + 1)(jnp.zeros(3)).tolist()
-      [1.0, 1.0, 1.0]
+      >>> client_axis = use_all_cores()  # doctest: +SKIP
+      >>> client_axis  # of 2 cores  # doctest: +SKIP
+      sharded(mesh=Mesh('clients': 2, axis_types=(Auto,)), inner=chunked(size=1))
     """
     divide_cpu(num_cores())
     if idle_cores():

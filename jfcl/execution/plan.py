@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients
-from jfcl.execution import mapping, targets
+from jfcl.execution import layout, mapping, targets
 from jfcl.execution.cost import Cost, price
 from jfcl.execution.memory import Memory, exhausted, memory_of
 from jfcl.execution.targets import Target
@@ -162,14 +162,16 @@ def plan(
     chosen = targets.target(target)
     check_count("seeds", seeds)
     mesh = targets.mesh(chosen)
-    work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
     if isinstance(algorithm, Algorithm):
         made: dict[Any, Algorithm] = {None: algorithm}
     else:
         axes = candidates(num_clients(clients), mesh.size) if inner is None else inner
         check(len(axes) > 0, "inner", inner, "at least one mapping")
         made = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
-    return work.plan(made)
+    clients = layout.held(mapping.sharded(mesh), next(iter(made.values())).task, clients)
+    work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
+    with targets.not_cached():
+        return work.plan(made)
 
 
 def candidates(clients: int, devices: int) -> list[mapping.Mapping]:

@@ -12,6 +12,7 @@ import importlib.metadata
 import math
 import os
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -245,6 +246,17 @@ def _description(chosen: Target) -> str:
         ' platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 }'
         f' device_description_str: "{chip.name}"'
     )
+
+
+@contextlib.contextmanager
+def not_cached() -> Iterator[None]:
+    """Keeps programs for targets out of JAX's cache on disk: without the target they cannot be read back."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def only_compile() -> None:
