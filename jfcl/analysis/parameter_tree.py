@@ -168,6 +168,15 @@ def evaluate_paths(
       `PathEvaluation`; `L` is the depth of the tree plus 1. `accuracy` is None for tasks without one.
 
     Cost: a forward pass over all examples for every level.
+
+    Example:
+      >>> import jax, jfcl, optax
+      >>> task = jfcl.models.classification(jfcl.models.Linear(10), (4,), 10)
+      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
+      >>> clients = jfcl.stack_clients([{"x": np.ones((3, 4), np.float32), "y": np.zeros(3, np.int32)}] * 2)
+      >>> found = evaluate_paths(task, algorithm.init(jax.random.key(0), clients), clients)
+      >>> found.node.tolist(), found.accuracy.shape
+      ([[0], [0]], (2, 1))
     """
     n = num_clients(clients)
     check_model(task, state.params)

@@ -38,6 +38,11 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
     Raises:
       ValueError: numbers that do not fit; a port in use; processes that do not connect, or a coordinator that does not
         answer, within `TIMEOUT` seconds.
+
+    Example:
+      >>> connect("host0:1234", num_processes=2, process_id=2)
+      Traceback (most recent call last):
+      ValueError: process_id must be in 0..1, got 2
     """
     if coordinator == "auto":
         coordinator, num_processes, process_id = _surroundings()
@@ -149,7 +154,12 @@ def _await(host: str, port: int) -> socket.socket:
 
 
 def connected() -> bool:
-    """Returns whether `connect` has connected this process to others; never starts a backend."""
+    """Returns whether `connect` has connected this process to others; never starts a backend.
+
+    Example:
+      >>> connected()
+      False
+    """
     return jax.distributed.is_initialized()
 
 
@@ -161,12 +171,22 @@ def is_of_a_lost_process(error: Exception) -> bool:
 
 
 def several() -> bool:
-    """Returns whether this is one of several processes."""
+    """Returns whether this is one of several processes.
+
+    Example:
+      >>> several()
+      False
+    """
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Returns whether this is the first process, which writes the results of all."""
+    """Returns whether this is the first process, which writes the results of all.
+
+    Example:
+      >>> is_first()
+      True
+    """
     return jax.process_index() == 0
 
 
@@ -205,7 +225,12 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def same_everywhere(value: Any) -> Any:
-    """Returns the first process's `value`, JSON-like, in all processes."""
+    """Returns the first process's `value`, JSON-like, in all processes.
+
+    Example:
+      >>> same_everywhere({"rounds": 3})
+      {'rounds': 3}
+    """
     if not several():
         return value
     from jax.experimental import multihost_utils
@@ -222,6 +247,10 @@ def by_first(fn: Callable[[], Any]) -> Any:
 
     Raises:
       ValueError: in all processes, with the message of a `ValueError` or `OSError` of `fn`.
+
+    Example:
+      >>> by_first(lambda: "written")
+      'written'
     """
     found, error = None, None
     try:
@@ -246,7 +275,12 @@ def same_arrays(tree: PyTree) -> PyTree:
 
 
 def everybodys(values: Sequence[int]) -> np.ndarray:
-    """Returns `[P, n]`, the `n` integers of every process, in the order of processes."""
+    """Returns `[P, n]`, the `n` integers of every process, in the order of processes.
+
+    Example:
+      >>> everybodys([4, 5]).tolist()
+      [[4, 5]]
+    """
     if not several():
         return np.array([values], np.int32)
     from jax.experimental import multihost_utils
@@ -255,7 +289,12 @@ def everybodys(values: Sequence[int]) -> np.ndarray:
 
 
 def total(count: int) -> int:
-    """Returns the sum of every process's `count`."""
+    """Returns the sum of every process's `count`.
+
+    Example:
+      >>> total(3)
+      3
+    """
     return int(everybodys([count]).sum())
 
 
