@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jfcl
@@ -223,3 +224,24 @@ def served_under(name, axis):
     run = jax.jit(lambda key, clients: jfcl.rollout(algorithm, clients, key=key, num_rounds=4)[0])
     state = run(jax.random.key(0), place(axis, clients))
     return jax.tree.map(lambda p: np.asarray(p)[np.asarray(state.cluster)[:7]], state.params)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in {"ifca", "hypcluster", "knn_per"} else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
+)
+def test_models_that_look_up_their_inputs_run_on_several_devices(name):
+    """Embeddings are indexed: JAX refuses that for arrays from outside of the function that each device runs."""
+    rng = np.random.default_rng(0)
+    words, labels = rng.integers(0, 5, (7, 6, 3)).astype(np.int32), rng.integers(0, 2, (7, 6)).astype(np.int32)
+    clients = jfcl.Clients({"x": words, "y": labels}, np.full(7, 6, np.int32))
+    task = jfcl.models.task(
+        lambda key: {"e": jax.random.normal(key, (5, 2))}, lambda p, x: p["e"][x].sum(axis=1), kind="classification"
+    )
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
+    losses = []
+    for axis in (jfcl.chunked(1), sharded(client_mesh(2))):
+        algorithm = factory(name)(task, training, client_axis=axis)
+        data = {"test_clients": clients, "newcomers": clients, "client_axis": axis}
+        history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, **data)
+        losses.append([history.records[-1]["loss"], history.records[-1]["newcomer_loss"]])
+    np.testing.assert_allclose(*losses, rtol=1e-4)

@@ -139,7 +139,9 @@ def knn_per(
     def personal(model: PyTree, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""
         size = jnp.asarray(clients.size)
-        memory, label, weight = client_axis(partial(remember, method, model))(clients.examples, size)
+        # The model is an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
+        remember_all = client_axis(partial(remember, method), in_axes=(None, 0, 0))
+        memory, label, weight = remember_all(model, clients.examples, size)
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p, (len(size), *p.shape)), model)
         return Neighbours(copies, memory, label.astype(jnp.int32), size, weight)
 

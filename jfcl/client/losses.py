@@ -75,7 +75,7 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
 
     def compare(examples, size):
         if start is None:
-            losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(params), None
+            losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(_indexable(params)), None
         else:
             examples = blank_padding(examples, size)
             inputs = start.inputs(examples).astype(kernels.dtype)
@@ -87,6 +87,11 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
         return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), products
 
     return compare
+
+
+def _indexable(params: PyTree) -> PyTree:
+    """Returns `params`, copied in a function that `shard_map` divides: JAX does not index arrays from outside there."""
+    return jax.tree.map(jnp.copy, params) if jax.sharding.get_abstract_mesh().manual_axes else params
 
 
 def losses_under_all(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> jax.Array:
