@@ -21,7 +21,7 @@ from jfcl.core.files import json_bytes, seal
 from jfcl.experiments import Config, commands, load_run, run
 from jfcl.experiments.config import all_options
 from jfcl.experiments.flags import build_parser
-from jfcl.experiments.setups import make_training, matmul_precision
+from jfcl.experiments.setups import make_training, matmul_precision, precision_in_force
 from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder, identity
 
@@ -265,12 +265,13 @@ def test_bad_input_is_refused_in_words(command, said, capsys):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ([], "float32"),
+        ([], None),
+        pytest.param(["--precision", "float32"], "float32", marks=pytest.mark.slow),
         pytest.param(["--precision", "tf32"], "tensorfloat32", marks=pytest.mark.slow),
         (["--precision", "bfloat16"], "bfloat16"),
     ],
 )
-def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wanted, monkeypatch):
+def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wanted, monkeypatch, capsys):
     seen, simulate = [], run.__globals__["simulate"]
 
     def noted(*args, **kwargs):
@@ -281,9 +282,12 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
     before = jax.config.jax_default_matmul_precision
     assert cli.main(["run", "ifca", *QUICK, *options]) == 0
     assert seen == [wanted] and jax.config.jax_default_matmul_precision == before
-    monkeypatch.setitem(matmul_precision.__globals__, "platform", lambda: "gpu")
-    on_accelerator = {"bfloat16": "BF16_BF16_F32"}
-    assert matmul_precision(options[-1] if options else "float32") == on_accelerator.get(wanted, wanted)
+    assert "products in float32" in capsys.readouterr().out  # on a CPU, whatever was asked for
+    name = options[-1] if options else "default"
+    for platform, default in (("gpu", "tf32"), ("tpu", "bfloat16")):
+        monkeypatch.setitem(matmul_precision.__globals__, "platform", lambda platform=platform: platform)
+        assert matmul_precision(name) == {"bfloat16": "BF16_BF16_F32"}.get(wanted, wanted)
+        assert precision_in_force(name) == (default if name == "default" else name)
 
 
 def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):

@@ -226,7 +226,7 @@ def served_under(name, axis):
     return jax.tree.map(lambda p: np.asarray(p)[np.asarray(state.cluster)[:7]], state.params)
 
 
-@pytest.mark.filterwarnings("ignore:all clients use one of the 2 models")
+@pytest.mark.filterwarnings("ignore:.*all clients use one of the 2 models")
 @pytest.mark.parametrize(
     "name", [n if n in {"ifca", "hypcluster", "knn_per"} else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
 )

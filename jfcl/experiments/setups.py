@@ -276,10 +276,21 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     return models.language_model(make(vocab_size), config.length, vocab_size)
 
 
-def matmul_precision(name: str) -> str:
+def matmul_precision(name: str) -> str | None:
     """Returns the name of a `--precision` in JAX: XLA's CPU backend refuses some products in the BF16 of GPUs."""
     check_choice("precision", name, PRECISIONS)
     return "bfloat16" if name == "bfloat16" and platform() == "cpu" else PRECISIONS[name]
+
+
+def precision_in_force(name: str) -> str:
+    """Returns the precision in which this machine computes the products of training under a `--precision`.
+
+    Example:
+      >>> precision_in_force("tf32") if platform() == "cpu" else "float32"
+      'float32'
+    """
+    default = {"cpu": "float32", "tpu": "bfloat16"}.get(platform(), "tf32")
+    return default if name == "default" or platform() == "cpu" else name
 
 
 def _mesh(config: Config):
