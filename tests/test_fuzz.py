@@ -42,6 +42,7 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "reproduce": ["reproduce", "cfl.figure3", "--quiet"],
     "bench": ["bench", "--quick", "--quiet", "--examples", "4", "--repeats", "1", "--seconds", "0.01"],
     "demo": ["demo", "--seeds", "1", "--rounds", "1"],
+    "plan": ["plan", "fedavg", *TINY, "--target", "v5e:1x1"],
 }
 POPULATION = ["--population", "12", "--cohort", "4"]
 NEEDS = {  # flags that mean nothing without others
@@ -96,7 +97,7 @@ def kind(action: argparse.Action) -> type:
 def with_value(command: str, action: argparse.Action, value: str, *, method: str | None = None) -> list[str]:
     """A small command line in which `action` has `value`."""
     line = list(BASE[command])
-    if command == "run":
+    if command in ("run", "plan"):
         takers = [name for name, m in METHODS.items() if action.dest in m.options]
         special = {"num_models": "ifca", "share": "ifca", "track_gap": "cfl", "radius": "fedavg", "remember": "cfl"}
         line[1] = method or special.get(action.dest, next(iter(takers), "fedavg"))

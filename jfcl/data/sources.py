@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import os
 import zlib
 from pathlib import Path
@@ -235,8 +236,7 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
     expected = _DIGESTS[f"{folders[0]}/{name}"]
     try:
         with _PACKED[path.suffix if path.name != name else ""](path, "rb") as file:
-            content = file.read(_LARGEST + 1)  # at most, because a few packed bytes may unpack to any number
-        check(len(content) <= _LARGEST, "its length", f"more than {_LARGEST} bytes", f"at most {_LARGEST}")
+            content = _bounded(file, is_idx="-idx" in name)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         with path.open("rb") as file:
             found, size = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
@@ -253,6 +253,29 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
             f"{found.hexdigest()} ({len(content)} bytes); fetch it again"
         )
     return content
+
+
+def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
+    """Returns the whole content of an open file: at most `_LARGEST` bytes, or the number in the header of an idx file.
+
+    Raises:
+      ValueError: there are more bytes, or fewer in an idx file. At most one more is read, because a few packed bytes
+        may unpack to any number.
+    """
+    head, wanted = b"", _LARGEST
+    if is_idx:
+        head = file.read(4)
+        check(len(head) == 4 and head[2] in _IDX_TYPES and 1 <= head[3] <= 4, "its header", head, "that of an idx file")
+        head += file.read(4 * head[3])
+        shape = np.frombuffer(head, ">u4", offset=4)
+        wanted = math.prod(shape.tolist()) * np.dtype(_IDX_TYPES[head[2]]).itemsize
+        sane = len(shape) == head[3] and wanted <= _LARGEST
+        check(sane, "its header", shape.tolist(), f"whole, of an array of at most {_LARGEST} bytes")
+    body = file.read(wanted + 1)
+    more = len(body) > wanted
+    check(not more, "its length", f"more than {wanted} bytes", "as its header says" if is_idx else f"below {_LARGEST}")
+    check(not is_idx or len(body) == wanted, "its length", f"{len(body)} bytes", f"{wanted} bytes, as its header says")
+    return head + body
 
 
 def _idx(content: bytes) -> np.ndarray:

@@ -39,9 +39,9 @@ def plan_run(
     Raises:
       ValueError: what `run` and `jfcl.plan` refuse; a population; a mapping that a target has not.
     """
+    validate(config)
     check(target is not None, "target", target, "given, such as --target v5e:2x4 or --target h100")
     chosen = targets.target(target)
-    validate(config)
     check(not of_population(config), "population", config.population, "left out: plan --clients as many as the cohort")
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     check(config.devices is None, "devices", config.devices, "left out: the target has its own")
