@@ -104,8 +104,8 @@ def make(axis):
 
 
 def test_candidates_leave_no_rest_where_they_can():
-    assert candidates(100, 1)[1:] == [jfcl.chunked(1), jfcl.chunked(10)]
-    assert candidates(1201, 1)[1:] == [jfcl.chunked(size) for size in (1, 8, 64, 256)]
+    assert candidates(100, 1)[1:] == [jfcl.chunked(1), jfcl.chunked(5), jfcl.chunked(20)]
+    assert candidates(1201, 1)[1:] == [jfcl.chunked(size) for size in (1, 5, 20, 64, 256)]
     assert candidates(3, 4) == [jax.vmap]
 
 

@@ -25,7 +25,7 @@ from jfcl.execution.targets import Target
 Make = Callable[[mapping.Mapping], Algorithm]
 Tick = Callable[[str, int], None]
 
-CHUNKS = (1, 8, 64, 256)  # chunk sizes near these are compared, beside vmap
+CHUNKS = (1, 5, 20, 64, 256)  # chunk sizes near these are compared, beside vmap
 AT_ONCE = 2  # compilations beside each other
 SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
 
@@ -179,7 +179,7 @@ def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
 
     Example:
       >>> candidates(1200, 4)[1:]
-      [chunked(size=1), chunked(size=10), chunked(size=60)]
+      [chunked(size=1), chunked(size=5), chunked(size=20), chunked(size=60)]
     """
     each = -(-clients // devices)
     divisors = [size for size in range(1, each) if each % size == 0]
