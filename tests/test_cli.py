@@ -19,9 +19,9 @@ import jfcl
 from jfcl import cli
 from jfcl.core.files import json_bytes, seal
 from jfcl.experiments import Config, commands, load_run, run
-from jfcl.experiments.config import all_options
+from jfcl.experiments.config import all_options, to_saved
 from jfcl.experiments.flags import build_parser
-from jfcl.experiments.setups import make_training, matmul_precision, precision_in_force
+from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder, identity
 
@@ -287,7 +287,9 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
     for platform, default in (("gpu", "tf32"), ("tpu", "bfloat16")):
         monkeypatch.setitem(matmul_precision.__globals__, "platform", lambda platform=platform: platform)
         assert matmul_precision(name) == {"bfloat16": "BF16_BF16_F32"}.get(wanted, wanted)
-        assert precision_in_force(name) == (default if name == "default" else name)
+        monkeypatch.setitem(to_saved.__globals__, "platform", lambda platform=platform: platform)
+        saved = to_saved(Config("fedavg", precision=name), "h")["precision"]
+        assert saved == (default if name == "default" else name)
 
 
 def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):

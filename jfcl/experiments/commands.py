@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jfcl.analysis import plots
-from jfcl.core import check, check_choice, check_count
+from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import bench, plan, read_run, reproduce, run
-from jfcl.experiments.config import Config, all_options, check_options, from_saved, of_population
-from jfcl.experiments.setups import precision_in_force
+from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
 from jfcl.experiments.tables import bench_table, differences, list_tables, lists, results_table, rows_table, seeds_text
 from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import write_json
@@ -185,7 +184,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     console.print(
         f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
         f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}, products in"
-        f" {precision_in_force(config.precision)}"
+        f" {default_precision() if config.precision == 'default' or platform() == 'cpu' else config.precision}"
     )
     if summary["num_rounds"] < config.rounds:
         console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: every cluster is final")

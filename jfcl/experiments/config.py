@@ -19,7 +19,7 @@ from jfcl import data, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
-from jfcl.core import INT32_MAX, shown
+from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, argument_texts, first_sentence, read_hint
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
@@ -308,9 +308,21 @@ def as_dict(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("method", *common_options())} | own
 
 
+def default_precision() -> str:
+    """Returns the `--precision` that is the default of this platform: in it JAX multiplies unless told otherwise.
+
+    Example:
+      >>> default_precision() in PRECISIONS
+      True
+    """
+    return {"cpu": "float32", "tpu": "bfloat16"}.get(platform(), "tf32")
+
+
 def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     """Returns the content of `config.json`: the options, and the fingerprint of the split."""
     saved = as_dict(config) | {"split_hash": split_hash}
+    if saved["precision"] == "default":  # a run may continue on another platform
+        saved["precision"] = default_precision()
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
     return saved | {"num_rounds": saved.pop("rounds")}
 

@@ -282,17 +282,6 @@ def matmul_precision(name: str) -> str | None:
     return "bfloat16" if name == "bfloat16" and platform() == "cpu" else PRECISIONS[name]
 
 
-def precision_in_force(name: str) -> str:
-    """Returns the precision in which this machine computes the products of training under a `--precision`.
-
-    Example:
-      >>> precision_in_force("tf32") if platform() == "cpu" else "float32"
-      'float32'
-    """
-    default = {"cpu": "float32", "tpu": "bfloat16"}.get(platform(), "tf32")
-    return default if name == "default" or platform() == "cpu" else name
-
-
 def _mesh(config: Config):
     return mapping.client_mesh(config.devices if jax.process_count() == 1 else None)
 
