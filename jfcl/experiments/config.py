@@ -309,7 +309,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def default_precision() -> str:
-    """Returns the `--precision` that is the default of this platform: in it JAX multiplies unless told otherwise.
+    """Returns the `--precision` that is the default of this platform, which is that of JAX.
 
     Example:
       >>> default_precision() in PRECISIONS
