@@ -112,13 +112,17 @@ def trimmed_mean(
       >>> trimmed_mean(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.5]
     """
+    return _without_minority(updates, num_malicious, mask, return_excluded, _trimmed_means)
+
+
+def _without_minority(updates, num_malicious, mask, return_excluded, means):
+    """Returns the aggregate by `means(rows, usable, f)`, after a check of `num_malicious`."""
     check_minority(updates, num_malicious)
-    return aggregate(
-        updates,
-        mask,
-        return_excluded,
-        lambda rows, usable: _trimmed_means(rows, usable, at_most_half(num_malicious, usable)),
-    )
+
+    def compute(rows, usable):
+        return means(rows, usable, at_most_half(num_malicious, usable))
+
+    return aggregate(updates, mask, return_excluded, compute)
 
 
 @jax.jit
@@ -169,10 +173,5 @@ def mean_around_median(
       >>> mean_around_median(jnp.array([[1.0], [2.0], [3.0], [1e6]]), num_malicious=1).tolist()
       [2.0]
     """
-    check_minority(updates, num_malicious)
-    return aggregate(
-        updates,
-        mask,
-        return_excluded,
-        lambda rows, usable: means_around_median(rows, usable, usable.sum() - at_most_half(num_malicious, usable)),
-    )
+    around = lambda rows, usable, f: means_around_median(rows, usable, usable.sum() - f)  # noqa: E731
+    return _without_minority(updates, num_malicious, mask, return_excluded, around)
