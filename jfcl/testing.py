@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,18 @@ import optax
 from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
 from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
+from jfcl.models import classification
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
+
+
+class _Network(nn.Module):
+    """A model that trains otherwise than it is evaluated: dropout, batch statistics."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(5)(x)))
+        return nn.Dense(2)(nn.Dropout(0.2, deterministic=not train)(x))
 
 
 class Problem(NamedTuple):
@@ -35,7 +46,11 @@ class Problem(NamedTuple):
 
 
 def problem(kind: str = "regression") -> Problem:
-    """Returns the problem of `check_algorithm`; with `kind="classification"`, the labels are the targets' signs.
+    """Returns the problem of `check_algorithm`.
+
+    Args:
+      kind: `"regression"`; `"classification"`: the labels are the targets' signs; `"network"`: the same for a network
+        with dropout and batch normalisation.
 
     Example:
       >>> problem().cluster.tolist()
@@ -58,14 +73,16 @@ def problem(kind: str = "regression") -> Problem:
         loss=lambda params, batch: 0.5 * (predict(params, batch["x"]) - batch["y"]) ** 2,
         predict=predict,
     )
-    if kind == "classification":
+    if kind != "regression":
         labels = (clients.examples["y"] > 0).astype(np.int32)
         clients = clients._replace(examples={**clients.examples, "y": labels})
 
         def logits(params, x):
             return jnp.stack([-predict(params, x), predict(params, x)], axis=1)
 
-        task = make_task(task.init, logits, kind=kind)
+        task = make_task(task.init, logits, kind="classification")
+        if kind == "network":
+            task = classification(_Network(), (4,), 2)
     return Problem(clients, cluster, task, local_training(optax.sgd(0.1), num_steps=3))
 
 
@@ -218,6 +235,8 @@ def _check_padding(
     models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
     _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=of_clients)
     _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
+    kept = jax.tree.map(lambda x: x[:n], _personal(more))
+    _assert_equal(_personal(whole), kept, "padding clients must not change personal parameters", tolerance=of_clients)
     if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
         divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
         _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
@@ -230,6 +249,13 @@ def _check_order(compiled: Algorithm, key: jax.Array, whole: Any, clients: Clien
     first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
     second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
     _assert_equal(first, second, "clients in another order", tolerance=1e-4)
+    own = jax.tree.map(lambda x: x[order], _personal(whole))
+    _assert_equal(own, _personal(shuffled), "personal parameters in another order", tolerance=1e-4)
+
+
+def _personal(state: Any) -> Any:
+    """Returns the personal parameters of a state, `[N, ...]`; `()` where it has none."""
+    return getattr(state, "personal", ())
 
 
 def _check_seeds(
@@ -280,7 +306,8 @@ def check_algorithm(
       recovers: also assert that at least one of four seeds finds the two clusters of the problem within `num_rounds`
         rounds.
       num_rounds: see `recovers`; at least 4.
-      kind: of the problem: `"regression"`, or `"classification"` for methods that need labels.
+      kind: of the problem: `"regression"`, `"classification"` for methods that need labels, or `"network"` for a model
+        with dropout and batch normalisation.
       padding_tolerance: largest change of a model by padding clients. The guarantee is 0. Servers that multiply
         matrices over clients need slightly more, since the blocks of the product depend on the number of clients.
       examples_tolerance: the same for padding examples, for training in the span of the examples (see

@@ -99,7 +99,14 @@ def with_value(command: str, action: argparse.Action, value: str, *, method: str
     line = list(BASE[command])
     if command in ("run", "plan"):
         takers = [name for name, m in METHODS.items() if action.dest in m.options]
-        special = {"num_models": "ifca", "share": "ifca", "track_gap": "cfl", "radius": "fedavg", "remember": "cfl"}
+        special = {
+            "num_models": "ifca",
+            "share": "ifca",
+            "personal": "fedavg",
+            "track_gap": "cfl",
+            "radius": "fedavg",
+            "remember": "cfl",
+        }
         line[1] = method or special.get(action.dest, next(iter(takers), "fedavg"))
         line += NEEDS.get(action.dest, [])
     if not action.option_strings:

@@ -33,7 +33,13 @@ OPTIONS = {
     "fesem": {"num_clusters": 2, "local_rounds": 3},
 }
 ONE_STEP = {"myopic_clustering", "momentum_clustering"}
-KIND = {"knn_per": "classification"}
+KIND = {
+    "knn_per": "classification",
+    "fedper": "network",
+    "fedrep": "network",
+    "lg_fedavg": "network",
+    "fedbn": "network",
+}
 MULTIPLIES = {"myopic_clustering", "momentum_clustering"}
 # CFL's clients need enough examples to know their own model, which 3 of 4 unknowns are not; see test_cfl for it.
 FINDS_CLUSTERS = {"ifca", "oracle"}
@@ -71,7 +77,11 @@ def test_no_device_gathers_the_data_of_others(name):
 
 
 # Those that share their round with one of the others, or compile for longest; make test-slow runs them.
-SLOW = {"momentum_clustering", "myopic_clustering", "fesem", "one_shot", "flhc", "knn_per", "byzantine_cfl"}
+SLOW = {"momentum_clustering", "myopic_clustering", "fesem", "one_shot", "flhc", "knn_per", "byzantine_cfl"} | {
+    "fedper",
+    "lg_fedavg",
+    "fedbn",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in METHODS])
@@ -82,6 +92,26 @@ def test_conformance(name):
         kind=KIND.get(name, "regression"),
         padding_tolerance=1e-6 if name in MULTIPLIES else 0.0,
     )
+
+
+NO_STATISTICS = {"federated_clustering", "momentum_clustering", "myopic_clustering"}  # clients send gradients
+PERSONAL = {"oracle", "hypcluster", "ifca", "cfl", "one_shot", "flhc", "byzantine_cfl"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if KIND.get(name) != "network" and name not in NO_STATISTICS]
+)
+def test_conformance_of_a_network_with_dropout_batch_statistics_and_personal_layers(name):
+    own = {"personal": lambda path: path.startswith("Dense_1")} if name in PERSONAL else {}
+    check_algorithm(partial(factory(name), **own), kind="network", padding_tolerance=1e-6, examples_tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(NO_STATISTICS))
+def test_gradients_have_no_statistics(name):
+    _, _, task, training = problem("network")
+    with pytest.raises(ValueError, match=r"batch statistics must be a model without them.*send gradients"):
+        factory(name)(task, training)
 
 
 @pytest.mark.slow

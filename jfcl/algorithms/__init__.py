@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 from jfcl.algorithms.cfl import byzantine_cfl, cfl
 from jfcl.algorithms.ditto import ditto
 from jfcl.algorithms.fedavg import fedavg
+from jfcl.algorithms.fedbn import fedbn
 from jfcl.algorithms.federated_clustering import federated_clustering
+from jfcl.algorithms.fedper import fedper
+from jfcl.algorithms.fedrep import fedrep
 from jfcl.algorithms.fesem import fesem
 from jfcl.algorithms.flhc import flhc
 from jfcl.algorithms.hypcluster import hypcluster
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.knn_per import knn_per
+from jfcl.algorithms.lg_fedavg import lg_fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.momentum_clustering import momentum_clustering
 from jfcl.algorithms.myopic_clustering import myopic_clustering
@@ -87,6 +91,10 @@ METHODS = {
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
     "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
+    "fedper": Method(fedper, "a common body, a head of each client (Arivazhagan et al. 2019)"),
+    "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),
+    "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),
+    "fedbn": Method(fedbn, "batch normalisation stays with the client (Li et al. 2021)"),
     "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)"),
     "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)"),
 }
@@ -98,12 +106,16 @@ __all__ = [
     "cfl",
     "ditto",
     "fedavg",
+    "fedbn",
     "federated_clustering",
+    "fedper",
+    "fedrep",
     "fesem",
     "flhc",
     "hypcluster",
     "ifca",
     "knn_per",
+    "lg_fedavg",
     "local_only",
     "momentum_clustering",
     "myopic_clustering",

@@ -36,18 +36,26 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
+    check_part,
     client_ids,
+    divided,
     is_finite,
+    joined,
     num_bytes,
     num_clients,
+    parameter_names,
+    path_flags,
+    trained_part,
 )
 from jfcl.execution import mapping
 
 DIVIDE_BY = ("cluster", "participants", "all")
 
-# (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster)
-# -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
-Choice = Callable[[jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]
+# (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster, its
+# personal parameters) -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
+Choice = Callable[
+    [jax.Array, Batch, jax.Array, jax.Array, jax.Array, PyTree], tuple[jax.Array, jax.Array, jax.Array | None]
+]
 Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
 
 
@@ -55,12 +63,13 @@ class AveragingState(NamedTuple):
     """The state of FedAvg, the oracle, IFCA and the methods built on them.
 
     Attributes:
-      params: pytree of `[K, ...]`, the models.
+      params: pytree of `[K, ...]`, the models; `None` in the place of personal parameters.
       cluster: `[N]` int32, the model that each client was last served.
       unchanged: `[N]` int32, for how many of its rounds the client's cluster has not changed.
       round: `[]` int32, rounds done.
       server: the server optimiser's state for each model, `[K, ...]`.
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
+      personal: the personal parameters `[N, ...]`, with `None` in the place of the others; `()` without any.
     """
 
     params: PyTree
@@ -69,6 +78,7 @@ class AveragingState(NamedTuple):
     round: jax.Array
     server: PyTree
     client: PyTree
+    personal: PyTree = ()
 
 
 class Report(NamedTuple):
@@ -81,6 +91,7 @@ class Report(NamedTuple):
       loss: its training loss.
       num_steps: int32.
       opt_state: as in `AveragingState.client`.
+      personal: as in `AveragingState.personal`.
     """
 
     cluster: jax.Array
@@ -89,6 +100,7 @@ class Report(NamedTuple):
     loss: jax.Array
     num_steps: jax.Array
     opt_state: PyTree
+    personal: PyTree
 
 
 def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
@@ -98,7 +110,7 @@ def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
 
 def keep_cluster(params: PyTree) -> Choice:
     """Returns the choice of methods with fixed clusters."""
-    return lambda key, examples, size, cluster, quiet: (cluster, jnp.zeros((), bool), None)
+    return lambda key, examples, size, cluster, quiet, own: (cluster, jnp.zeros((), bool), None)
 
 
 class Averaging(NamedTuple):
@@ -114,12 +126,15 @@ class Averaging(NamedTuple):
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
       shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those averaged over all clients.
+      personal: the same; true for those that each client keeps and never sends.
+      personal_steps: local steps on the personal parameters alone, before those on the others; default: all at once.
       server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: applies it as it is.
       cohort: clients drawn in each round; default: all.
       init_params: warm start: one model, or `K` stacked.
       adversary: hostile clients, see `jfcl.attacks`.
       aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; clients
-        then have equal weights. With it or an adversary a round holds all updates: `O(N D)` memory.
+        then have equal weights. Statistics keep the mean. With it or an adversary a round holds all updates: `O(N D)`
+        memory.
       client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
     """
 
@@ -131,6 +146,8 @@ class Averaging(NamedTuple):
     weights: str = "size"
     divide_by: str = "cluster"
     shared: Callable[[str], bool] | None = None
+    personal: Callable[[str], bool] | None = None
+    personal_steps: int | None = None
     server_optimizer: optax.GradientTransformation | None = None
     cohort: int | None = None
     init_params: PyTree | None = None
@@ -148,7 +165,7 @@ def averaging(rules: Averaging) -> Algorithm:
 
     Raises:
       ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
-        with `shared` or another divisor than `"cluster"`.
+        with `shared` or another divisor than `"cluster"`; as from `check_scopes`.
     """
     local.check_parts(rules.task, rules.training)
     check_count("num_clusters", rules.num_clusters)
@@ -156,6 +173,7 @@ def averaging(rules: Averaging) -> Algorithm:
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
     if rules.cohort is not None:
         check_count("cohort", rules.cohort)
+    check_scopes(rules.task, rules.training, rules.shared, rules.personal, rules.personal_steps)
     accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
     fits = rules.shared is None or rules.server_optimizer is None
     check(fits, "server_optimizer", rules.server_optimizer, accepted)
@@ -167,20 +185,48 @@ def averaging(rules: Averaging) -> Algorithm:
     return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))
 
 
+def check_scopes(
+    task: Task,
+    training: local.LocalTraining,
+    shared: Callable[[str], bool] | None,
+    personal: Callable[[str], bool] | None,
+    personal_steps: int | None,
+) -> None:
+    """Checks the choice of shared and personal parameters.
+
+    Raises:
+      ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
+        `personal_steps` without personal parameters, or with `keep="everything"`.
+    """
+    check_part("personal", personal, task)
+    if shared is not None and personal is not None:
+        both = [name for name in parameter_names(jax.eval_shape(task.init, jax.random.key(0))) if personal(name)]
+        both = [name for name in both if shared(name)]
+        check(not both, "shared and personal", ", ".join(both), "in one of them at most")
+    if personal_steps is not None:
+        check_count("personal_steps", personal_steps)
+        check(personal is not None, "personal_steps", personal_steps, "left out without personal")
+        check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule, with personal_steps")
+
+
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     """Returns the state before the first round."""
     phases.check_at_most_clients("cohort", rules.cohort, clients)
     params = phases.initial_models(rules.task, key, rules.num_clusters, rules.init_params)
     if rules.shared is not None:  # all copies of a shared parameter start, and so stay, alike
-        flags = phases.shared_flags(rules.shared, params)
+        flags = path_flags(rules.shared, params)
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
+    cluster = rules.start(params, clients).astype(jnp.int32)
+    opt_states = phases.initial_optimizers(rules.task, rules.training, params, clients)
+    params, own = phases.initial_scopes(rules.personal, params, cluster)
     return AveragingState(
         params=params,
-        cluster=rules.start(params, clients).astype(jnp.int32),
+        cluster=cluster,
         unchanged=jnp.zeros(num_clients(clients), jnp.int32),
         round=jnp.zeros((), jnp.int32),
-        server=noise.as_data(jax.vmap(rules.server_optimizer.init)(params)),
-        client=phases.initial_optimizers(rules.training, params, clients),
+        server=noise.as_data(jax.vmap(rules.server_optimizer.init)(trained_part(rules.task, params))),
+        client=opt_states,
+        personal=own,
     )
 
 
@@ -188,17 +234,17 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     """Returns `(state, metrics)` after one round."""
     # Select the cohort.
     cohort = phases.select_cohort(key, clients, rules.cohort)
-    kept = state.cluster, state.unchanged, state.client
-    last, unchanged, opt_states = phases.take_rows(cohort, kept)
+    kept = state.cluster, state.unchanged, (state.client, state.personal)
+    last, unchanged, own = phases.take_rows(cohort, kept)
     real = jnp.asarray(cohort.clients.size) > 0
 
     # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
     client = train_client(rules, state, clients)
     if rules.adversary is None and rules.aggregator is None:
-        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states, sum_into=state.params)
+        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, own, sum_into=state.params)
         usable = report.finite
     else:
-        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, last, opt_states)
+        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, last, own)
         key, ids, usable = attack_key(cohort.key), client_ids(cohort.clients), report.finite & real
         updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
         sent = updates, cluster, counts * usable.astype(jnp.float32)
@@ -207,13 +253,14 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     mean, changed, weight = aggregate(rules, state.params, sent, clients.size)
 
     # Update the server's models.
-    params, server = phases.server_update(rules.server_optimizer, cohort, state.params, state.server, mean, changed)
+    optimizer = rules.server_optimizer
+    params, server = phases.server_update(rules.task, optimizer, cohort, state.params, state.server, mean, changed)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
-    opt_states = where_rows(report.finite & real, report.opt_state, opt_states)
-    cluster, unchanged, opt_states = phases.put_rows(cohort, kept, (report.cluster, unchanged, opt_states))
+    own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
+    cluster, unchanged, (opt_states, own) = phases.put_rows(cohort, kept, (report.cluster, unchanged, own))
     server = where_rows(weight > 0, server, state.server)
-    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states)
+    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own)
 
     # Report.
     up, down = bytes_sent(rules, state.params, report.compared)
@@ -225,23 +272,23 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
 
     Returns:
-      `(key, examples, size, cluster, opt_state) -> ((update, cluster, weight), Report)`.
+      `(key, examples, size, cluster, (opt_state, personal)) -> ((update, cluster, weight), Report)`.
     """
     idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
     quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
     choice = rules.choose(state.params)
 
-    def client(key, examples, size, cluster, opt_state):
-        chosen, compared, products = choice(key, examples, size, cluster, quiet)
+    def client(key, examples, size, cluster, kept):
+        opt_state, own = kept
+        chosen, compared, products = choice(key, examples, size, cluster, quiet, own)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
-        trained = local.train_round(
-            rules.task, rules.training, key, begin, examples, size, opt_state, state.round, products=products
-        )
-        update = jax.tree.map(jnp.subtract, trained.params, begin)
-        finite = is_finite(update)
+        rest = examples, size, opt_state, state.round
+        how = rules.task, rules.training, rules.personal_steps
+        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, products=products)
+        finite = is_finite((update, own))
         weight = phases.client_weight(rules.weights, size) * finite.astype(jnp.float32)
         return (update, chosen, weight), Report(
-            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state
+            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own
         )
 
     return client
@@ -266,11 +313,12 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
     changed = jax.tree.map(lambda _: weight > 0, params)
     if rules.aggregator is not None:
         updates, cluster, counts = sent
+        updates = trained_part(rules.task, updates)
         mean = robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
-        return mean, changed, weight
+        return joined(mean, divided(rules.task.statistics, divide_rows(sums, weight, params))[1]), changed, weight
     mean = divide_rows(sums, weight if rules.divide_by == "cluster" else of_all, params)
     if rules.shared is not None:
-        flags = phases.shared_flags(rules.shared, params)
+        flags = path_flags(rules.shared, params)
         mean, changed = phases.share(flags, mean, changed, sums, of_all, params)
     return mean, changed, weight
 
@@ -282,6 +330,6 @@ def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[i
     """
     model, common = num_bytes(jax.tree.map(lambda p: p[0], params)), 0
     if rules.shared is not None:
-        flags = jax.tree.leaves(phases.shared_flags(rules.shared, params))
+        flags = jax.tree.leaves(path_flags(rules.shared, params))
         common = sum(num_bytes(p[0]) for flag, p in zip(flags, jax.tree.leaves(params), strict=True) if flag)
     return model, common + (model - common) * jnp.where(compared, float(rules.num_clusters), 1.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task
 from jfcl.execution.mapping import Mapping
@@ -18,6 +18,8 @@ def fedavg(
     training: LocalTraining,
     *,
     weights: Weights = "size",
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
@@ -31,6 +33,10 @@ def fedavg(
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training`; with `prox > 0` this is FedProx.
       weights: `"size"` (McMahan et al.) or `"equal"`.
+      personal: takes a parameter's path, e.g. `"Dense_1/kernel"`; true for the parameters that each client keeps,
+        trains and never sends. `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
+      personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
+        these as they are. Default: all parameters are trained at once.
       server_optimizer: takes the mean update as a descent direction: `optax.adam(1e-2)` is FedAdam,
         `optax.sgd(1.0, momentum=0.9)` FedAvgM; default: the mean of the clients' models.
       cohort: clients per round, drawn without replacement; default: all.
@@ -44,7 +50,8 @@ def fedavg(
       `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.
 
     Raises:
-      ValueError: unknown `weights`, a cohort that is not in `1..N`, `init_params` of another shape.
+      ValueError: unknown `weights`, a cohort that is not in `1..N`, `init_params` of another shape; a `personal`
+        that holds for no parameter or for all; `personal_steps` without it.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -65,6 +72,8 @@ def fedavg(
             num_clusters=1,
             start=one_cluster,
             weights=weights,
+            personal=personal,
+            personal_steps=personal_steps,
             server_optimizer=server_optimizer,
             cohort=cohort,
             init_params=init_params,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -76,9 +77,28 @@ def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -
     return Threshold(radius, quantile, num_rounds, quantile_rule)
 
 
-def gradient(task: Task, params: PyTree, batch: Batch, real: jax.Array) -> tuple[jax.Array, PyTree]:
-    """Returns `(loss [], gradient)` of one model on one client's batch; `real` `[B]` bool marks its examples."""
-    return jax.value_and_grad(lambda p: losses.masked_mean(task.loss(p, batch), real))(params)
+def gradient(
+    task: Task, params: PyTree, batch: Batch, real: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, PyTree]:
+    """Returns `(loss [], gradient)` of one model on one client's batch; `real` `[B]` bool marks its examples.
+
+    `key` is that of `model_keys`, for models with randomness in training.
+    """
+    return jax.value_and_grad(lambda p: losses.training_loss(task, key, p, batch, real)[0])(params)
+
+
+def model_keys(task: Task, keys: jax.Array) -> jax.Array | None:
+    """Returns the keys of the model's randomness (dropout), from those of clients; None for a model without any."""
+    if task.train_loss is None:
+        return None
+    streams = partial(jax.random.fold_in, data=local.MODEL_STREAM)
+    return streams(keys) if keys.ndim == 0 else jax.vmap(streams)(keys)
+
+
+def check_no_statistics(task: Task, method: str) -> None:
+    """Raises `ValueError` for a model with batch statistics: the clients of `method` send gradients."""
+    accepted = f"a model without them, such as one with GroupNorm: clients of {method} send gradients, not statistics"
+    check(task.statistics is None, "task, a model with batch statistics", "BatchNorm", accepted)
 
 
 class Groups(NamedTuple):
@@ -176,6 +196,7 @@ def federated_clustering(
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
     check_choice("weights", weights, phases.WEIGHTS)
     check_one_gradient(training)
+    check_no_statistics(task, "federated_clustering")
     if subgroup_size is not None:
         check_count("subgroup_size", subgroup_size, least=2)
 
@@ -203,7 +224,15 @@ def federated_clustering(
         batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size
-        common = (batches, real, groups, has_examples, client_ids(clients), counts)  # all clients use them
+        common = (
+            batches,
+            real,
+            model_keys(task, keys),
+            groups,
+            has_examples,
+            client_ids(clients),
+            counts,
+        )  # all clients use them
 
         # Train.
         # An accelerator multiplies matrices much faster than it reads them from memory.
@@ -244,21 +273,21 @@ def train_client(
     Returns:
       `(common, row, key, params, opt_state, examples, size) -> (params, opt_state, loss, finite, gradients compared)`.
       `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their real examples
-      `[N, B]`, `Groups` or None, and `[N]` each: which clients have examples, their ids and weights.
+      `[N, B]`, `model_keys` `[N]`, `Groups` or None, and `[N]` each: which clients have examples, ids and weights.
     """
     # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
     rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
 
     def client(common, i, key, params, opt_state, examples, size):
         # The gradients of the client's group at its model.
-        batches, in_batch, groups, has_examples, ids, counts = common
+        batches, in_batch, draws, groups, has_examples, ids, counts = common
         if groups is None:
             rows, real, own_row = jnp.arange(len(ids)), has_examples, i
         else:
             rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
             own_row = jnp.argmax((rows == i) & (real | ~has_examples[i]))
-            batches, in_batch = jax.tree.map(lambda x: x[rows], (batches, in_batch))
-        losses, points = jax.vmap(lambda batch, real: gradient(task, params, batch, real))(batches, in_batch)
+            batches, in_batch, draws = jax.tree.map(lambda x: x[rows], (batches, in_batch, draws))
+        losses, points = jax.vmap(partial(gradient, task, params))(batches, in_batch, draws)
 
         # Their centre, from the client's own gradient.
         own = jax.tree.map(lambda z: z[own_row], points)

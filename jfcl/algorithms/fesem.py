@@ -23,6 +23,7 @@ from jfcl.core import (
     check_count,
     is_finite,
     num_bytes,
+    trained_part,
 )
 from jfcl.execution import mapping
 from jfcl.kernels.base import rows_of, squared_norms
@@ -91,7 +92,8 @@ def fesem(
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
         def join(model, size, cluster, usable):
-            away = squared_norms(rows_of(jax.tree.map(lambda w, p: w[None] - p, model, state.params)))
+            away = jax.tree.map(lambda w, p: w[None] - p, model, state.params)
+            away = squared_norms(rows_of(trained_part(task, away)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
             return (model, nearest, phases.client_weight(weights, size) * usable.astype(jnp.float32)), nearest
 

@@ -13,7 +13,7 @@ from jfcl.algorithms.aggregate import attacked, ravel_clients
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -26,7 +26,9 @@ from jfcl.core import (
     check_choice,
     check_count,
     client_ids,
+    divided,
     is_concrete,
+    trained_part,
 )
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.execution import mapping
@@ -49,6 +51,9 @@ def flhc(
     distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
     linkage: Annotated[str, OneOf(LINKAGES)] = "complete",
     weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
@@ -67,7 +72,10 @@ def flhc(
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
       linkage: `"complete"` or `"single"`.
       init_params: one model that all start from.
-      task, training, weights, server_optimizer, cohort, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
+        client_axis: as in `jfcl.fedavg`. Personal parameters, and statistics, are not
+        compared; the rounds before average them.
 
     Returns:
       `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Cost of `init`: `rounds_before + 1` local
@@ -102,7 +110,7 @@ def flhc(
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
-        updates = ravel_clients(updates)[0]
+        updates = ravel_clients(trained_part(task, divided(personal, updates)[0]))[0]
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:
@@ -139,4 +147,5 @@ def flhc(
 
     rounds = rounds_before + 1
     options |= {"num_clusters": num_clusters, "cohort": cohort}
+    options |= {"shared": shared, "personal": personal, "personal_steps": personal_steps}
     return clustered_once(task, training, find, messages=rounds, rounds=rounds, **options)

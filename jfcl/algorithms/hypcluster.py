@@ -12,7 +12,7 @@ import optax
 from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.client import local
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, random_order
@@ -27,6 +27,9 @@ def hypcluster(
     num_clusters: int,
     warm_rounds: Annotated[int, Range(0, MOST_REPEATED)] = 0,
     weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
@@ -40,8 +43,9 @@ def hypcluster(
       num_clusters: `K`.
       warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
         differ and are of some use to every client. Their cost is in the metrics of the first round. Default: none.
-      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
-        `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm start.
+      task, training, weights, shared, personal, personal_steps, server_optimizer, cohort, init_params, adversary,
+        aggregator, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm
+        start.
 
     Returns:
       `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
@@ -66,6 +70,9 @@ def hypcluster(
     common = {
         "num_clusters": num_clusters,
         "weights": weights,
+        "shared": shared,
+        "personal": personal,
+        "personal_steps": personal_steps,
         "server_optimizer": server_optimizer,
         "cohort": cohort,
         "adversary": adversary,
@@ -85,9 +92,9 @@ def hypcluster(
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
 
         start = warm.init(start_key, clients)
-        params = jax.lax.fori_loop(0, warm_rounds, one_round, start).params
-        chosen = lowest_loss(task, params, clients, client_axis=client_axis)
-        return start._replace(params=params, cluster=chosen)
+        end = jax.lax.fori_loop(0, warm_rounds, one_round, start)
+        chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=client_axis)
+        return start._replace(params=end.params, cluster=chosen, personal=end.personal)
 
     return with_first_costs(
         algorithm._replace(init=init), training, messages=warm_rounds, rounds=warm_rounds, cohort=cohort

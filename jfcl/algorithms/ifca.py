@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
-from jfcl.algorithms.options import Rounds, Weights
+from jfcl.algorithms.options import PersonalSteps, Rounds, Weights
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
@@ -25,6 +25,7 @@ from jfcl.core import (
     check_count,
     dense_start,
     get_parameter,
+    of_rest,
 )
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Needs, OneOf, Range
 from jfcl.execution import mapping
@@ -42,6 +43,8 @@ def ifca(
     divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
     weights: Weights = "equal",
     shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
     identity_batch: Annotated[int | None, Range(1)] = None,
     restarts: Rounds = 1,
@@ -76,8 +79,9 @@ def ifca(
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
-      server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`; `init_params` may
-        be `K` stacked models.
+      personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+        `jfcl.fedavg`. A client compares the models with its own parameters in each. `init_params` may be `K` stacked
+        models.
 
     Returns:
       `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
@@ -125,9 +129,11 @@ def ifca(
     comparing = task._replace(dense_start=None) if mapping.platform_of(client_axis) == "tpu" else task
 
     def choose(params):
-        find = under_all(comparing, params)
+        of_all = under_all(comparing, params)
 
-        def choice(key, examples, size, cluster, quiet):
+        def choice(key, examples, size, cluster, quiet, own):
+            find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
+
             def compare():
                 if identity_batch is None:
                     losses, products = find(examples, size)
@@ -138,7 +144,7 @@ def ifca(
                 return best, jnp.ones((), bool), None if products is None else products[:, best]
 
             def stay():
-                first = dense_start(comparing)
+                first = None if jax.tree.leaves(own) else dense_start(comparing)
                 products = None
                 if first is not None and identity_batch is None:
                     kernel = get_parameter(params, first.kernel)[cluster]
@@ -162,6 +168,8 @@ def ifca(
         weights=weights,
         divide_by=divide_by if average == "gradients" else "cluster",
         shared=shared,
+        personal=personal,
+        personal_steps=personal_steps,
         server_optimizer=server_optimizer,
         cohort=cohort,
         init_params=init_params,

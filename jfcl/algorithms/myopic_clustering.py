@@ -11,7 +11,14 @@ import optax
 
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
-from jfcl.algorithms.federated_clustering import Threshold, check_one_gradient, gradient, threshold
+from jfcl.algorithms.federated_clustering import (
+    Threshold,
+    check_no_statistics,
+    check_one_gradient,
+    gradient,
+    model_keys,
+    threshold,
+)
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import initial_state
 from jfcl.client import local
@@ -220,6 +227,7 @@ def centers_of(
     carry = centers == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
+    check_no_statistics(task, "myopic_clustering and momentum_clustering")
     client_axis = mapping.or_auto(client_axis)
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
@@ -249,7 +257,7 @@ def centers_of(
         cohort = phases.select_cohort(key, clients)
 
         def client(key, examples, size, params):
-            return gradient(task, params, *local.draw_batch(task, training, key, examples, size))
+            return gradient(task, params, *local.draw_batch(task, training, key, examples, size), model_keys(task, key))
 
         loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)

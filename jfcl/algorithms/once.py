@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
-from jfcl.algorithms.round import check_at_most_clients
+from jfcl.algorithms.round import check_at_most_clients, initial_scopes
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes
 
@@ -57,7 +57,8 @@ def clustered_once(
     Args:
       find: `(key, clients) -> (params [K, ...], cluster [N])`.
       messages, rounds: its cost, as in `with_first_costs`.
-      options: of `averaging`: `weights`, `server_optimizer`, `cohort`, `adversary`, `aggregator`, `client_axis`.
+      options: of `averaging`: `weights`, `shared`, `personal`, `personal_steps`, `server_optimizer`, `cohort`,
+        `adversary`, `aggregator`, `client_axis`.
     """
     check_count("num_clusters", num_clusters)
     inner = averaging(Averaging(task, training, num_clusters, one_cluster, **options))
@@ -66,6 +67,7 @@ def clustered_once(
         check_at_most_clients("num_clusters", num_clusters, clients)
         start_key, find_key = jax.random.split(key)
         params, cluster = find(find_key, clients)
-        return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32))
+        params, own = initial_scopes(options.get("personal"), params, cluster)
+        return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32), personal=own)
 
     return with_first_costs(inner._replace(init=init), training, messages=messages, rounds=rounds)

@@ -11,10 +11,10 @@ import optax
 from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients
 from jfcl.algorithms.local_only import local_only
 from jfcl.algorithms.once import clustered_once
-from jfcl.algorithms.options import Rounds, Weights
+from jfcl.algorithms.options import PersonalSteps, Rounds, Weights
 from jfcl.algorithms.round import client_weight
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, divided, trained_part
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
 from jfcl.kernels import kmeans
@@ -28,6 +28,9 @@ def one_shot(
     num_clusters: int,
     local_rounds: Rounds = 10,
     weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
@@ -42,7 +45,9 @@ def one_shot(
       local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
         `init`; their cost is in the metrics of the first round.
       init_params: one model that all start from.
-      task, training, weights, server_optimizer, cohort, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
+        client_axis: as in `jfcl.fedavg`. Personal parameters, and statistics, are not compared.
 
     Returns:
       `Algorithm` with an `AveragingState`; its models start at the means of their clients'. Cost of `init`:
@@ -66,7 +71,17 @@ def one_shot(
 
     def find(key: jax.Array, clients: Clients):
         return cluster_local_models(
-            task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
+            task,
+            training,
+            key,
+            clients,
+            num_clusters,
+            local_rounds,
+            weights,
+            init_params,
+            adversary,
+            client_axis,
+            personal,
         )
 
     return clustered_once(
@@ -77,6 +92,9 @@ def one_shot(
         rounds=local_rounds,
         num_clusters=num_clusters,
         weights=weights,
+        shared=shared,
+        personal=personal,
+        personal_steps=personal_steps,
         server_optimizer=server_optimizer,
         cohort=cohort,
         adversary=adversary,
@@ -96,9 +114,11 @@ def cluster_local_models(
     init_params: PyTree | None,
     adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
+    personal: Callable[[str], bool] | None = None,
 ) -> tuple[PyTree, jax.Array]:
     """Returns `(means [K, ...], cluster [N])` by k-means (Lloyd) on the parameters of models that clients train alone.
 
+    Statistics, and the parameters that are `personal`, are not compared.
     The attack of an `adversary` is on the difference of a client's model to the common first one.
     """
     alone = local_only(task, training, init_params=init_params, client_axis=client_axis)
@@ -113,7 +133,7 @@ def cluster_local_models(
     models, usable = attacked_models(adversary, rounds_key, start.params, models, clients, size > 0)
 
     def cluster_models(models, key, usable):
-        points = ravel_clients(models)[0]
+        points = ravel_clients(trained_part(task, divided(personal, models)[0]))[0]
         return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
 
     if len(size) <= DENSE_UP_TO:

@@ -8,6 +8,7 @@ from jfcl.kernels import OPERATORS
 from jfcl.kernels.threshold import QUANTILE_RULES
 
 Rounds = Annotated[int, Range(1, MOST_REPEATED)]  # inside `init` or `step`
+PersonalSteps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Weights = Annotated[str, OneOf(WEIGHTS)]
 Quantile = Annotated[Real | None, Interval("[0, 1]")]
 QuantileRule = Annotated[str, OneOf(QUANTILE_RULES), Excludes("radius")]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.execution.mapping import Mapping
@@ -22,6 +22,9 @@ def oracle(
     cluster,
     num_clusters: int | None = None,
     weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     server_optimizer: optax.GradientTransformation | None = None,
     cohort: int | None = None,
     init_params: PyTree | None = None,
@@ -34,8 +37,9 @@ def oracle(
     Args:
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
       num_clusters: `K`; default: the largest of `cluster` plus one.
-      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
-        `jfcl.fedavg`.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator,
+        client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
@@ -75,6 +79,9 @@ def oracle(
             num_clusters=num_clusters,
             start=start,
             weights=weights,
+            shared=shared,
+            personal=personal,
+            personal_steps=personal_steps,
             server_optimizer=server_optimizer,
             cohort=cohort,
             init_params=init_params,

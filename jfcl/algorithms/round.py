@@ -5,6 +5,7 @@ Methods differ in the model that a client starts from and in the aggregation; th
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,15 +23,20 @@ from jfcl.core import (
     check,
     check_finite,
     client_keys,
+    divided,
+    joined,
     num_clients,
-    path_name,
+    of_rest,
+    part_like,
     random_order,
     server_key,
     take_clients,
+    trained_part,
 )
 from jfcl.execution import mapping
 
 WEIGHTS = ("size", "equal")
+PERSONAL_STREAM = zlib.crc32(b"personal parameters")  # folded into a client's key
 
 
 def check_at_most_clients(argument: str, value: int | None, clients: Clients) -> None:
@@ -81,12 +87,27 @@ def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree |
     return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
 
 
-def initial_optimizers(training: local.LocalTraining, params: PyTree, clients: Clients) -> PyTree:
+def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, clients: Clients) -> PyTree:
     """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`."""
     if training.keep != "everything":
         return ()
-    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], params)))
+    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], trained_part(task, params))))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+
+
+def initial_scopes(personal: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:
+    """Returns the models without personal parameters, and each client's personal ones: those of its first model.
+
+    Args:
+      personal: takes a parameter's path; true for those that a client keeps. None: there are none.
+      params: pytree of `[K, ...]`.
+      cluster: `[N]` int32.
+
+    Returns:
+      `(params [K, ...], personal [N, ...])`, parts of one structure; `personal` is `()` where there are none.
+    """
+    params, own = divided(personal, params)
+    return params, jax.tree.map(lambda p: p[cluster], own)
 
 
 # Phase 1: the cohort.
@@ -154,6 +175,43 @@ def train_clients(
     return mapping.map_reduce(client_axis, client, add_sent, nothing_sent(sum_into))(*arguments)
 
 
+def train_scopes(
+    task: Task,
+    training: local.LocalTraining,
+    personal_steps: int | None,
+    key: jax.Array,
+    params: PyTree,
+    own: PyTree,
+    *rest: Any,
+    products: jax.Array | None = None,
+) -> tuple[local.Trained, PyTree, PyTree]:
+    """Trains one client's model: the parameters of its cluster and its own.
+
+    Args:
+      task, training, key: as in `local.train_round`.
+      personal_steps: the client first trains its own parameters for so many steps, and then the others with these as
+        they are; None: all at once.
+      params: the parameters of its cluster.
+      own: its personal ones; `()` if there are none.
+      rest, products: further arguments of `local.train_round`.
+
+    Returns:
+      `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
+      loss is that of the second part, and the steps are those of both.
+    """
+    if personal_steps is None:
+        whole = joined(params, own)
+        trained = local.train_round(task, training, key, whole, *rest, products=products)
+        update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
+        return trained, update, part_like(own, trained.params)
+    alone = training._replace(num_steps=personal_steps, num_epochs=None, keep="nothing")
+    first_key = jax.random.fold_in(key, PERSONAL_STREAM)
+    first = local.train_round(of_rest(task, params), alone, first_key, own, *rest)
+    trained = local.train_round(of_rest(task, first.params), training, key, params, *rest)
+    update = jax.tree.map(jnp.subtract, trained.params, params)
+    return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
+
+
 # Phase 3: aggregation.
 
 
@@ -162,18 +220,13 @@ def client_weight(weights: str, size: jax.Array) -> jax.Array:
     return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
 
 
-def shared_flags(shared: Callable[[str], bool], params: PyTree) -> PyTree:
-    """Returns the structure of `params` with `shared(path)`, a bool, in the place of each array."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: bool(shared(path_name(path))), params)
-
-
 def share(
     flags: PyTree, mean: PyTree, changed: PyTree, sums: PyTree, divisor: jax.Array, like: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Replaces the mean of shared parameters by the mean over all clusters (weight sharing).
 
     Args:
-      flags: from `shared_flags`.
+      flags: from `path_flags`.
       mean: pytree of `[K, ...]`, the mean update of each cluster.
       changed: pytree of `[K]` bool, which models an update changes.
       sums: pytree of `[K, ...]`, the sums of updates.
@@ -192,6 +245,7 @@ def share(
 
 
 def server_update(
+    task: Task,
     optimizer: optax.GradientTransformation,
     cohort: Cohort,
     params: PyTree,
@@ -201,7 +255,10 @@ def server_update(
 ) -> tuple[PyTree, PyTree]:
     """Moves the server's models along the mean updates, by one step of the server's optimiser.
 
+    The statistics of the task take the mean itself.
+
     Args:
+      task: of the models.
       optimizer: any optax optimiser; `mean` is its descent direction.
       cohort: of the round; random keys in the optimiser's state are derived from its key.
       params, opt_state: the models and their optimiser states, `[K, ...]` each.
@@ -211,11 +268,14 @@ def server_update(
     Returns:
       `(params, opt_state)`; the caller keeps the old `opt_state` of models without an update.
     """
+    weights, statistics = divided(task.statistics, params)
+    mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
-    opt_state = _server_noise(optimizer, cohort.key, params, opt_state)
-    updates, opt_state = jax.vmap(optimizer.update)(direction, opt_state, params)
+    opt_state = _server_noise(optimizer, cohort.key, weights, opt_state)
+    updates, opt_state = jax.vmap(optimizer.update)(direction, opt_state, weights)
     opt_state = noise.as_data(opt_state)
-    return jax.tree.map(where_rows, changed, optax.apply_updates(params, updates), params), opt_state
+    new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
+    return jax.tree.map(where_rows, changed, new, params), opt_state
 
 
 def _server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
-from jfcl.core import Clients, PyTree, Task
+from jfcl.core import Clients, PyTree, Task, of_rest
 from jfcl.execution import mapping
 
 
@@ -25,6 +25,7 @@ def evaluate(
     clients: Clients,
     cluster: jax.Array | None,
     *,
+    personal: PyTree = (),
     client_axis: mapping.Mapping | None = None,
 ) -> dict[str, jax.Array]:
     """Evaluates every client's model on that client's examples: loss and accuracy.
@@ -34,6 +35,8 @@ def evaluate(
       params: pytree of `[K, ...]`, the models.
       clients: the data to evaluate on, e.g. held-out examples; any number of clients.
       cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
+      personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, with which the model of each
+        is complete; `()`: there are none.
       client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
@@ -48,13 +51,15 @@ def evaluate(
       >>> jfcl.evaluate(task, {"b": jnp.array([0.0, 1.0])}, clients, np.array([0, 1, 1]))["loss"].tolist()
       [1.0, 0.0, 0.0]
     """
-    return _evaluate(params, clients, cluster, task=task, client_axis=mapping.or_auto(client_axis))
+    return _evaluate(params, clients, cluster, personal, task=task, client_axis=mapping.or_auto(client_axis))
 
 
 @partial(jax.jit, static_argnames=("task", "client_axis"))
-def _evaluate(params, clients, cluster, *, task, client_axis):
+def _evaluate(params, clients, cluster, personal, *, task, client_axis):
+    of_all = task
 
-    def client(params, examples, size, k):
+    def client(params, examples, size, k, own):
+        task = of_rest(of_all, own) if jax.tree.leaves(own) else of_all
         if k is None:
             k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
         model = jax.tree.map(lambda p: p[k], params)
@@ -69,8 +74,8 @@ def _evaluate(params, clients, cluster, *, task, client_axis):
         return result | {"cluster": k}
 
     # The models are an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
-    axes = (None, 0, 0, None if cluster is None else 0)
-    return client_axis(client, in_axes=axes)(params, clients.examples, clients.size, cluster)
+    axes = (None, 0, 0, None if cluster is None else 0, 0)
+    return client_axis(client, in_axes=axes)(params, clients.examples, clients.size, cluster, personal)
 
 
 def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, float]:

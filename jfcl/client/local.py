@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import optax
 
 from jfcl.client import noise
 from jfcl.client import span as spans
-from jfcl.client.losses import blank_padding, blank_rows, masked_mean
+from jfcl.client.losses import blank_padding, blank_rows, training_loss
 from jfcl.core import (
     Batch,
     PyTree,
@@ -22,11 +23,15 @@ from jfcl.core import (
     check_choice,
     check_count,
     dense_start,
+    divided,
     is_concrete,
+    joined,
+    trained_part,
 )
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
+MODEL_STREAM = zlib.crc32(b"randomness of the model")  # folded into a client's key, of which training splits off others
 
 
 class LocalTraining(NamedTuple):
@@ -288,6 +293,19 @@ def trains_in_span(
     return less and outside_span(task, training, params, anchor) is None
 
 
+def loss_and_gradient(
+    task: Task, key: jax.Array | None, params: PyTree, statistics: PyTree, batch: Batch, real: jax.Array
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Returns `(loss [], gradient, statistics)` of one model on a batch `[B, ...]`; `params` are without statistics."""
+
+    def mean_loss(p):
+        loss, new = training_loss(task, key, joined(p, statistics), batch, real)
+        return loss, divided(task.statistics, new)[1]
+
+    (loss, statistics), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
+    return loss, grads, statistics
+
+
 def train(
     task: Task,
     training: LocalTraining,
@@ -322,6 +340,8 @@ def train(
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
     given = products is not None
+    anchor = None if anchor is None else trained_part(task, anchor)
+    params, statistics = divided(task.statistics, params)
     opt_state = rekeyed(training, key, params, opt_state)
     start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
     begin, anchor = params, params if anchor is None else anchor
@@ -333,36 +353,33 @@ def train(
         params = anchor = spans.coefficients(start, span, begin)
         opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
     order_key, augment_key = jax.random.split(key)
+    model_key = jax.random.fold_in(key, MODEL_STREAM)
 
     def pull(grads, params):
         return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
 
-    def loss_and_gradient(params, batch, rows, real):
-        if start is None:
-            return jax.value_and_grad(lambda p: masked_mean(task.loss(p, batch), real))(params)
-        loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
-            params, spans.products(start, span, params, rows)
-        )
-        return loss, spans.gradient(start, span, grads, d, rows)
-
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
-        params, opt_state, total = carry
+        params, statistics, opt_state, total = carry
         batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
         batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
-        loss, grads = loss_and_gradient(params, batch, rows, real)
+        step_key = None if task.train_loss is None else jax.random.fold_in(model_key, t)
+        if start is None:
+            loss, grads, statistics = loss_and_gradient(task, step_key, params, statistics, batch, real)
+        else:
+            loss, grads = spans.loss_and_gradient(start, span, params, batch, rows, real)
         if not (is_concrete(training.prox) and training.prox == 0):
             grads = pull(grads, params)
         updates, opt_state = training.optimizer.update(grads, opt_state, params)
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
-        return optax.apply_updates(params, updates), opt_state, total + loss.astype(total.dtype)
+        return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
 
     slots = jnp.arange(batch_size)
 
     def full_step(t, carry):
         return step(t, carry, None, jnp.arange(m) < size)
 
-    carry = (params, opt_state, jnp.zeros(()))
+    carry = (params, statistics, opt_state, jnp.zeros(()))
     num_steps = steps_per_round(training, size, m)
     if full_batch:
         # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
@@ -389,10 +406,12 @@ def train(
             return jax.lax.fori_loop(0, batches, one, carry)
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
-    params, opt_state, total = carry
+    params, statistics, opt_state, total = carry
     if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
-    return Trained(params, total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state)
+    return Trained(
+        joined(params, statistics), total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state
+    )
 
 
 def train_round(
@@ -416,6 +435,7 @@ def train_round(
     Returns:
       `Trained`; its `opt_state` is the client's next one in the method's state.
     """
-    opt_state = optimizer_at(training, params, opt_state, rounds, size, jax.tree.leaves(examples)[0].shape[0])
+    begin, most = trained_part(task, params), jax.tree.leaves(examples)[0].shape[0]
+    opt_state = optimizer_at(training, begin, opt_state, rounds, size, most)
     trained = train(task, training, key, params, examples, size, opt_state, **options)
     return trained._replace(opt_state=carried(training, trained.opt_state))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Batch, Clients, PyTree, Task, by_platform, dense_start, get_parameter
+from jfcl.core import Batch, Clients, PyTree, Task, by_platform, dense_start, get_parameter, of_rest
 from jfcl.kernels.base import sum_dtype
 
 
@@ -61,6 +61,24 @@ def mean_loss(task: Task, params: PyTree, examples: Batch, size: jax.Array) -> j
     return masked_mean(losses, jnp.arange(len(losses)) < size)
 
 
+def training_loss(
+    task: Task, key: jax.Array, params: PyTree, batch: Batch, real: jax.Array
+) -> tuple[jax.Array, PyTree]:
+    """Returns `(loss [], params)`: the mean training loss of one client's batch, and `params` with new statistics.
+
+    Args:
+      task: its `train_loss`, or its `loss` where it has none.
+      key: for dropout and other randomness in training.
+      params: the model.
+      batch: `[B, ...]`.
+      real: `[B]` bool, its examples that are no padding.
+    """
+    if task.train_loss is None:
+        return masked_mean(task.loss(params, batch), real), params
+    losses, params = task.train_loss(key, params, batch, real)
+    return masked_mean(losses, real), params
+
+
 def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array | None]]:
     """Returns the function with which one client compares `K` models `[K, ...]`.
 
@@ -99,11 +117,22 @@ def losses_under_all(task: Task, params: PyTree, examples: Batch, size: jax.Arra
     return under_all(task, params)(examples, size)[0]
 
 
-def lowest_loss(task: Task, params: PyTree, clients: Clients, *, client_axis: Callable) -> jax.Array:
-    """Returns each client's model of lowest loss, `[N]` int32, the first of equals (cluster identity estimate)."""
-    compare = under_all(task, params)
+def lowest_loss(
+    task: Task, params: PyTree, clients: Clients, *, personal: PyTree = (), client_axis: Callable
+) -> jax.Array:
+    """Returns each client's model of lowest loss, `[N]` int32, the first of equals (cluster identity estimate).
 
-    def client(examples, size):
+    Args:
+      task: of the models.
+      params: pytree of `[K, ...]`.
+      clients: their examples.
+      personal: the clients' own parameters `[N, ...]`, which complete each of the models; `()` if there are none.
+      client_axis: a mapping.
+    """
+    of_all = None if jax.tree.leaves(personal) else under_all(task, params)
+
+    def client(examples, size, own):
+        compare = of_all or under_all(of_rest(task, own), params)
         return jnp.argmin(compare(examples, size)[0]).astype(jnp.int32)
 
-    return client_axis(client)(clients.examples, jnp.asarray(clients.size))
+    return client_axis(client)(clients.examples, jnp.asarray(clients.size), personal)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.client.losses import masked_mean
 from jfcl.core import DenseStart, PyTree, get_parameter, is_concrete, set_parameter
 
 # The cost of reading and writing one weight in a step, in multiply-adds. Measured on a CPU with a device per core, in
@@ -87,6 +88,16 @@ def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | No
         return span.products
     z, g = (span.products, span.gram) if rows is None else (span.products[rows], span.gram[rows])
     return z + g @ get_parameter(params, start.kernel)
+
+
+def loss_and_gradient(
+    start: DenseStart, span: Span, params: PyTree, batch: PyTree, rows: jax.Array | None, real: jax.Array
+) -> tuple[jax.Array, PyTree]:
+    """Returns the mean loss `[]` of the examples at `rows` (None: all), and its gradient with that of the span."""
+    loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
+        params, products(start, span, params, rows)
+    )
+    return loss, gradient(start, span, grads, d, rows)
 
 
 def gradient(start: DenseStart, span: Span, grads: PyTree, d: jax.Array, rows: jax.Array | None) -> PyTree:

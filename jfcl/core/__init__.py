@@ -29,6 +29,18 @@ from jfcl.core.clients import (
 )
 from jfcl.core.parameters import get_parameter, is_finite, named_leaves, num_bytes, path_name, set_parameter
 from jfcl.core.platforms import by_platform, platform
+from jfcl.core.scopes import (
+    check_part,
+    divided,
+    in_head,
+    joined,
+    of_rest,
+    parameter_names,
+    part_like,
+    parts,
+    path_flags,
+    trained_part,
+)
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, dense_start
 
@@ -53,20 +65,29 @@ __all__ = [
     "check_finite",
     "check_key",
     "check_labels",
+    "check_part",
     "check_state",
     "client_ids",
     "client_keys",
     "client_shapes",
     "dense_start",
+    "divided",
     "free_host_memory",
     "get_parameter",
+    "in_head",
     "is_concrete",
     "is_finite",
+    "joined",
     "mask",
     "max_examples",
     "named_leaves",
     "num_bytes",
     "num_clients",
+    "of_rest",
+    "parameter_names",
+    "part_like",
+    "parts",
+    "path_flags",
     "path_name",
     "platform",
     "random_order",
@@ -75,4 +96,5 @@ __all__ = [
     "shown",
     "stack_clients",
     "take_clients",
+    "trained_part",
 ]

@@ -86,6 +86,13 @@ class Task(NamedTuple):
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
       input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `layout.held`);
         `None`: it does not.
+      train_loss: `(key, params, batch, real) -> (losses [B], params)`, the loss in training where it differs from
+        `loss`: `key` draws its random numbers (dropout), `real` `[B]` bool marks the examples that are no padding, and
+        the returned parameters have new statistics. `None`: training uses `loss`.
+      statistics: takes a parameter's path, such as `"BatchNorm_0/mean"`; true for statistics, which `train_loss`
+        replaces and no optimiser moves. They are averaged like parameters, and left out of similarities, norms and
+        robust aggregation. `None`: there are none.
+      head: the path of the model's last dense layer, such as `"Dense_1"`; `None`: not known.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,6 +116,9 @@ class Task(NamedTuple):
     dense_start: DenseStart | None = None
     num_classes: int | None = None
     input_shape: tuple[int, ...] | None = None
+    train_loss: Callable[[jax.Array, PyTree, Batch, jax.Array], tuple[jax.Array, PyTree]] | None = None
+    statistics: Callable[[str], bool] | None = None
+    head: str | None = None
 
 
 class Algorithm(NamedTuple):
@@ -169,6 +179,7 @@ class Adversary(NamedTuple):
 
 
 def dense_start(task: Task) -> DenseStart | None:
-    """Returns the task's `DenseStart`, or `None` if it was made for another loss."""
+    """Returns the task's `DenseStart`, or `None` if it was made for another loss, or training has a loss of its own."""
     start = task.dense_start
-    return start if start is not None and start.whole is task.loss else None
+    fits = start is not None and start.whole is task.loss and task.train_loss is None
+    return start if fits else None

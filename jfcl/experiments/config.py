@@ -52,6 +52,7 @@ Share = Annotated[float, Interval("[0, 1)")]
 STANDS_FOR = {
     "num_models": ("num_clusters",),
     "share": ("shared",),
+    "personal": ("personal",),
     "init_from": ("init_params",),
     "server_optimizer": ("server_optimizer",),
     "server_lr": ("server_optimizer",),
@@ -129,6 +130,7 @@ class Training:
         too (default where clients send gradients).
       num_models: number of models; default: --clusters.
       share: share the parameters with a path that starts with one of these, comma separated.
+      personal: the same for parameters that each client keeps and never sends.
       init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed
         here.
       server_optimizer: step of the server along the mean update.
@@ -154,6 +156,7 @@ class Training:
     keep: Annotated[str | None, OneOf(KEEP)] = None
     num_models: CountOrNone = None
     share: str | None = None
+    personal: str | None = None
     init_from: str | None = None
     server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
     server_lr: Positive = 1.0

@@ -195,7 +195,9 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if config.server_optimizer != "average" or config.server_lr != 1:
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     if config.share is not None:
-        options["shared"] = _shared(config.share, task)
+        options["shared"] = _starting_with("share", config.share, task)
+    if config.personal is not None:
+        options["personal"] = _starting_with("personal", config.personal, task)
     if config.init_from is not None:
         options["init_params"] = _warm_start(config, task)
     if "num_clusters" in method.options:
@@ -205,13 +207,13 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     return method.make(task, training, **options)
 
 
-def _shared(share: str, task: Task) -> Callable[[str], bool]:
-    """Returns the predicate of the parameters that `--share` selects by the beginnings of their paths."""
-    prefixes = tuple(prefix.strip() for prefix in share.split(","))
+def _starting_with(option: str, beginnings: str, task: Task) -> Callable[[str], bool]:
+    """Returns the predicate of the parameters that `--share` or `--personal` selects, by beginnings of their paths."""
+    prefixes = tuple(prefix.strip() for prefix in beginnings.split(","))
     paths = models.parameter_paths(task)
     for prefix in prefixes:
         known = prefix and any(path.startswith(prefix) for path in paths)
-        check(known, "share", prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
+        check(known, option, prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
     return lambda path: path.startswith(prefixes)
 
 

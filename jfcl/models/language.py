@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +13,14 @@ import numpy as np
 from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.data.text import PAD
-from jfcl.models.tasks import cross_entropy, functions_of
+from jfcl.models.modules import module_name
+from jfcl.models.tasks import cross_entropy, network
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 
 
-def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
-    """Returns the task of next-word prediction by a flax.linen module: cross-entropy of every word given its prefix.
+def language_model(module: Any, length: int, vocab_size: int, *, training_argument: str | None = None) -> Task:
+    """Returns the task of next-word prediction by a flax module: cross-entropy of every word given its prefix.
 
     Batches are `{"x": token ids [B, L], "y": topics}`, as from `jfcl.data.tokenize`; topics are ignored. The inputs are
     `x[:, :-1]` and the targets `x[:, 1:]`. Padding (id 0) is never a target. `<unknown>` (id 1) is a word like any
@@ -33,9 +34,11 @@ def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
     as loss 0; `check_tokens` finds such texts.
 
     Args:
-      module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`; parameters only.
+      module: maps token ids `[B, length - 1]` to logits `[B, length - 1, vocab_size]`. It may have dropout, not batch
+        statistics.
       length: words per text, `L`, at least 2.
       vocab_size: number of token ids, at least 3.
+      training_argument: as in `jfcl.models.classification`.
 
     Returns:
       `Task`, the same object for the same arguments; its `predict` returns the logits of all positions, of texts of any
@@ -43,7 +46,7 @@ def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
       computed again for the gradient.
 
     Raises:
-      ValueError: outputs that do not fit the vocabulary; a module with other state than parameters; from the task:
+      ValueError: outputs that do not fit the vocabulary; a module with batch statistics; from the task:
         inputs that are not integers of shape `[B, length]`, or (where their values are known) not in the vocabulary.
 
     Source: CFL, section VI-C (figure 9, AG News).
@@ -57,49 +60,59 @@ def language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
     """
     check_count("length", length, least=2)
     check_count("vocab_size", vocab_size, least=3)
-    return _language_model(module, length, vocab_size)
+    return _language_model(module, length, vocab_size, training_argument)
 
 
 @lru_cache(maxsize=64)
-def _language_model(module: nn.Module, length: int, vocab_size: int) -> Task:
-    init, apply = functions_of(module, (length - 1,), jnp.int32)
+def _language_model(module: Any, length: int, vocab_size: int, training_argument: str | None) -> Task:
+    net = network(module, (length - 1,), jnp.int32, training_argument)
+    accepted = "GroupNorm or LayerNorm: texts are processed in parts, which have no common statistics"
+    check(net.statistics is None, f"batch statistics of {net.name}", "BatchNorm", accepted)
+    init, apply = net.init, net.apply
     inputs = jax.ShapeDtypeStruct((2, length - 1), jnp.int32)
     shape = jax.eval_shape(lambda x: apply(init(jax.random.key(0)), x), inputs).shape
     if shape != (2, length - 1, vocab_size):
         raise ValueError(
-            f"{type(module).__name__} must give {vocab_size} logits a word, shape (B, {length - 1}, {vocab_size}), for"
+            f"{module_name(module)} must give {vocab_size} logits a word, shape (B, {length - 1}, {vocab_size}), for"
             f" texts of {length} words and a vocabulary of {vocab_size}; it gives {('B', *shape[1:])}"
         )
 
-    def mean_over_words(score: Callable) -> Callable:
-        """Returns `(params, batch) -> [B]`, the mean of `score(logits, targets)` over the targets of every text."""
+    def mean_over_words(score: Callable, logits: Callable, x: jax.Array) -> jax.Array:
+        """Returns `[B]`, the mean of `score(logits(x, part), targets)` over the targets of every text."""
+        _check_ids(x, length, vocab_size)
 
-        def function(params, batch):
-            def texts(x):
-                values = score(apply(params, x[:, :-1]), x[:, 1:])
-                return jax.vmap(masked_mean)(values, x[:, 1:] != PAD)
+        def texts(x, part):
+            values = score(logits(x[:, :-1], part), x[:, 1:])
+            return jax.vmap(masked_mean)(values, x[:, 1:] != PAD)
 
-            x = batch["x"]
-            _check_ids(x, length, vocab_size)
-            return _in_parts(texts, x, max(1, MOST_LOGITS // ((length - 1) * vocab_size)))
+        return _in_parts(texts, x, max(1, MOST_LOGITS // ((length - 1) * vocab_size)))
 
-        return function
+    def of_words(score: Callable) -> Callable:
+        return lambda params, batch: mean_over_words(score, lambda x, part: apply(params, x), batch["x"])
 
     def right(logits, targets):
         return (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
 
-    return Task(init, mean_over_words(cross_entropy), apply, mean_over_words(right), perplexity=True)
+    def train_loss(key, params, batch, real):
+        def logits(x, part):
+            return net.train(jax.random.fold_in(key, part), params, x, jnp.ones(len(x), bool))[0]
+
+        return mean_over_words(cross_entropy, logits, batch["x"]), params
+
+    made = Task(init, of_words(cross_entropy), apply, of_words(right), perplexity=True, head=net.head)
+    return made if net.train is None else made._replace(train_loss=train_loss)
 
 
 def _in_parts(function: Callable, x: jax.Array, most: int) -> jax.Array:
-    """Computes `function(x)` `[B]` for at most `most` rows of `x` at a time; row `i` must depend on row `i` alone."""
+    """Computes `function(x, part)` `[B]` for at most `most` rows at a time; row `i` must depend on row `i` alone."""
     if len(x) <= most:
-        return function(x)
+        return function(x, 0)
     count = -(-len(x) // most)
     each = -(-len(x) // count)
     parts = jnp.pad(x, ((0, count * each - len(x)), (0, 0))).reshape(count, each, -1)
     again = jax.checkpoint(function, prevent_cse=False)
-    return jax.lax.scan(lambda carry, part: (carry, again(part)), (), parts)[1].reshape(-1)[: len(x)]
+    numbered = parts, jnp.arange(count, dtype=jnp.int32)
+    return jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1].reshape(-1)[: len(x)]
 
 
 def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:

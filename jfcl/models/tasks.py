@@ -1,17 +1,30 @@
-"""A `Task` from any flax.linen module, or from any pair of init and apply functions."""
+"""A `Task` from a flax module, linen or nnx, or from any pair of init and apply functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import DenseStart, PyTree, Task, by_platform, check, check_choice, dense_start, path_name
+from jfcl.core import (
+    DenseStart,
+    PyTree,
+    Task,
+    by_platform,
+    check,
+    check_choice,
+    dense_start,
+    divided,
+    joined,
+    parameter_names,
+)
+from jfcl.models.modules import Network, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 
 KINDS = ("classification", "regression")
@@ -24,8 +37,10 @@ def task(
     *,
     kind: str,
     half: bool = False,
+    train: Callable[[jax.Array, PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]] | None = None,
+    statistics: Callable[[str], bool] | None = None,
 ) -> Task:
-    """Returns a task from two functions.
+    """Returns a task from two functions, or three where training and evaluation differ.
 
     Args:
       init: `(key) -> params`.
@@ -34,12 +49,17 @@ def task(
       kind: `"classification"`: cross-entropy of integer labels, accuracy of the largest logit. `"regression"`: squared
         error, summed over the outputs of an example; no accuracy.
       half: regression with 1/2 of the squared error.
+      train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
+        numbers, `real` marks the examples that are no padding, and the returned parameters have new statistics.
+        Default: `apply`.
+      statistics: takes a parameter's path, such as `"norm/mean"`; true for statistics, which `train` replaces and no
+        optimiser moves (see `jfcl.Task`).
 
     Returns:
       `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`.
 
     Raises:
-      ValueError: an unknown `kind`.
+      ValueError: an unknown `kind`; statistics without `train`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -48,6 +68,9 @@ def task(
       [4.0]
     """
     check_choice("kind", kind, KINDS)
+    check(
+        statistics is None or train is not None, "statistics", statistics, "left out without train, which renews them"
+    )
     cost = _cost(kind, half)
 
     def loss(params, batch):
@@ -56,7 +79,18 @@ def task(
     def right(params, batch):
         return (jnp.argmax(apply(params, batch["x"]), axis=-1) == batch["y"]).astype(jnp.float32)
 
-    return Task(init, loss, apply, right if kind == "classification" else None)
+    def train_loss(key, params, batch, real):
+        outputs, params = train(key, params, batch["x"], real)
+        return cost(outputs, batch["y"]), params
+
+    return Task(
+        init,
+        loss,
+        apply,
+        right if kind == "classification" else None,
+        train_loss=None if train is None else train_loss,
+        statistics=statistics,
+    )
 
 
 def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -92,49 +126,29 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return by_platform(_wide(logits), labels, cpu=optax.softmax_cross_entropy_with_integer_labels, accelerator=compared)
 
 
-def functions_of(module: nn.Module, input_shape: tuple[int, ...], dtype=jnp.float32) -> tuple[Callable, Callable]:
-    """Returns `(init, apply)` of a flax.linen module; raises `ValueError` if it has other state than parameters."""
+def network(
+    module: Any, input_shape: tuple[int, ...], dtype: Any = jnp.float32, training_argument: str | None = None
+) -> Network:
+    """Returns the functions of a module.
 
-    def init(key):
-        return module.init(key, jnp.zeros((1, *input_shape), dtype))["params"]
+    Args:
+      module: a flax.linen module; a flax.nnx module, with the parameters that every model starts from; or a function
+        `(rngs) -> nnx module`, such as a class of nnx modules or a `functools.partial` of one.
+      input_shape: of one input.
+      dtype: of the inputs.
+      training_argument: the argument of the module's `__call__` that says whether it trains; default: the one in
+        `IS_TRAINING` or `IS_NOT_TRAINING`. (An nnx module without such an argument is put into training by `train()`.)
 
-    def apply(params, x):
-        return module.apply({"params": params}, x)
-
-    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, *input_shape), dtype)))
-    others = sorted(set(variables) - {"params"})
-    if others:
-        raise ValueError(
-            f"{type(module).__name__} keeps state besides its parameters ({', '.join(others)}), which cannot be"
-            " averaged over clients; use GroupNorm or LayerNorm instead of BatchNorm"
-        )
-    return init, apply
-
-
-def representation(module: nn.Module) -> Callable[[PyTree, jax.Array], jax.Array]:
-    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the last dense layer of a module, or else its outputs.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jfcl
-      >>> mlp = jfcl.models.MLP(10)
-      >>> params = mlp.init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
-      >>> representation(mlp)(params, jnp.zeros((3, 4))).shape
-      (3, 200)
+    Raises:
+      ValueError: no such argument, and a module that needs one; state other than statistics of real numbers.
     """
+    if isinstance(module, nn.Module):
+        return of_linen(module, input_shape, dtype, training_argument)
+    accepted = "a flax.linen module, a flax.nnx module, or a function of rngs"
+    check(callable(module), "module", type(module).__name__, accepted)
+    from jfcl.models.nnx_modules import of_nnx  # flax.nnx takes long to import
 
-    def represent(params, x):
-        entered = []
-
-        def note(call, args, kwargs, context):
-            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-                entered.append(args[0])
-            return call(*args, **kwargs)
-
-        with nn.intercept_methods(note):
-            outputs = module.apply({"params": params}, x)
-        return (entered[-1] if entered else outputs).reshape(len(x), -1)
-
-    return represent
+    return of_nnx(module, input_shape, dtype, training_argument)
 
 
 def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.Array], jax.Array]) -> DenseStart | None:
@@ -157,22 +171,29 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
 
 @lru_cache(maxsize=64)
 def _from_module(
-    module: nn.Module, input_shape: tuple[int, ...], kind: str, half: bool, num_classes: int | None = None
+    module: Any,
+    input_shape: tuple[int, ...],
+    kind: str,
+    half: bool,
+    training_argument: str | None,
+    num_classes: int | None = None,
 ) -> Task:
-    init, apply = functions_of(module, input_shape)
+    net = network(module, input_shape, training_argument=training_argument)
 
-    def of_flat(function):
-        """Returns `function(params, x)` for `x` `[B, d]` too, with the numbers of each input side by side."""
+    def shaped(x):
+        """Returns `x` `[B, *input_shape]`, also from inputs `[B, d]` with the numbers of each side by side."""
+        return x.reshape(len(x), *input_shape) if x.shape[1:] == (math.prod(input_shape),) else x
 
-        def apply_shaped(params, x):
-            is_flat = x.shape[1:] == (math.prod(input_shape),)
-            return function(params, x.reshape(len(x), *input_shape) if is_flat else x)
+    def of_inputs(function):
+        return None if function is None else lambda params, x: function(params, shaped(x))
 
-        return apply_shaped
+    def train(key, params, x, real):
+        return net.train(key, params, shaped(x), real)
 
-    made = task(init, of_flat(apply), kind=kind, half=half)._replace(represent=of_flat(representation(module)))
-    made = made._replace(num_classes=num_classes, input_shape=input_shape)
-    return made._replace(dense_start=_dense_start(module, made, _cost(kind, half)))
+    trains = None if net.train is None else train
+    made = task(net.init, of_inputs(net.apply), kind=kind, half=half, train=trains, statistics=net.statistics)
+    made = made._replace(represent=of_inputs(net.represent), num_classes=num_classes, input_shape=input_shape)
+    return made._replace(head=net.head, dense_start=_dense_start(module, made, _cost(kind, half)))
 
 
 def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -182,20 +203,30 @@ def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     return jax.eval_shape(outputs).shape
 
 
-def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Task:
-    """Returns the task of classification by a flax.linen module: cross-entropy on its logits.
+def classification(
+    module: Any, input_shape: tuple[int, ...], num_classes: int, *, training_argument: str | None = None
+) -> Task:
+    """Returns the task of classification by a flax module: cross-entropy on its logits.
 
     Args:
-      module: maps `[B, *input_shape]` to logits `[B, num_classes]`; parameters only, no batch statistics.
+      module: maps `[B, *input_shape]` to logits `[B, num_classes]`. A flax.linen module; a flax.nnx module, the
+        parameters of which every model starts from; or a function `(rngs) -> nnx module`, such as a class of nnx
+        modules. It may have dropout and batch normalisation.
       input_shape: of one example, e.g. `(28, 28, 1)`.
       num_classes: number of labels.
+      training_argument: the argument of the module's `__call__` that says whether it trains. It is found by itself if
+        it is `train`, `training` or `is_training`, or, with the opposite meaning, `deterministic`,
+        `use_running_average` or `inference`.
 
     Returns:
       `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
-      module's "params": a nested dict.
+      module's "params", a nested dict, with batch statistics beside the parameters of their layer
+      (`BatchNorm_0/mean`). In training, dropout draws from the client's key of the round, and batch statistics are
+      those of the real examples of a batch; in evaluation, the running statistics count.
 
     Raises:
-      ValueError: outputs that do not fit the classes; a module with other state than parameters.
+      ValueError: outputs that do not fit the classes; a module with dropout or batch statistics and without an argument
+        that says whether it trains; state other than statistics of real numbers.
 
     Example:
       >>> import jax, jfcl
@@ -203,23 +234,26 @@ def classification(module: nn.Module, input_shape: tuple[int, ...], num_classes:
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    made = _from_module(module, tuple(input_shape), "classification", False, num_classes)
+    made = _from_module(module, tuple(input_shape), "classification", False, training_argument, num_classes)
     shape = _output_shape(made, tuple(input_shape))
     if shape != (2, num_classes):
         raise ValueError(
-            f"{type(module).__name__} must give {num_classes} logits an example, shape (B, {num_classes}), for"
+            f"{module_name(module)} must give {num_classes} logits an example, shape (B, {num_classes}), for"
             f" {num_classes} classes; it gives {('B', *shape[1:])}"
         )
     return made
 
 
-def regression(module: nn.Module, input_shape: tuple[int, ...], *, half: bool = False) -> Task:
-    """Returns the task of regression by a flax.linen module: the squared error, or half of it.
+def regression(
+    module: Any, input_shape: tuple[int, ...], *, half: bool = False, training_argument: str | None = None
+) -> Task:
+    """Returns the task of regression by a flax module: the squared error, or half of it.
 
     Args:
-      module: maps `[B, *input_shape]` to values of the targets' shape.
+      module: maps `[B, *input_shape]` to values of the targets' shape. See `classification`.
       input_shape: of one example.
       half: use 1/2 of the squared error.
+      training_argument: as in `classification`.
 
     Returns:
       `Task` without an accuracy.
@@ -229,7 +263,7 @@ def regression(module: nn.Module, input_shape: tuple[int, ...], *, half: bool = 
       >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
       True
     """
-    return _from_module(module, tuple(input_shape), "regression", half)
+    return _from_module(module, tuple(input_shape), "regression", half, training_argument)
 
 
 @lru_cache(maxsize=64)
@@ -270,12 +304,19 @@ def in_bfloat16(task: Task) -> Task:
 
         return None if function is None else narrowed
 
+    def train_loss(key, params, batch, real):
+        weights, statistics = divided(task.statistics, params)
+        narrowed = joined(narrow(weights), statistics)  # running means of many rounds need more than 8 bits
+        losses, new = task.train_loss(key, narrowed, {**batch, "x": narrow(batch["x"])}, real)
+        return _wide(losses), joined(weights, divided(task.statistics, new)[1])
+
     loss, start = of_batch(task.loss), dense_start(task)
     return task._replace(
         loss=loss,
         predict=of_inputs(task.predict),
         correct=of_batch(task.correct),
         represent=of_inputs(task.represent),
+        train_loss=None if task.train_loss is None else train_loss,
         dense_start=None if start is None else start._replace(loss=of_batch(start.loss), whole=loss),
     )
 
@@ -289,4 +330,4 @@ def parameter_paths(task: Task) -> list[str]:
       ['Dense_0/bias', 'Dense_0/kernel']
     """
     shapes = jax.eval_shape(task.init, jax.random.key(0))
-    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    return parameter_names(shapes)

@@ -96,19 +96,30 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 
 
 @partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
-def _evaluate(params, cluster, clients, learners, *, task, seed_axis, client_axis, by_loss):
-    """Evaluates the models `params[cluster]`, or those of lowest loss.
+def _evaluate(params, cluster, personal, clients, learners, *, task, seed_axis, client_axis, by_loss):
+    """Evaluates the models `params[cluster]`, or those of lowest loss, with the clients' `personal` parameters.
 
     With `by_loss`, the loss is that on `clients`. With `learners`, the clients in training, it is that on `learners`.
     """
 
-    def one_seed(params, cluster):
+    def one_seed(params, cluster, personal):
         if learners is not None:
-            cluster = lowest_loss(task, params, learners, client_axis=client_axis)
+            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
         chosen = None if by_loss else cluster
-        return metrics.evaluate(task, params, clients, chosen, client_axis=client_axis)
+        return metrics.evaluate(task, params, clients, chosen, personal=personal, client_axis=client_axis)
 
-    return seed_axis(one_seed)(params, cluster)
+    return seed_axis(one_seed)(params, cluster, personal)
+
+
+@partial(jax.jit, static_argnames=("count", "rows"))
+def _mean_of_clients(personal, *, count, rows):
+    """Returns the mean of the first `count` rows of `[R, N, ...]` arrays, repeated: `[R, rows, ...]`."""
+
+    def mean(x):
+        one = x[:, :count].mean(axis=1, keepdims=True)
+        return jnp.broadcast_to(one, (len(x), rows, *x.shape[2:]))
+
+    return jax.tree.map(mean, personal)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -207,7 +218,7 @@ class OnDevice:
         programs = [_advance.lower(*args, **self._static)]
         for data, learners, by_loss in ((tests, self._learners, False), (newcomers, None, True)):
             if data is not None and made.task is not None:
-                args = (self.whole.params, self.whole.cluster, data, learners)
+                args = (self.whole.params, self.whole.cluster, self._personal(self.whole, data), data, learners)
                 programs.append(_evaluate.lower(*args, **self._how(by_loss)))
         self._compiling = compile_ahead(programs)
 
@@ -253,7 +264,16 @@ class OnDevice:
         if data is None or self._made.task is None:
             return None
         self._compiling.wait()
-        return _evaluate(state.params, state.cluster, data, learners, **self._how(by_loss))
+        args = state.params, state.cluster, self._personal(state, data), data, learners
+        return _evaluate(*args, **self._how(by_loss))
+
+    def _personal(self, state: Any, data: Clients) -> Any:
+        """Returns the personal parameters `[R, N, ...]` for `data`: newcomers have the mean of all clients'."""
+        own = getattr(state, "personal", ())
+        if data is not self._newcomers or not jax.tree.leaves(own):
+            return own
+        mean = partial(_mean_of_clients, count=self._n, rows=num_clients(data))
+        return jax.eval_shape(mean, own) if isinstance(jax.tree.leaves(own)[0], jax.ShapeDtypeStruct) else mean(own)
 
     def _how(self, by_loss: bool) -> dict[str, Any]:
         """Returns the static arguments of `_evaluate`."""

@@ -110,8 +110,9 @@ class Streamed:
         """Prepares the evaluations, always of the clients `evaluated`, under the models that they are served."""
         split, algorithm, store = self.split, self.algorithm, self.store
         self._num_models = 1 if split.personal else jax.tree.leaves(self.shapes.params)[0].shape[0]
-        self._evaluated, choose = evaluated, serve == "loss" and algorithm.by_loss
-        self._needs_rows = split.personal or (self._num_models > 1 and not choose)
+        self._evaluated, self._by_loss = evaluated, serve == "loss" and algorithm.by_loss
+        has_own = bool(jax.tree.leaves(getattr(self.shapes, "personal", ())))
+        self._needs_rows = split.personal or has_own or (self._num_models > 1 and not self._by_loss)
         self._tests = self._learners = true = None
         hold = partial(layout.held, client_axis, algorithm.task)
         if test_store is not None and algorithm.task is not None:
@@ -176,9 +177,15 @@ class Streamed:
             served = jnp.arange(len(ids), dtype=jnp.int32)
             found = getattr(state, "group", served)
         elif self._num_models > 1:
-            chosen = state.cluster if self._needs_rows else self._losses(state.params, learners, None)["cluster"]
-            found = served = chosen
-        return found, self._losses(state.params, self._tests, served)
+            found = served = self._choose(state, learners)
+        return found, self._losses(state.params, self._tests, served, personal=getattr(state, "personal", ()))
+
+    def _choose(self, state: Any, learners: Clients) -> jax.Array:
+        """Returns the model of each evaluated client: that in the state, or the one of lowest loss."""
+        if not self._by_loss:
+            return state.cluster
+        own = getattr(state, "personal", ())
+        return self._losses(state.params, learners, None, personal=own)["cluster"]
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.algorithms.cfl.rounds import SIMILARITIES, Options, rounds
 from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.state import CFLState
-from jfcl.algorithms.options import Privacy, PrivacySeed, Weights
+from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, is_concrete
 from jfcl.core.options import Interval, OneOf, Real
@@ -25,6 +25,8 @@ def byzantine_cfl(
     threshold: Annotated[Real, Interval("(-1, 1)")] = 0.02,
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     weights: Weights = "size",
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     privacy: Privacy = None,
     privacy_seed: PrivacySeed = 0,
     init_params: PyTree | None = None,
@@ -41,7 +43,7 @@ def byzantine_cfl(
     Args:
       task, training, init_params, adversary, aggregator, client_axis: as in `jfcl.cfl`.
       threshold: in (-1, 1); the paper's is 0.02.
-      similarity, weights, privacy, privacy_seed: as in `jfcl.cfl`.
+      similarity, weights, personal, personal_steps, privacy, privacy_seed: as in `jfcl.cfl`.
 
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
@@ -74,7 +76,8 @@ def byzantine_cfl(
 
     rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
     hidden = privacy, privacy_seed
-    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis))
+    scopes = None, personal, personal_steps
+    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *scopes))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)

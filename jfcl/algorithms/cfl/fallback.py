@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.client import losses
-from jfcl.core import Clients, Task
+from jfcl.core import Clients, Task, of_rest
 from jfcl.execution import mapping
 from jfcl.kernels.base import if_rare
 
@@ -42,21 +42,22 @@ def undo_harmful_splits(
     judged = jnp.full(capacity, -1, jnp.int32).at[jnp.where(due, state.parent, capacity)].set(slots, mode="drop")
     judged = jnp.where(due, slots, judged)
 
-    def performance(models, k, batch):
+    def performance(task, models, k, batch):
         params = jax.tree.map(lambda p: p[k], models)
         return -task.loss(params, batch) if task.correct is None else task.correct(params, batch)
 
-    def client(examples, size, cluster):
+    def client(examples, size, cluster, own):
+        of_client = of_rest(task, own) if jax.tree.leaves(own) else task
         k = judged[cluster]
         rows = jnp.arange(jax.tree.leaves(examples)[0].shape[0])
         aside = (rows >= num_training(size, validation)) & (rows < size)
         blank = losses.blank_padding(examples, size)
-        now = losses.masked_mean(performance(state.params, cluster, blank), aside)
-        before = losses.masked_mean(performance(state.tree.model, k, blank), aside)
+        now = losses.masked_mean(performance(of_client, state.params, cluster, blank), aside)
+        before = losses.masked_mean(performance(of_client, state.tree.model, k, blank), aside)
         return now - before, (k >= 0) & aside.any()
 
     def judge():
-        gain, counts = client_axis(client)(clients.examples, jnp.asarray(clients.size), state.cluster)
+        gain, counts = client_axis(client)(clients.examples, jnp.asarray(clients.size), state.cluster, state.personal)
         counts = counts & (state.excluded == 0)
         gain = jax.ops.segment_sum(jnp.where(counts, gain, 0.0), judged[state.cluster], capacity)
         undo = due & (gain < 0)

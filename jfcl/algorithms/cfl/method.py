@@ -20,7 +20,7 @@ import numpy as np
 from jfcl.algorithms.cfl.rounds import SIMILARITIES, Options, rounds
 from jfcl.algorithms.cfl.server import Rules
 from jfcl.algorithms.cfl.splits import split_clusters
-from jfcl.algorithms.options import Privacy, PrivacySeed, Weights
+from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights
 from jfcl.algorithms.theory import max_noise_of_split
 from jfcl.client import local
 from jfcl.core import (
@@ -59,6 +59,9 @@ def cfl(
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     linkage: Annotated[str, OneOf(LINKAGES)] = "single",
     weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
     validation: Annotated[float, Interval("[0, 1)")] = 0.0,
     fallback_rounds: Annotated[int, Range(1, MOST_ADDED), Needs("validation")] = 5,
     privacy: Privacy = None,
@@ -109,6 +112,9 @@ def cfl(
       linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
         numbers, however many clients there are, and `min_size` is 1.
       weights: `"size"` (Algorithm 2) or `"equal"` (Algorithm 5 as printed).
+      shared: as in `jfcl.ifca`: these parameters are averaged over all clusters.
+      personal, personal_steps: as in `jfcl.fedavg`. Personal parameters are never sent, and so not compared; statistics
+        (`Task.statistics`) are sent, averaged, and not compared.
       validation: share of every client's examples, its last ones, that judge splits and are not trained on; 0: no
         split is judged. On them, the clients' mean accuracy (or mean loss, where a task has no accuracy) under their
         models is compared with that under the parent's model. Where it is worse the split is undone, and the parent is
@@ -216,8 +222,11 @@ def cfl(
         cohort=cohort,
         thresholds=thresholds,
     )
+    scopes = shared, personal, personal_steps
     hidden, judging = (privacy, privacy_seed), (validation, fallback_rounds)
-    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *judging))
+    made = rounds(
+        Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *scopes, *judging)
+    )
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
+from jfcl.algorithms.averaging import check_scopes
 from jfcl.algorithms.cfl import server
 from jfcl.algorithms.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
 from jfcl.algorithms.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
@@ -35,6 +36,7 @@ from jfcl.core import (
     check_count,
     client_ids,
     is_finite,
+    joined,
     max_examples,
     num_bytes,
     num_clients,
@@ -58,6 +60,9 @@ class Options(NamedTuple):
     init_params: PyTree | None
     adversary: Adversary | None
     client_axis: mapping.Mapping | None
+    shared: Callable[[str], bool] | None = None
+    personal: Callable[[str], bool] | None = None
+    personal_steps: int | None = None
     validation: float = 0.0
     patience: int = 0
 
@@ -99,7 +104,13 @@ def rounds(options: Options) -> Algorithm:
     check_count("tree_dim", rules.tree_dim, least=0)
     if options.privacy is not None:
         check_choice("privacy", options.privacy, OPERATORS)
-    options = options._replace(client_axis=client_axis)
+        accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
+        check(options.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
+    check_scopes(options.task, options.training, options.shared, options.personal, options.personal_steps)
+    accepted = "left out where parameters are shared"
+    check(options.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
+    rules = rules._replace(shared=options.shared, statistics=options.task.statistics)
+    options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
     check_clients = adversary_check(options.adversary)
     return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh)
@@ -120,9 +131,12 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
     one = phases.initial_models(options.task, key, 1, options.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
+    opt_states = phases.initial_optimizers(options.task, options.training, params, clients)
+    params, own = phases.initial_scopes(options.personal, params, jnp.zeros(n, jnp.int32))
     sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
     can_split = capacity > 1
-    length = min(sum(x.size for x in jax.tree.leaves(sent)), rules.tree_dim) if can_split else 0
+    compared = rules.compared(sent)
+    length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
     tree = ParameterTree(
         born=jnp.zeros(capacity, jnp.int32),
         cross_similarity=jnp.full(capacity, jnp.inf),
@@ -142,8 +156,9 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         scale=jnp.zeros(2),
         excluded=jnp.zeros(n, jnp.int32),
         tree=tree,
-        client=phases.initial_optimizers(options.training, params, clients),
-        sides=no_sides(sent, capacity, n, small=rules.min_examples > 1) if can_split else (),
+        client=opt_states,
+        personal=own,
+        sides=no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
         heard=no_updates(sent, n) if rules.cohort is not None else (),
     )
 
@@ -162,15 +177,15 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     part = taking_part(options, state, clients)
     here = part.present & (jnp.asarray(clients.size) > 0)
     cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
-    kept = here, (state.cluster, part.missed, part.pending), state.client
-    here, place, opt_states = phases.take_rows(cohort, kept)
+    kept = here, (state.cluster, part.missed, part.pending), (state.client, state.personal)
+    here, place, own = phases.take_rows(cohort, kept)
 
     # Train it.
     client = train_client(options, state)
-    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, opt_states)
+    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, own)
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
     updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
-    opt_states = phases.put_rows(cohort, state.client, where_rows(here & finite, trained, opt_states))
+    opt_states, own = phases.put_rows(cohort, kept[2], where_rows(here & finite, trained, own))
 
     # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
@@ -180,14 +195,14 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     # The server decides and averages, without the models.
     sent, last = messages(options, state, part, cohort, updates, here, usable)
     sent = sent._replace(gradients=lambda: gradients(options, state, part, clients, lies_key, usable))
-    record = state._replace(params=(), client=(), heard=(), tree=state.tree._replace(model=()))
+    record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
     record, into, means, decided = server.serve(rules, client_axis, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
     means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
     new, metrics["overflowed"] = new_models(state, record, into, means)
     last = forget_moved(last, new.cluster != state.cluster)
-    return new._replace(client=opt_states, heard=last), metrics | decided
+    return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
 
 
 def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPart:
@@ -214,11 +229,13 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
 def train_client(options: Options, state: CFLState) -> Callable:
     """Returns one client's part of the round, for `train_clients`."""
 
-    def client(key, examples, size, place, opt_state):
-        begin = starting_model(state, *place)
-        trained = local.train_round(options.task, options.training, key, begin, examples, size, opt_state, state.round)
-        update = jax.tree.map(jnp.subtract, trained.params, begin)
-        return options.hide(update), is_finite(update), trained.loss, trained.num_steps, trained.opt_state
+    def client(key, examples, size, place, kept):
+        opt_state, own = kept
+        begin, rest = starting_model(state, *place), (examples, size, opt_state, state.round)
+        how = options.task, options.training, options.personal_steps
+        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest)
+        finite = is_finite((update, own))
+        return options.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
 
     return client
 
@@ -226,12 +243,12 @@ def train_client(options: Options, state: CFLState) -> Callable:
 def gradients(options: Options, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
     """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
 
-    def gradient(examples, size, place):
+    def gradient(examples, size, place, own):
         begin = starting_model(state, *place)
-        return options.hide(jax.grad(lambda p: losses.mean_loss(options.task, p, examples, size))(begin))
+        return options.hide(jax.grad(lambda p: losses.mean_loss(options.task, joined(p, own), examples, size))(begin))
 
     place = state.cluster, part.missed, part.pending
-    found = options.client_axis(gradient)(clients.examples, part.learns, place)
+    found = options.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
     key = jax.random.fold_in(key, 1)
     return attacked(options.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
 

@@ -16,7 +16,7 @@ from jfcl.algorithms.aggregate import cluster_mean, robust_cluster_mean
 from jfcl.algorithms.cfl.bipartitions import Splits, bipartitions, no_splits, separation_gaps
 from jfcl.algorithms.cfl.last_updates import enough_known
 from jfcl.algorithms.cfl.state import CFLState
-from jfcl.core import PyTree
+from jfcl.core import PyTree, divided, joined, path_flags
 from jfcl.execution import mapping
 from jfcl.kernels.base import finite_rows, if_rare, rows_of, squared_norms
 
@@ -39,6 +39,8 @@ class Rules(NamedTuple):
       linkage: of `jfcl.kernels.bipartition.LINKAGES`.
       cohort: clients in each round, or None for all.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
+      shared: takes a parameter's path; true for those averaged over all clusters; or None.
+      statistics: of the task.
     """
 
     max_clusters: int | None
@@ -55,6 +57,12 @@ class Rules(NamedTuple):
     linkage: str = "single"
     cohort: int | None = None
     thresholds: Callable[[CFLState], jax.Array] | None = None
+    shared: Callable[[str], bool] | None = None
+    statistics: Callable[[str], bool] | None = None
+
+    def compared(self, updates: PyTree) -> PyTree:
+        """Returns the part of updates that similarities and norms compare: all but the statistics."""
+        return divided(self.statistics, updates)[0]
 
 
 class Sent(NamedTuple):
@@ -122,18 +130,20 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     capacity = len(state.active)
 
     # Compare updates, or gradients.
-    vectors = sent.updates
+    vectors = rules.compared(sent.updates)
     if rules.similarity == "gradients":
-        vectors = sent.gradients()
+        vectors = rules.compared(sent.gradients())
         finite = finite_rows(rows_of(vectors))
         sent = sent._replace(usable=sent.usable & finite, comparable=sent.comparable & finite)
     voice = sent.comparable & sent.able
 
     def means(vectors: PyTree, cluster: jax.Array, weight: jax.Array) -> PyTree:
         """Returns the weighted mean of each cluster's vectors, `[K, ...]`, added up in the order of the clients."""
-        if rules.aggregator is not None:
-            return robust_cluster_mean(rules.aggregator, vectors, cluster, weight > 0, capacity)
-        return cluster_mean(vectors, cluster, weight, capacity, client_axis)
+        if rules.aggregator is None:
+            return cluster_mean(vectors, cluster, weight, capacity, client_axis)
+        robust, plain = divided(rules.statistics, vectors)
+        robust = robust_cluster_mean(rules.aggregator, robust, cluster, weight > 0, capacity)
+        return joined(robust, cluster_mean(plain, cluster, weight, capacity, client_axis) if plain else ())
 
     # Norms: the mean update of each cluster, and its longest update. With a cohort, old updates are longer than new
     # ones; the longest is then one of this round, so that age does not count as disagreement.
@@ -181,4 +191,10 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         "num_excluded": (state.excluded > 0).sum().astype(jnp.int32),
         "capacity_reached": full,
     }
-    return state._replace(round=state.round + 1), into, means(sent.updates, state.cluster, weight), metrics
+    mean_updates = means(sent.updates, state.cluster, weight)
+    if rules.shared is not None:
+        flags, no_cluster = path_flags(rules.shared, mean_updates), jnp.zeros_like(state.cluster)
+        of_all = cluster_mean(sent.updates, no_cluster, weight, capacity, client_axis)
+        of_all = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), of_all)
+        mean_updates = jax.tree.map(lambda f, own, all_: all_ if f else own, flags, mean_updates, of_all)
+    return state._replace(round=state.round + 1), into, mean_updates, metrics

@@ -70,7 +70,7 @@ def carry_out(
     def record():
         parts = jnp.where(moves, 2, jnp.where(voice, 1, 0)).astype(jnp.int8)
         side = jnp.where(state.cluster[None, :] == jnp.arange(capacity)[:, None], parts[None, :], jnp.int8(0))
-        updates = sketch(sent.updates, voice, rules.tree_dim)
+        updates = sketch(rules.compared(sent.updates), voice, rules.tree_dim)
         kept = jnp.where((side > 0)[:, :, None], updates[None, :, :], 0.0)
         recorded = tree._replace(
             born=tree.born.at[into].set(new_round, mode="drop"),

@@ -48,6 +48,7 @@ class CFLState(NamedTuple):
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
       sides: `jfcl.algorithms.cfl.sides.Sides`, for clients that a split did not place; `()` where no split is possible.
       heard: `jfcl.algorithms.cfl.last_updates.LastUpdates`, with a cohort in each round; else `()`.
+      personal: the clients' own parameters `[N, ...]`, as in `AveragingState`; `()` without any.
     """
 
     params: PyTree
@@ -63,3 +64,4 @@ class CFLState(NamedTuple):
     client: PyTree
     sides: PyTree = ()
     heard: PyTree = ()
+    personal: PyTree = ()

@@ -1,0 +1,179 @@
+"""Modules of flax.linen and flax.nnx as pure functions of one pytree of parameters, for training and for evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from jfcl.core import PyTree, check
+
+IS_TRAINING = ("train", "training", "is_training")
+IS_NOT_TRAINING = ("deterministic", "use_running_average", "inference")
+
+
+class Network(NamedTuple):
+    """A module as functions; `x` is `[B, ...]`.
+
+    Attributes:
+      name: of the module, for errors.
+      init: `(key) -> params`. Statistics stand beside the parameters of their layer, as in `BatchNorm_0/mean`.
+      apply: `(params, x) -> outputs`, for evaluation.
+      train: `(key, params, x, real) -> (outputs, params)`, see `Task.train_loss`; None where it is `apply`.
+      represent: `(params, x) -> [B, H]`, see `representation`; None where it is not known.
+      statistics: as in `Task`.
+      head: as in `Task`.
+    """
+
+    name: str
+    init: Callable[[jax.Array], PyTree]
+    apply: Callable[[PyTree, jax.Array], jax.Array]
+    train: Callable[[jax.Array, PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]] | None = None
+    represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
+    statistics: Callable[[str], bool] | None = None
+    head: str | None = None
+
+
+def module_name(module: Any) -> str:
+    """Returns the name of a module's class, or of the function that makes modules, for errors."""
+    return getattr(getattr(module, "func", module), "__name__", type(module).__name__)
+
+
+def training_flag(module: Any, name: str, given: str | None) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Returns the arguments of `module.__call__` in evaluation and in training; empty ones where there is no flag."""
+    arguments = inspect.signature(module.__call__).parameters
+    if given is not None:
+        check(given in arguments, "training_argument", given, f"an argument of {name}: {', '.join(arguments)}")
+    found = next((a for a in (given, *IS_TRAINING, *IS_NOT_TRAINING) if a in arguments), None)
+    if found is None:
+        return {}, {}
+    trains = found not in IS_NOT_TRAINING
+    return {found: not trains}, {found: trains}
+
+
+def _no_flag(name: str) -> str:
+    return (
+        f"{name} behaves differently in training (dropout, batch statistics), and its __call__ has no argument for it:"
+        f" add one of {', '.join((*IS_TRAINING, *IS_NOT_TRAINING))}, or name yours by training_argument"
+    )
+
+
+def some_real(real: jax.Array) -> jax.Array:
+    """Returns `real` with its first row true where none is, so that the statistics of no examples are finite."""
+    return real | (~real.any() & (jnp.arange(len(real)) == 0))
+
+
+def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree, dict[tuple, str]]:
+    """Returns all collections of a module as one nested dict, and the collection of each path."""
+    flat, of = {}, {}
+    for collection, tree in variables.items():
+        for path, leaf in traverse_util.flatten_dict(tree).items():
+            check(path not in flat, "module", name, "names that differ between parameters and other state")
+            real = collection == "params" or jnp.issubdtype(leaf.dtype, jnp.floating)
+            accepted = "batch statistics of real numbers alone; counters cannot be averaged over clients"
+            check(real, f"state of {name}", f"{'/'.join(path)} of {leaf.dtype}", accepted)
+            flat[path], of[path] = leaf, collection
+    return traverse_util.unflatten_dict(flat), of
+
+
+def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
+    """Returns the functions of a linen module; see `jfcl.models.tasks.network`."""
+    name = module_name(module)
+    evaluating, training = training_flag(module, name, given)
+    denses = []
+
+    def note(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+            denses.append("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    def variables(key):
+        return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
+
+    try:
+        with nn.intercept_methods(note):
+            shapes = jax.eval_shape(variables, jax.random.key(0))
+    except Exception as error:
+        if not evaluating and _needs_flag(error):
+            raise ValueError(_no_flag(name)) from error
+        raise
+    if not training and set(shapes) > {"params"}:
+        raise ValueError(_no_flag(name))
+    head = denses[-1] if denses else None
+    if not training:
+        return Network(
+            name,
+            lambda key: variables(key)["params"],
+            lambda params, x: module.apply({"params": params}, x),
+            represent=_representation(module, lambda params: {"params": params}, {}),
+            head=head,
+        )
+    _, collections = _joined_collections(shapes, name)
+    names = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
+
+    def apart(params):
+        trees = {collection: {} for collection in collections.values()}
+        for path, leaf in traverse_util.flatten_dict(params).items():
+            trees[collections[path]][path] = leaf
+        return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
+
+    def train(key, params, x, real):
+        real = some_real(real)
+
+        def masked(call, args, kwargs, context):
+            """Gives batch normalisation the rows that are no padding."""
+            if (
+                isinstance(context.module, nn.BatchNorm)
+                and context.method_name == "__call__"
+                and len(args[0]) == len(x)
+            ):
+                kwargs = {"mask": real.reshape(-1, *[1] * (args[0].ndim - 1)), **kwargs}
+            return call(*args, **kwargs)
+
+        rngs = {"params": key, "dropout": key}  # a stream of another name falls back to that of "params"
+        mutable = sorted(set(collections.values()) - {"params"})
+        with nn.intercept_methods(masked):
+            outputs, state = module.apply(apart(params), x, rngs=rngs, mutable=mutable, **training)
+        return outputs, _joined_collections({"params": apart(params)["params"], **state}, name)[0]
+
+    def together(key):
+        return _joined_collections(variables(key), name)[0]
+
+    return Network(
+        name,
+        together,
+        lambda params, x: module.apply(apart(params), x, **evaluating),
+        train,
+        _representation(module, apart, evaluating),
+        names.__contains__ if names else None,
+        head,
+    )
+
+
+def _needs_flag(error: Exception) -> bool:
+    """Returns whether flax's error is that of a layer that does not know whether it trains."""
+    kind = type(error).__name__
+    return kind == "InvalidRngError" or "deterministic" in str(error) or "use_running_average" in str(error)
+
+
+def _representation(module: nn.Module, variables: Callable[[PyTree], dict], evaluating: dict[str, bool]) -> Callable:
+    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the module's last dense layer, or else its outputs."""
+
+    def represent(params, x):
+        entered = []
+
+        def note(call, args, kwargs, context):
+            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+                entered.append(args[0])
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(note):
+            outputs = module.apply(variables(params), x, **evaluating)
+        return (entered[-1] if entered else outputs).reshape(len(x), -1)
+
+    return represent

@@ -1,0 +1,94 @@
+"""Modules of flax.nnx as pure functions of one pytree of parameters."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+
+from jfcl.core import check
+from jfcl.models.modules import Network, module_name, some_real, training_flag
+
+_REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
+
+
+class _MaskedBatchNorm(nnx.BatchNorm):
+    """Batch normalisation with statistics of real examples alone."""
+
+    def __call__(self, x, use_running_average=None, *, mask=None):
+        real = _REAL.get()
+        if mask is None and real is not None and len(real) == len(x):
+            mask = real.reshape(-1, *[1] * (x.ndim - 1))
+        return super().__call__(x, use_running_average, mask=mask)
+
+
+def _rng(like: Any, key: jax.Array) -> jax.Array:
+    """Returns `key`, or the counter 0, in the place of a leaf of the state of random streams."""
+    return key if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.zeros(like.shape, like.dtype)
+
+
+def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
+    """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
+    made = isinstance(module, nnx.Module)
+    name = module_name(module)
+
+    def build(key):
+        return module if made else module(rngs=nnx.Rngs(key))
+
+    kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
+    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
+    evaluating, training = training_flag(abstract, name, given)
+    graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)
+    left = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(others)]
+    check(not left, f"state of {name}", ", ".join(left), "parameters, batch statistics and random keys alone")
+    statistics = traverse_util.flatten_dict(nnx.to_pure_dict(of_statistics))
+    differs = bool(statistics) or bool(jax.tree.leaves(of_rngs)) or bool(training)
+
+    def together(params, batch_stats):
+        flat = {**traverse_util.flatten_dict(params), **traverse_util.flatten_dict(batch_stats)}
+        return traverse_util.unflatten_dict(flat)
+
+    def init(key):
+        _, params, batch_stats, _, _ = nnx.split(build(key), *kinds)
+        return together(*map(nnx.to_pure_dict, (params, batch_stats)))
+
+    def filled(state, values):
+        """Returns the nnx state `state` with the arrays of the flat dict `values`."""
+        state = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(values))
+        return state
+
+    def model(params, key):
+        flat = traverse_util.flatten_dict(params)
+        stats = {path: leaf for path, leaf in flat.items() if path in statistics}
+        weights = {path: leaf for path, leaf in flat.items() if path not in statistics}
+        leaves, structure = jax.tree.flatten(of_rngs)
+        rngs = [_rng(x, jax.random.fold_in(key, i)) for i, x in enumerate(leaves)]
+        states = filled(of_params, weights), filled(of_statistics, stats), jax.tree.unflatten(structure, rngs)
+        return nnx.merge(graph, *states, others)
+
+    def apply(params, x):
+        whole = model(params, jax.random.key(0))
+        whole.eval()
+        return whole(x, **evaluating)
+
+    def train(key, params, x, real):
+        whole = model(params, key)
+        whole.train()
+        for _, part in nnx.iter_modules(whole):
+            if type(part) is nnx.BatchNorm:
+                object.__setattr__(part, "__class__", _MaskedBatchNorm)
+        token = _REAL.set(some_real(real))
+        try:
+            outputs = whole(x, **training)
+        finally:
+            _REAL.reset(token)
+        new = nnx.to_pure_dict(nnx.split(whole, nnx.BatchStat, ...)[1])
+        return outputs, together(params, new)
+
+    names = frozenset("/".join(map(str, path)) for path in statistics)
+    return Network(name, init, apply, train if differs else None, None, names.__contains__ if names else None)
