@@ -254,11 +254,52 @@ def knn_per(p: Picture) -> None:
     p.say(545, 145, "global model")
 
 
+def _parts(p: Picture, body: str | None, head: str | None) -> None:
+    """Draws a model of two parts over each client; a part with a colour is common, one of None is the client's own."""
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.model(x, y - 40, body or color, 24)
+        p.model(x, y - 68, head or color, 24)
+        p.line(x, y - 28, x, y - 14)
+    p.model(320, 38, GREY)
+    for x in (120, 200, 280, 360, 440, 520):
+        top = 125 if body else 97
+        p.line(320 + (x - 320) * 0.1, 54, x, top - 14, GREY, 2, "2 5")
+
+
+def fedper(p: Picture) -> None:
+    _parts(p, GREY, None)
+    p.say(345, 43, "common body, averaged", anchor="start")
+    p.say(320, 203, "each client keeps its own head")
+
+
+def fedrep(p: Picture) -> None:
+    _parts(p, GREY, None)
+    p.say(345, 43, "common representation, averaged", anchor="start")
+    p.say(320, 203, "in every round: first the head, then the representation")
+
+
+def lg_fedavg(p: Picture) -> None:
+    _parts(p, None, GREY)
+    p.say(345, 43, "common head, averaged", anchor="start")
+    p.say(320, 203, "each client keeps its own representation")
+
+
+def fedbn(p: Picture) -> None:
+    p.model(320, 38, GREY)
+    for (x, y), color in zip(clients(p), HIDDEN, strict=True):
+        p.model(x, y - 50, GREY, 36)
+        p.line(x - 18, y - 55, x + 18, y - 55, color, 5)
+        p.line(x - 18, y - 43, x + 18, y - 43, color, 5)
+        p.line(320 + (x - 320) * 0.1, 54, x, y - 70, GREY, 2, "2 5")
+    p.say(345, 43, "all other layers, averaged", anchor="start")
+    p.say(320, 203, "each client keeps its batch normalisation")
+
+
 PICTURES: dict[str, Callable[[Picture], None]] = {
     f.__name__: f
     for f in (
         fedavg, local, oracle, ifca, hypcluster, cfl, byzantine_cfl, federated_clustering, myopic_clustering,
-        momentum_clustering, fesem, one_shot, flhc, ditto, knn_per,
+        momentum_clustering, fesem, one_shot, flhc, ditto, knn_per, fedper, fedrep, lg_fedavg, fedbn,
     )
 }  # fmt: skip
 

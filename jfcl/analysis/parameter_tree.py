@@ -22,7 +22,7 @@ from jfcl.algorithms.cfl.splits import sketch
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.round import initial_optimizers
 from jfcl.analysis import metrics
-from jfcl.analysis.tree_file import check_model, check_state
+from jfcl.analysis.tree_file import check_model, check_no_personal, check_state
 from jfcl.analysis.tree_file import load_tree as load_tree
 from jfcl.analysis.tree_file import save_tree as save_tree
 from jfcl.client import local
@@ -38,6 +38,7 @@ from jfcl.core import (
     max_examples,
     named_leaves,
     num_clients,
+    trained_part,
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
@@ -179,17 +180,14 @@ def evaluate_paths(
       ([[0], [0]], (2, 1))
     """
     n = num_clients(clients)
-    check_model(task, state.params)
+    check_model(task, state.params, state.personal)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
     ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
     depth = max(map(len, ways.values()))
     padded = {k: way + way[-1:] * (depth - len(way)) for k, way in ways.items()}
     node = np.array([padded[int(k)] for k in np.asarray(state.cluster)], np.int32)
-    stacked = models(state)
-    levels = [
-        metrics.evaluate(task, stacked, clients, jnp.asarray(node[:, level]), client_axis=client_axis)
-        for level in range(depth)
-    ]
+    stacked, how = models(state), {"personal": state.personal, "client_axis": client_axis}
+    levels = [metrics.evaluate(task, stacked, clients, jnp.asarray(node[:, level]), **how) for level in range(depth)]
     column = lambda name: np.stack([np.asarray(level[name]) for level in levels], axis=1)  # noqa: E731
     return PathEvaluation(node, column("loss"), column("accuracy") if "accuracy" in levels[0] else None)
 
@@ -242,6 +240,7 @@ def assign_newcomer(
       [1]
     """
     check_state(state)
+    check_no_personal(state)
     check_model(task, state.params)
     check_clients(newcomers, name="newcomers")
     if privacy is not None:
@@ -271,9 +270,9 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
     def train(key, examples, size, k):
         begin = jax.tree.map(lambda p: p[k], tree.model)
         done = (tree.born[k] - 1) * local.steps_per_round(training, size, m)
-        opt_state = local.start_optimizer(training, begin, done)
+        opt_state = local.start_optimizer(training, trained_part(task, begin), done)
         trained = local.train(task, training, key, begin, examples, size, opt_state).params
-        update = jax.tree.map(jnp.subtract, trained, begin)
+        update = trained_part(task, jax.tree.map(jnp.subtract, trained, begin))
         return hide(update, privacy, privacy_seed)
 
     def side(update, k):
@@ -381,6 +380,7 @@ def enrol(
       [0, 1, 0, 0, 0, 1, 1, 1]
     """
     check_state(state)
+    check_no_personal(state)
     whole = isinstance(state.sides, Sides)
     accepted = "the state of a run that splits clusters, as history.state has it (that of load_tree is not complete)"
     check(whole, "state", "a state without sides", accepted)

@@ -82,9 +82,19 @@ def check_state(state: CFLState) -> None:
     check(len(shape) == 1, "state", f"cluster of shape {shape}", "of one seed: jax.tree.map(lambda x: x[s], state)")
 
 
-def check_model(task: Task, params: PyTree) -> None:
-    """Checks that the models `params` `[K, ...]` have the shapes of the task's model, or raises `ValueError`."""
+def check_model(task: Task, params: PyTree, personal: PyTree = ()) -> None:
+    """Checks that the models `params` `[K, ...]`, with the `personal` parameters, have the shapes of the task's model.
+
+    Raises:
+      ValueError: they do not.
+    """
     one = named_leaves(jax.eval_shape(task.init, jax.random.key(0)))
     wanted = {name: leaf.shape for name, leaf in one.items()}
-    have = {name: leaf.shape[1:] for name, leaf in named_leaves(params).items()}
+    have = {name: leaf.shape[1:] for part in (params, personal) for name, leaf in named_leaves(part).items()}
     check(have == wanted, "state", have, f"of the task's model {wanted}")
+
+
+def check_no_personal(state: CFLState) -> None:
+    """Raises `ValueError` for clients with personal parameters, which newcomers do not have."""
+    own = sorted(named_leaves(state.personal))
+    check(not own, "state", f"personal parameters {', '.join(own)}", "one of a run without them, to assign newcomers")

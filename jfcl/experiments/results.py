@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jfcl.analysis import parameter_tree, plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import PyTree, check, client_ids, path_name
 from jfcl.execution import hosts
+from jfcl.experiments import serving
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.simulation import folder as runs
@@ -73,11 +75,15 @@ def _of_cohort(history: History) -> bool:
 
 
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
-    """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished."""
+    """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished.
+
+    `personal.npz` holds personal parameters, where the run has any and is not one of a population.
+    """
     name, records = summary["method"], history.records
-    first = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda p: np.asarray(p[0]), history.state.params))
-    contents = {"clients.csv": _clients_csv(history, parts)}
-    contents["params.npz"] = _npz({path_name(path): leaf for path, leaf in first})
+    contents = {"clients.csv": _clients_csv(history, parts), "params.npz": _npz(history.state.params)}
+    own = getattr(history.state, "personal", ())
+    if jax.tree.leaves(own) and not _of_cohort(history):
+        contents["personal.npz"] = _npz(own)
     figures = {"accuracy": plots.curves({name: records}), "loss": plots.curves({name: records}, "train_loss")}
     if "perplexity" in history.clients:
         figures["perplexity"] = plots.curves({name: records}, "perplexity")
@@ -122,9 +128,11 @@ def _csv(lines: list[list]) -> bytes:
     return buffer.getvalue().encode()
 
 
-def _npz(arrays: dict[str, np.ndarray]) -> bytes:
+def _npz(tree: PyTree) -> bytes:
+    """Returns the arrays of the first seed in `tree`, `[R, ...]` each, as the contents of an `.npz` file."""
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    np.savez(buffer, **{path_name(path): np.asarray(leaf[0]) for path, leaf in leaves})
     return buffer.getvalue()
 
 
@@ -171,12 +179,48 @@ class LoadedRun(NamedTuple):
     Attributes:
       params: pytree of `[K, ...]`, the models of the run's first seed.
       cluster: `[N]` int32: client `i` is served model `cluster[i]`.
+      personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
     """
 
     config: Config
     setup: Setup
     params: PyTree
     cluster: np.ndarray
+    personal: PyTree = ()
+
+    def model(self, client: int) -> PyTree:
+        """Returns the model of a client of the run, its personal parameters included; one model for one example.
+
+        Raises:
+          ValueError: a client that is not in `0..N-1`.
+        """
+        n = len(self.cluster)
+        check(0 <= client < n, "client", client, f"in 0..{n - 1}")
+        return serving.whole_model(self.setup.algorithm.task, self.params, self.cluster[client], self.personal, client)
+
+    def predictor(self, client: int) -> Callable[[Any], jax.Array]:
+        """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
+
+        Raises:
+          ValueError: as `model`.
+        """
+        return serving.predictor(self.setup.algorithm.task, self.model(client))
+
+    def choose(self, examples: dict[str, Any], *, by: str = "loss") -> int:
+        """Returns the cluster that fits the examples of a new client, the row of its model in `params`.
+
+        Args:
+          examples: `{"x": [B, ...], "y": [B, ...]}`, and `{"x": [B, ...]}` for `by="inputs"`.
+          by: `"loss"`: the model of lowest mean loss on them (IFCA's choice). `"inputs"`: the cluster of the run with
+            the nearest mean input, for clients without labels. It distinguishes rotated images, not swapped labels.
+
+        Raises:
+          ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
+            of which a new client has none.
+        """
+        check(not jax.tree.leaves(self.personal), "folder", "a run with personal parameters", "one without, to choose")
+        train = self.setup.federation.train
+        return serving.choose(self.setup.algorithm.task, self.params, self.cluster, train, examples, by)
 
 
 def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
@@ -199,6 +243,9 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       >>> test = found.setup.federation.test
       >>> jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"].shape
       (8,)
+      >>> x = test.examples["x"][0, :5]
+      >>> found.predictor(0)(x).shape, found.choose({"x": x}, by="inputs") in (0, 1)
+      ((5, 10), True)
     """
     folder = Path(folder)
     read_run(folder)  # verifies the files
@@ -213,7 +260,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     same = parts.federation.split_hash == saved.get("split_hash")
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     served = _served(folder / "clients.csv", parts.seeds[0], len(parts.federation.cluster))
-    return LoadedRun(config, parts, load_params(folder), served)
+    return LoadedRun(config, parts, load_params(folder), served, load_params(folder, personal=True))
 
 
 def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:

@@ -86,8 +86,12 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     return training._replace(optimizer=optimizer)
 
 
-def load_params(folder: str | Path) -> PyTree:
+def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
     """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start.
+
+    Args:
+      folder: of the run.
+      personal: returns the clients' personal parameters `[N, ...]` instead; `()` where the run has none.
 
     Raises:
       ValueError: no `params.npz` in the folder, or a damaged one.
@@ -99,7 +103,9 @@ def load_params(folder: str | Path) -> PyTree:
       >>> load_params(folder)["Dense_0"]["kernel"].shape
       (2, 4, 10)
     """
-    saved = Path(folder) / "params.npz"
+    saved = Path(folder) / ("personal.npz" if personal else "params.npz")
+    if personal and not saved.is_file():
+        return ()
     if not saved.is_file():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
     params: dict[str, Any] = {}
@@ -122,7 +128,7 @@ def load_params(folder: str | Path) -> PyTree:
         if not np.isfinite(array).all():
             raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
     if (saved.parent / "summary.json").exists():
-        verify_results(saved.parent, "params.npz")
+        verify_results(saved.parent, saved.name)
     return params
 
 

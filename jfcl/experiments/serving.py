@@ -1,0 +1,110 @@
+"""Trained models in use: the predictor of a client, the choice of a new client, files for programs without jfcl."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from jfcl.client.losses import losses_under_all
+from jfcl.core import Clients, PyTree, Task, check, check_choice, path_name
+from jfcl.core.files import write_whole
+
+BY = ("loss", "inputs")
+FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
+
+
+def whole_model(task: Task, params: PyTree, cluster: int, personal: PyTree, client: int) -> PyTree:
+    """Returns one model in the structure of the task: row `cluster` of `params`, row `client` of `personal`."""
+    rows = {}
+    for tree, row in ((params, cluster), (personal, client)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            rows[path_name(path)] = jnp.asarray(leaf[row])
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(lambda path, like: rows[path_name(path)].astype(like.dtype), shapes)
+
+
+def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
+    """Returns the compiled function of one model, `x [B, ...] -> outputs [B, ...]`."""
+    predict = jax.jit(task.predict)
+    return lambda x: predict(model, jnp.asarray(x))
+
+
+def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, examples: dict[str, Any], by: str) -> int:
+    """Returns the row of `params` for a new client; see `LoadedRun.choose`."""
+    check_choice("by", by, BY)
+    needed = ("x", "y") if by == "loss" else ("x",)
+    missing = [name for name in needed if name not in examples]
+    check(not missing, "examples", sorted(examples), f"with {' and '.join(needed)}, for by={by!r}")
+    x = np.asarray(examples["x"])
+    wanted = np.shape(clients.examples["x"])[2:]
+    check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
+    if by == "loss":
+        batch = {name: jnp.asarray(examples[name]) for name in needed}
+        losses = jax.jit(lambda p, b: losses_under_all(task, p, b, len(x)))(params, batch)
+        return int(jnp.argmin(losses))
+    means = {}
+    for k in np.unique(cluster).tolist():
+        rows = np.flatnonzero((cluster == k) & (np.asarray(clients.size) > 0))
+        inputs = [np.asarray(clients.examples["x"][i, : clients.size[i]], np.float64) for i in rows]
+        if inputs:
+            means[k] = np.concatenate(inputs).mean(axis=0)
+    new = x.astype(np.float64).mean(axis=0)
+    return min(means, key=lambda k: float(np.square(means[k] - new).sum()))
+
+
+def export_model(
+    task: Task, model: PyTree, file: str | Path, *, input_shape: tuple[int, ...] | None = None, dtype: Any = np.float32
+) -> None:
+    """Writes one model to a file, in the format of its suffix.
+
+    Args:
+      task: of the model.
+      model: one model, as of `load_run(folder).model(client)`.
+      file: `.npz`: the arrays under their paths, such as `Dense_0/kernel`. `.safetensors`: the same. `.jax`: the
+        compiled prediction with the arrays inside, for any batch size, on CPU, GPU and TPU; `jax.export.deserialize(file.read_bytes()).call(x)` runs it without jfcl and flax.
+      input_shape: of one input, for `.jax`; default: the task's.
+      dtype: of the inputs, for `.jax`.
+
+    Raises:
+      ValueError: another suffix; `.jax` without a known shape; `.safetensors` or `.jax` without the extra `serve`.
+
+    Example:
+      >>> import jfcl, tempfile
+      >>> task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
+      >>> file = Path(tempfile.mkdtemp()) / "model.jax"
+      >>> export_model(task, task.init(jax.random.key(0)), file)
+      >>> export.deserialize(bytearray(file.read_bytes())).call(np.ones((7, 4), np.float32)).shape
+      (7, 3)
+    """
+    file = Path(file)
+    check_choice("the suffix of file", file.suffix, FORMATS)
+    needed = FORMATS[file.suffix]
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise ValueError(f"file must be .npz without the package {needed}: pip install 'jfcl[serve]'")
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    arrays = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+    if file.suffix == ".npz":
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        write_whole(file, buffer.getvalue())
+    elif file.suffix == ".safetensors":
+        from safetensors.numpy import save
+
+        write_whole(file, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    else:
+        shape = task.input_shape if input_shape is None else tuple(input_shape)
+        check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")
+        (batch,) = export.symbolic_shape("b")
+        x = jax.ShapeDtypeStruct((batch, *shape), dtype)
+        # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
+        predict = jax.jit(jax.vmap(lambda one: task.predict(model, one[None])[0]))
+        made = export.export(predict, platforms=("cpu", "cuda", "tpu"))(x)
+        write_whole(file, bytes(made.serialize()))

@@ -1,0 +1,110 @@
+"""Models of finished runs in use: predictors, newcomers, exported files."""
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import jfcl
+from jfcl.experiments import Config, export_model, load_run, run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    out = tmp_path_factory.mktemp("served")
+    small = {"clients": 6, "clusters": 2, "rounds": 4, "model": "mlp"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a start in which all clients pick one model
+        run(Config("ifca", **small, options={"restarts": 2, "restart_rounds": 1}), out=out / "ifca")
+    run(Config("fedper", **small), out=out / "fedper")
+    return {name: load_run(out / name) for name in ("ifca", "fedper")}
+
+
+@pytest.mark.parametrize("name", ["ifca", "fedper"])
+def test_predictors_are_the_evaluated_models(folders, name):
+    """The predictions of each client's own predictor give the accuracy that the run reports."""
+    found = folders[name]
+    test = found.setup.federation.test
+    for i in range(6):
+        size = int(test.size[i])
+        x, y = (np.asarray(test.examples[k][i][:size]) for k in "xy")
+        accuracy = (np.asarray(found.predictor(i)(x)).argmax(axis=1) == y).mean()
+        reported = (
+            jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"][i]
+            if name == "ifca"
+            else None
+        )
+        if name == "fedper":  # an independent forward pass with the files' arrays
+            body, head = found.params["Dense_0"], found.personal["Dense_1"]
+            h = np.maximum(x.reshape(size, -1) @ body["kernel"][0] + body["bias"][0], 0)
+            reported = ((h @ head["kernel"][i] + head["bias"][i]).argmax(axis=1) == y).mean()
+        assert accuracy == pytest.approx(float(reported))
+
+
+def test_files_of_a_model_hold_it(folders, tmp_path):
+    found = folders["fedper"]
+    task, model = found.setup.task, found.model(2)
+    x = np.asarray(found.setup.federation.test.examples["x"][0, :3])
+    wanted = np.asarray(task.predict(model, x))
+    export_model(task, model, tmp_path / "m.npz")
+    with np.load(tmp_path / "m.npz") as arrays:
+        assert set(arrays.files) == set(jfcl.models.parameter_paths(task))
+        np.testing.assert_array_equal(arrays["Dense_1/kernel"], found.personal["Dense_1"]["kernel"][2])
+    export_model(task, model, tmp_path / "m.jax")
+    again = export.deserialize(bytearray((tmp_path / "m.jax").read_bytes()))
+    np.testing.assert_allclose(again.call(x), wanted, rtol=1e-5, atol=1e-6)
+    assert {"cpu", "cuda", "tpu"} <= set(again.platforms)
+
+
+def test_safetensors(folders, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy", reason="the package safetensors is not installed")
+    found = folders["ifca"]
+    export_model(found.setup.task, found.model(0), tmp_path / "m.safetensors")
+    read = safetensors.load_file(tmp_path / "m.safetensors")
+    kernel = found.params["Dense_0"]["kernel"][found.cluster[0]]
+    np.testing.assert_array_equal(read["Dense_0/kernel"], kernel)
+
+
+def test_newcomers_choose(folders):
+    found = folders["ifca"]
+    train = found.setup.federation.train
+    for i in range(6):
+        size = int(train.size[i])
+        examples = {k: np.asarray(train.examples[k][i][:size]) for k in "xy"}
+        losses = []
+        for k in range(2):
+            model = jax.tree.map(lambda p, k=k: p[k], found.params)
+            logits = np.asarray(found.setup.task.predict(model, examples["x"]), np.float64)
+            shifted = logits - logits.max(axis=1, keepdims=True)
+            losses.append((np.log(np.exp(shifted).sum(1)) - shifted[np.arange(size), examples["y"]]).mean())
+        assert found.choose(examples) == int(np.argmin(losses))
+        means = [
+            np.concatenate([train.examples["x"][j][: train.size[j]] for j in np.flatnonzero(found.cluster == k)]).mean(
+                0
+            )
+            for k in np.unique(found.cluster)
+        ]
+        nearest = np.argmin([np.square(m - examples["x"].mean(0)).sum() for m in means])
+        assert found.choose({"x": examples["x"]}, by="inputs") == np.unique(found.cluster)[nearest]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda f: f["ifca"].predictor(6), r"client must be in 0..5, got 6"),
+        (lambda f: f["ifca"].choose({"x": np.zeros((2, 3))}, by="inputs"), r"examples\['x'\] must be of shape \(B, "),
+        (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be with x and y"),
+        (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}, by="los"), "los.*loss"),
+        (lambda f: f["fedper"].choose({"x": np.zeros((2, 8, 8, 1))}), "without, to choose"),
+        (lambda f: export_model(f["ifca"].setup.task, f["ifca"].model(0), "m.h5"), "suffix of file"),
+        (
+            lambda f: export_model(f["ifca"].setup.task._replace(input_shape=None), f["ifca"].model(0), "m.jax"),
+            "input_shape must be given",
+        ),
+    ],
+)
+def test_refuses(folders, use, message):
+    with pytest.raises(ValueError, match=message):
+        use(folders)
