@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,22 @@ def test_knn_per_too():
     here = population(algorithm, ClientStore.from_clients(clients), num_rounds=3, cohort=7)
     same(there.state, here.state, rtol=1e-6, atol=1e-6)
     assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
+
+
+@pytest.mark.parametrize("name", ["fedper", "ifca"])
+def test_personal_parameters_are_rows_of_the_population(name):
+    clients, _, task, training = problem("network")
+    own = {"personal": lambda path: path.startswith("Dense_1")} if name == "ifca" else {}
+    make = {"fedper": jfcl.fedper, "ifca": partial(jfcl.ifca, num_clusters=2)}[name]
+    algorithm = make(task, training, **own)
+    options = {"num_rounds": 3, "eval_every": 3}
+    there = jfcl.simulate(algorithm, clients, key=KEY, test_clients=clients, **options)
+    store = ClientStore.from_clients(clients)
+    here = population(algorithm, store, cohort=7, test_store=store, **options)
+    same(there.state, here.state, rtol=1e-5, atol=1e-5)
+    assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
+    some = population(algorithm, store, cohort=3, test_store=store, **options)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(some.state.personal))
 
 
 def test_knn_per_serves_the_present_model_to_those_who_took_no_part():

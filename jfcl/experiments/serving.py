@@ -69,7 +69,8 @@ def export_model(
       task: of the model.
       model: one model, as of `load_run(folder).model(client)`.
       file: `.npz`: the arrays under their paths, such as `Dense_0/kernel`. `.safetensors`: the same. `.jax`: the
-        compiled prediction with the arrays inside, for any batch size, on CPU, GPU and TPU; `jax.export.deserialize(file.read_bytes()).call(x)` runs it without jfcl and flax.
+        compiled prediction with the arrays inside, for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
+        `jax.export.deserialize(bytearray(file.read_bytes())).call(x)` runs it.
       input_shape: of one input, for `.jax`; default: the task's.
       dtype: of the inputs, for `.jax`.
 
