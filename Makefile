@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench peers gpu notebooks docs clean
+.PHONY: demo test test-slow lint bench peers gpu notebooks docs wheel oldest clean
 
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
@@ -45,6 +45,20 @@ notebooks: .venv/dev
 docs: .venv/docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 
+# dist/: the wheel and the source distribution, checked, and the wheel tried in an environment of its own.
+wheel: .venv/bin/python
+	rm -rf build dist .venv-wheel
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet dist/*.whl
+	cd .venv-wheel && bin/jfcl run ifca --clients 4 --clusters 2 --rounds 2 --out run
+
+# The environment of the tests with the oldest JAX that is supported; then `make test`.
+oldest: .venv/dev
+	$(BIN)/pip install --quiet "jax==0.10.0" "jaxlib==0.10.0"
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
@@ -62,4 +76,4 @@ docs: .venv/docs
 	touch $@ .venv/package
 
 clean:
-	rm -rf .venv build dist *.egg-info docs/_build
+	rm -rf .venv .venv-wheel build dist *.egg-info docs/_build
