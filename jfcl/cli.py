@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `plan`, `compare`, `list`, `reproduce`, `bench`, `demo` (also `python -m jfcl`)."""
+"""The command line: `jfcl run`, `plan`, `compare`, `report`, `list`, `reproduce`, `bench`, `demo`."""
 
 from __future__ import annotations
 

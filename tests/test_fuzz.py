@@ -38,6 +38,7 @@ TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
     "run": ["run", "fedavg", *TINY],
     "compare": ["compare", "RUN"],  # a finished one
+    "report": ["report", "RUN"],
     "list": ["list"],
     "reproduce": ["reproduce", "cfl.figure3", "--quiet"],
     "bench": ["bench", "--quick", "--quiet", "--examples", "4", "--repeats", "1", "--seconds", "0.01"],
@@ -110,7 +111,7 @@ def with_value(command: str, action: argparse.Action, value: str, *, method: str
         line[1] = method or special.get(action.dest, next(iter(takers), "fedavg"))
         line += NEEDS.get(action.dest, [])
     if not action.option_strings:
-        return [command, value, *(["RUN"] if command == "compare" else [])]
+        return [command, value, *(["RUN"] if command in ("compare", "report") else [])]
     flag = action.option_strings[-1]
     if kind(action) is bool:
         return [*line, f"{flag}={value}" if value else flag]
@@ -285,7 +286,7 @@ def test_every_flag_refuses_what_it_cannot_take(folder, capsys, no_computing):
 def test_twelve_values_of_every_flag(command, action, folder, finished, capsys, monkeypatch):
     short = experiments.RECIPES["cfl.figure3"]._replace(make=lambda *_: Outcome([{"value": 1.0}], Figure()))
     monkeypatch.setitem(experiments.RECIPES, "cfl.figure3", short)
-    if command == "compare":
+    if command in ("compare", "report"):
         shutil.copytree(finished, folder.parent / "finished")
     values = VALUES[kind(action)]
     if action.dest == "rounds":  # so many are accepted, and run for as long; see below

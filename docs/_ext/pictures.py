@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
-BLUE, ORANGE, GREEN, GREY, INK, RED = "#0072B2", "#E69F00", "#009E73", "#999999", "#333333", "#CC3311"
+from jfcl.plots import PALETTE
+
+BLUE, ORANGE, GREEN, RED = PALETTE[:4]
+GREY, INK = "#999999", "#333333"
 HIDDEN = (BLUE, ORANGE, BLUE, ORANGE, ORANGE, BLUE)  # the true clusters of six clients
 WIDTH, HEIGHT = 640, 214
 

@@ -23,6 +23,7 @@ from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.round import initial_optimizers
 from jfcl.analysis import metrics
 from jfcl.analysis.tree_file import check_model, check_no_personal, check_state
+from jfcl.analysis.tree_file import load_splits as load_splits
 from jfcl.analysis.tree_file import load_tree as load_tree
 from jfcl.analysis.tree_file import save_tree as save_tree
 from jfcl.client import local

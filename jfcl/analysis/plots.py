@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cycler import cycler
 from matplotlib import colormaps
+from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
@@ -17,6 +21,21 @@ from jfcl.analysis.parameter_tree import Node
 from jfcl.core.files import write_whole
 
 Records = Sequence[dict[str, Any]]
+
+# Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
+# vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
+
+
+def cluster_colors(count: int) -> Colormap:
+    """Returns a colour for each of `count` clusters: those of `PALETTE`, or shades from dark to light for more.
+
+    Example:
+      >>> cluster_colors(3).N, cluster_colors(30).N
+      (8, 30)
+    """
+    return ListedColormap(PALETTE) if count <= len(PALETTE) else colormaps["viridis"].resampled(count)
 
 
 def png(figure: Figure) -> bytes:
@@ -46,13 +65,14 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `(rounds [E], values [E, R])`; NaN for a seed without a value at a round."""
+    """Returns `(rounds [E], values [E, R])`; NaN for a seed without a finite value at a round."""
     rounds = sorted({r["round"] for r in records})
     seeds = sorted({r["seed"] for r in records})
     values = np.full((len(rounds), len(seeds)), np.nan)
     for r in records:
         value = r.get(metric)
-        values[rounds.index(r["round"]), seeds.index(r["seed"])] = np.nan if value is None else value
+        is_known = value is not None and math.isfinite(value)
+        values[rounds.index(r["round"]), seeds.index(r["seed"])] = value if is_known else np.nan
     return np.array(rounds), values
 
 
@@ -67,6 +87,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
     """
     figure = Figure(figsize=(6, 3.8))
     axes = figure.subplots()
+    axes.set_prop_cycle(LINES)
     for name, records in runs.items():
         rounds, values = _by_round(records, metric)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
@@ -88,6 +109,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
     """
     figure = Figure(figsize=(1.6 + 1.1 * len(runs), 3.8))
     axes = figure.subplots()
+    axes.set_prop_cycle(color=PALETTE)
     width = 0.8 / len(metrics)
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
@@ -121,12 +143,12 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
     return {name: matched[name] if name in matched else next(free) for name in names}
 
 
-def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None = None) -> Figure:
+def assignments(records: Records, true_cluster: np.ndarray | None = None, *, seed: int | None = None) -> Figure:
     """Plots clients by rounds: the colour is the cluster; clients are sorted by their true cluster (left strip).
 
     Args:
       records: with `cluster`, as kept for up to 1,000 clients.
-      true_cluster: `[N]`.
+      true_cluster: `[N]`; without it, clients are sorted by their last cluster.
       seed: default: the first.
 
     Example:
@@ -137,25 +159,56 @@ def assignments(records: Records, true_cluster: np.ndarray, *, seed: int | None 
     seed = records[0]["seed"] if seed is None else seed
     chosen = [r for r in records if r["seed"] == seed]
     found = np.array([r["cluster"] for r in chosen]).T  # [N, E]
-    true_cluster = np.asarray(true_cluster)
-    names = match_clusters(found[:, -1], true_cluster)
-    free = max([*names.values(), int(true_cluster.max())]) + 1
+    is_known = true_cluster is not None
+    sorted_by = np.asarray(true_cluster) if is_known else found[:, -1]
+    names = match_clusters(found[:, -1], sorted_by)
+    free = max([*names.values(), int(sorted_by.max())]) + 1
     others = [k for k in np.unique(found).tolist() if k not in names]
     names |= {k: free + i for i, k in enumerate(others)}
     free += len(others)
-    order = np.argsort(true_cluster, kind="stable")
+    order = np.argsort(sorted_by, kind="stable")
     renamed = np.vectorize(names.get)(found)[order]
     figure = Figure(figsize=(6.4, 3.8))
     strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
-    style = {"cmap": colormaps["tab10"] if free <= 10 else colormaps["turbo"], "vmin": 0, "vmax": max(9, free - 1)}
-    style |= {"aspect": "auto", "interpolation": "nearest"}
-    strip.imshow(true_cluster[order][:, None], **style)
-    strip.set(xticks=[], ylabel="client, sorted by true cluster", title="true")
+    colors = cluster_colors(free)
+    style = {"cmap": colors, "vmin": -0.5, "vmax": colors.N - 0.5, "aspect": "auto", "interpolation": "nearest"}
+    strip.imshow(sorted_by[order][:, None], **style)
+    kind = "true" if is_known else "last"
+    strip.yaxis.set_major_locator(MaxNLocator(integer=True))
+    strip.set(xticks=[], ylabel=f"client, sorted by {kind} cluster", title=kind)
     axes.imshow(renamed, **style)
     rounds = [r["round"] for r in chosen]
     ticks = np.unique(np.linspace(0, len(rounds) - 1, 8).astype(int))
     axes.set_xticks(ticks, [rounds[t] for t in ticks])
     axes.set(yticks=[], xlabel="round", title="cluster of each client")
+    return figure
+
+
+def similarity(matrix: np.ndarray, cluster: np.ndarray) -> Figure:
+    """Plots a matrix of cosine similarities, its rows sorted by cluster, with a line between clusters.
+
+    Args:
+      matrix: `[N, N]`, from -1 to 1.
+      cluster: `[N]`.
+
+    Example:
+      >>> matrix = np.array([[1.0, -0.5, 0.9], [-0.5, 1.0, -0.4], [0.9, -0.4, 1.0]])
+      >>> similarity(matrix, np.array([0, 1, 0])).axes[0].images[0].get_array()[0].tolist()
+      [1.0, 0.9, -0.5]
+    """
+    matrix, cluster = np.asarray(matrix), np.asarray(cluster)
+    order = np.argsort(cluster, kind="stable")
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(matrix[order][:, order], cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+    starts = np.flatnonzero(np.diff(cluster[order])) + 0.5
+    if len(starts) < len(cluster) - 1:  # clusters of single rows need no lines
+        lines = {"color": "black", "lw": 0.8}
+        for at in starts:
+            axes.axhline(at, **lines)
+            axes.axvline(at, **lines)
+    axes.set(xticks=[], yticks=[], xlabel=f"{len(cluster)} rows, sorted by cluster")
+    figure.colorbar(shown, ax=axes, label="cosine similarity")
     return figure
 
 
@@ -170,6 +223,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     """
     figure = Figure(figsize=(6, 3.8))
     axes = figure.subplots()
+    axes.set_prop_cycle(LINES)
     for name, values in runs.items():
         values = np.sort(np.asarray(values, np.float64).reshape(-1))
         values = values[np.isfinite(values)]
@@ -201,7 +255,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
     x = lambda i: float(np.mean([place[leaf] for leaf in leaves(i)]))  # noqa: E731
     last = max(node.round for node in nodes) or 1
     largest = max(len(node.clients) for node in nodes) or 1
-    colors = colormaps["tab10"] if true_cluster is None or np.max(true_cluster) < 10 else colormaps["tab20"]
+    colors = cluster_colors(1 if true_cluster is None else int(np.max(true_cluster)) + 1)
     figure = Figure(figsize=(max(4.0, 1.6 * len(place)), 4.0))
     axes = figure.subplots()
     thick = 0.06 * last
@@ -220,6 +274,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
         below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
         axes.annotate(text, (middle, node.round + thick / 2), **below)
     axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xlim=(-0.7, len(place) - 0.3), xticks=[])
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
     return figure
@@ -249,7 +304,7 @@ def split_probability(probability: SplitProbability, num_clusters: Sequence[int]
         shown = axes.pcolormesh(
             num_clusters, noise, np.asarray(values).T, vmin=0, vmax=1, cmap="Blues", shading="nearest"
         )
-        axes.plot(k, max_noise(k), color="tab:green", lw=2, label="guaranteed below")
+        axes.plot(k, max_noise(k), color=PALETTE[1], lw=2, label="guaranteed below")
         axes.set(xlabel="clusters $k$", title=f"P[{title}]")
     panels[0].set_ylabel(r"noise $\gamma_{max}$")
     panels[0].legend(loc="upper right")
@@ -271,7 +326,7 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
     models, methods, mappings = (
         list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method", "mapping")
     )
-    colors, styles = colormaps["tab10"], ("-", "--", ":", "-.")
+    styles = ("-", "--", ":", "-.")
     figure = Figure(figsize=(2 + 4 * max(1, len(models)), 3.8), layout="constrained")
     panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
     for axes, model in zip(panels, models, strict=False):
@@ -279,7 +334,7 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
             for j, name in enumerate(mappings):
                 line = [r for r in rows if (r["model"], r["method"], r["mapping"]) == (model, method, name)]
                 steps = [r["client_steps/s"] for r in line]
-                style = {"color": colors(i % 10), "ls": styles[j % len(styles)], "marker": "."}
+                style = {"color": PALETTE[i % len(PALETTE)], "ls": styles[j % len(styles)], "marker": "."}
                 axes.plot([r["clients"] for r in line], steps, label=f"{method}, {name}", **style)
         axes.set(xscale="log", yscale="log", xlabel="clients", title=model)
         axes.grid(alpha=0.3)

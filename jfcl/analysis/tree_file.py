@@ -1,4 +1,4 @@
-"""A parameter tree in one file: `save_tree`, `load_tree`, and the checks of a state that came from outside."""
+"""A parameter tree in one file: `save_tree`, `load_tree`, `load_splits`, and the checks of a state from outside."""
 
 from __future__ import annotations
 
@@ -31,6 +31,51 @@ def save_tree(file: str | Path, state: CFLState) -> None:
     np.savez(file, **arrays)
 
 
+def _read(file: str | Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """Returns the file of a parameter tree, and its arrays; raises `ValueError` for another file."""
+    file = Path(file)
+    file = file / "tree.npz" if file.is_dir() else file
+    check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
+    try:
+        with file.open("rb") as f, np.load(f) as arrays:
+            saved = {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
+        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
+    missing = [name for name in (*_RECORD, "born", "side", "updates", "privacy") if name not in saved]
+    check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
+    return file, saved
+
+
+def _state(saved: dict[str, np.ndarray], params: PyTree, model: PyTree) -> CFLState:
+    named = {name: jnp.asarray(saved[name]) for name in ParameterTree._fields if name != "model"}
+    record = {name: jnp.asarray(saved[name]) for name in _RECORD}
+    return CFLState(params=params, tree=ParameterTree(model=model, **named), client=(), **record)
+
+
+def load_splits(file: str | Path) -> CFLState:
+    """Reads the splits of a parameter tree, without the models, which need a task: `params` and `tree.model` are `()`.
+
+    Args:
+      file: `tree.npz`, or the run's folder.
+
+    Raises:
+      ValueError: no such file, a file without a parameter tree.
+
+    Example:
+      A tree without a split:
+
+      >>> import tempfile, jfcl, optax
+      >>> task = jfcl.models.classification(jfcl.models.Linear(10), (4,), 10)
+      >>> algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.2), num_steps=1), max_clusters=2)
+      >>> clients = jfcl.stack_clients([{"x": np.ones((3, 4), np.float32), "y": np.zeros(3, np.int32)}] * 2)
+      >>> file = Path(tempfile.mkdtemp()) / "tree.npz"
+      >>> save_tree(file, algorithm.init(jax.random.key(0), clients))
+      >>> [node.clients.tolist() for node in jfcl.parameter_tree.nodes(load_splits(file))]
+      [[0, 1]]
+    """
+    return _state(_read(file)[1], (), ())
+
+
 def load_tree(file: str | Path, task: Task) -> CFLState:
     """Reads a parameter tree that `save_tree` wrote (a run's `tree.npz`), for newcomers and paths.
 
@@ -44,16 +89,7 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
     Raises:
       ValueError: no such file, a file without a parameter tree, a tree of another model.
     """
-    file = Path(file)
-    file = file / "tree.npz" if file.is_dir() else file
-    check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
-    try:
-        with file.open("rb") as f, np.load(f) as arrays:
-            saved = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
-        raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
-    missing = [name for name in (*_RECORD, "born", "side", "updates", "privacy") if name not in saved]
-    check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")
+    file, saved = _read(file)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     capacity = len(saved["active"])
 
@@ -68,10 +104,7 @@ def load_tree(file: str | Path, task: Task) -> CFLState:
         arrays = [jnp.asarray(there[name], leaf.dtype) for name, leaf in here.items()]
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
-    tree = ParameterTree(
-        model=read("model"), **{n: jnp.asarray(saved[n]) for n in ParameterTree._fields if n != "model"}
-    )
-    return CFLState(params=read("params"), tree=tree, client=(), **{name: jnp.asarray(saved[name]) for name in _RECORD})
+    return _state(saved, read("params"), read("model"))
 
 
 def check_state(state: CFLState) -> None:

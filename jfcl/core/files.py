@@ -30,7 +30,7 @@ except ImportError:  # not on Windows, where folders are therefore not locked
     fcntl = None
 
 SUFFIX = ".tmp"
-LEFTOVER = re.compile(r"(.+\.(json|csv|npz|png)|\d+)\.tmp")  # of results, and of checkpoints
+LEFTOVER = re.compile(r"(.+\.(json|csv|npz|png|html)|\d+)\.tmp")  # of results, and of checkpoints
 CHUNK = 2**24  # bytes in one call of the operating system
 MOST_JSON = 2**28  # bytes; jfcl writes no larger JSON file
 BAD_ARRAY = (ValueError, EOFError, OSError, TypeError, SyntaxError, tokenize.TokenError)  # of a damaged `.npy` file

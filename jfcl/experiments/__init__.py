@@ -3,10 +3,11 @@
 from jfcl.experiments import papers
 from jfcl.experiments.config import Config, from_saved
 from jfcl.experiments.recipes import RECIPES, Recipe, reproduce
+from jfcl.experiments.report import report
 from jfcl.experiments.results import load_run, read_run
 from jfcl.experiments.run import run
 from jfcl.experiments.serving import export_model
 from jfcl.experiments.setups import load_params, setup
 
 __all__ = ["RECIPES", "Config", "Recipe", "export_model", "from_saved", "load_params", "load_run", "papers", "read_run"]
-__all__ += ["reproduce", "run", "setup"]
+__all__ += ["report", "reproduce", "run", "setup"]

@@ -18,11 +18,12 @@ from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
-from jfcl.experiments import bench, plan, read_run, reproduce, run
+from jfcl.experiments import bench, plan, read_run, report, reproduce, run
+from jfcl.experiments.comparison import by_name, differences, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
-from jfcl.experiments.tables import bench_table, differences, list_tables, lists, results_table, rows_table, seeds_text
+from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.validation import check_values, validate
-from jfcl.simulation.folder import write_json
+from jfcl.simulation.folder import read_json, write_json
 
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
@@ -198,21 +199,22 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
         console.print(f"clients' accuracy along the parameter tree, from the first model to their own: {steps} %")
     if out:
-        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, plots/", markup=False)
+        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, report.html, plots/", markup=False)
 
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """`jfcl compare`."""
     _check_out(args.out)
-    runs = {}
-    for folder in args.runs:
-        path = Path(folder).resolve()
-        runs[path.name if path.name not in runs else str(path)] = read_run(folder)
+    folders = by_name(args.runs)
+    runs = {name: read_run(folder) for name, folder in folders.items()}
     # The table, and the differences that it does not show.
     summaries = {name: summary for name, (summary, _) in runs.items()}
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
     console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
-    differ = differences(args.runs)
+    configs = [read_json(folder / "config.json") for folder in folders.values()]
+    for config, summary in zip(configs, summaries.values(), strict=True):  # rounds that were computed
+        config["num_rounds"] = summary["num_rounds"]
+    differ = [f"{name} ({', '.join(dict.fromkeys(values))})" for name, values in differences(configs)]
     if differ:
         console.print(f"they differ in {', '.join(differ)}", markup=False)
     splits = {summary["split_hash"] for summary in summaries.values()}
@@ -225,6 +227,12 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
     console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
+
+
+def command_report(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl report`."""
+    _check_out(args.out and str(Path(args.out).parent))
+    console.print(f"kept in {report(args.runs, out=args.out)}", markup=False, soft_wrap=True)
 
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
@@ -312,6 +320,7 @@ COMMANDS = {
     "run": command_run,
     "plan": command_plan,
     "compare": command_compare,
+    "report": command_report,
     "list": command_list,
     "reproduce": command_reproduce,
     "bench": command_bench,

@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
   jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg
+  jfcl report runs/ifca runs/fedavg --out both.html
   jfcl run ifca --dataset mnist --data-dir DATA --clients 1200 --examples-per-client 200 --rounds 30 --out runs/mnist
   jfcl run fedavg --population 1000000 --cohort 1000 --sampling stratified --dropout 0.1 --rounds 50 --out runs/million
   jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
@@ -170,6 +171,19 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
+    report = commands.add_parser(
+        "report",
+        help="one page of HTML on a run, or on several side by side; also unfinished ones",
+        description="Write one page of HTML that needs no other file: curves, clusters, similarities, the worst"
+        " clients, costs, options, and how to resume. Of a run that is unfinished or damaged, it reports the rest.",
+        allow_abbrev=False,
+    )
+    report.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
+    report.add_argument(
+        "--out",
+        metavar="FILE.html",
+        help="default: report.html in the folder of one run, or beside the first of several",
+    )
     listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
     listing.add_argument("what", nargs="?", metavar="WHAT", help=", ".join(lists()))
     _add_reproduce(commands)

@@ -17,9 +17,9 @@ from jfcl.analysis import plots
 from jfcl.core import Clients, check, files, max_examples
 from jfcl.execution import mapping, targets
 from jfcl.execution.plan import Plan, plan
+from jfcl.experiments.comparison import size_text
 from jfcl.experiments.config import PRECISIONS, Config, as_dict, of_population
 from jfcl.experiments.setups import load_dataset, make_algorithm, make_federation, make_task, make_training
-from jfcl.experiments.tables import size_text
 from jfcl.experiments.validation import validate
 from jfcl.simulation.folder import finite_or_none
 

@@ -28,24 +28,29 @@ from jfcl.simulation.loop import History
 SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
 
 
-def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
-    """Returns the content of `summary.json`: plain JSON, with `None` for NaN and infinity."""
-    last = [r for r in history.records if r["round"] == history.rounds]
+def summarize_records(records: list[dict[str, Any]], last: int) -> dict[str, Any]:
+    """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records."""
     per_seed = []
-    for record in last:
-        of_seed = [r for r in history.records if r["seed"] == record["seed"]]
+    for record in [r for r in records if r["round"] == last]:
+        of_seed = [r for r in records if r["seed"] == record["seed"]]
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
         row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
-        row |= {"rounds_to_recovery": recovered, "bytes_up": record["bytes_up"], "bytes_down": record["bytes_down"]}
+        row |= {"rounds_to_recovery": recovered, **{name: record.get(name) for name in ("bytes_up", "bytes_down")}}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
         per_seed.append(row)
 
     def over_seeds(statistic) -> dict[str, float | None]:
         names = [name for name in per_seed[0] if name != "seed"]
-        columns = {name: [row[name] for row in per_seed] for name in names}
+        columns = {name: [row.get(name) for row in per_seed] for name in names}
         return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
 
+    return {"per_seed": per_seed, "mean": over_seeds(np.mean), "std": over_seeds(np.std)}
+
+
+def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
+    """Returns the content of `summary.json`: plain JSON, with `None` for NaN and infinity."""
+    over_seeds = summarize_records(history.records, history.rounds)
     summary = {
         "method": config.method,
         "dataset": config.dataset,
@@ -58,13 +63,10 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "compile_seconds": history.compile_seconds,
         "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),
         "rounds_per_second": history.rounds / max(history.seconds, 1e-9),
-        "bytes_up": float(np.mean([row["bytes_up"] for row in per_seed])),
-        "bytes_down": float(np.mean([row["bytes_down"] for row in per_seed])),
+        **{name: float(np.mean([r[name] for r in over_seeds["per_seed"]])) for name in ("bytes_up", "bytes_down")},
         **environment(),
         "split_hash": parts.federation.split_hash,
-        "per_seed": per_seed,
-        "mean": over_seeds(np.mean),
-        "std": over_seeds(np.std),
+        **over_seeds,
     }
     return finite_or_none(summary)
 
@@ -295,33 +297,41 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(f"{folder} holds no finished run: summary.json is missing")
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
     runs.verify_results(folder)
-    _check_summary(summary, folder / "summary.json")
+    check_summary(summary, folder / "summary.json")
     read_json(folder / "config.json")
     if not records:
         raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
     for i, record in enumerate(records, 1):
-        whole = all(type(record.get(name)) is int for name in ("round", "seed"))
-        whole &= all(_is_number(record.get(name)) for name in ("accuracy", "worst_client_accuracy", "perplexity"))
-        why = f"record {i} has no round or seed, or text for a number"
-        if not whole:
+        if not is_whole(record):
+            why = f"record {i} has no round or seed, or text for a number"
             raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: {why}")
     return summary, records
 
 
-def _is_number(value: Any) -> bool:
+def is_whole(record: dict[str, Any]) -> bool:
+    """Returns whether a record has a round and a seed, and numbers under the names of metrics."""
+    names = (*SEED_METRICS, "train_loss", "perplexity", "bytes_up", "bytes_down")
+    cluster = record.get("cluster", [])
+    whole = all(type(record.get(name)) is int for name in ("round", "seed"))
+    whole &= isinstance(cluster, list) and all(type(k) is int and abs(k) < 2**31 for k in cluster)
+    names += tuple(name for name in record if name.startswith("newcomer_"))
+    return whole and all(is_number(record.get(name)) for name in names)
+
+
+def is_number(value: Any) -> bool:
     """Returns whether `value` is a number of JSON, or None."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
-def _check_summary(summary: dict[str, Any], file: Path) -> None:
+def check_summary(summary: dict[str, Any], file: Path) -> None:
     """Raises `ValueError` for a summary without the entries of tables: a damaged file, or one of another version."""
 
     def has_numbers(name: str) -> bool:
         values = summary.get(name)
-        return isinstance(values, dict) and "clusters_in_use" in values and all(map(_is_number, values.values()))
+        return isinstance(values, dict) and "clusters_in_use" in values and all(map(is_number, values.values()))
 
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
-    wrong = [name for name in numbers if summary.get(name) is None or not _is_number(summary[name])]
+    wrong = [name for name in numbers if summary.get(name) is None or not is_number(summary[name])]
     wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]
     wrong += [name for name in ("mean", "std") if not has_numbers(name)]
     if "mean" not in wrong and summary["mean"]["clusters_in_use"] is None:
@@ -330,7 +340,7 @@ def _check_summary(summary: dict[str, Any], file: Path) -> None:
         wrong.append("std")
     rows = summary.get("per_seed")
     whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    if not (whole and all(type(r.get("seed")) is int and _is_number(r.get("rounds_to_recovery")) for r in rows)):
+    if not (whole and all(type(r.get("seed")) is int and is_number(r.get("rounds_to_recovery")) for r in rows)):
         wrong.append("per_seed")
     lacks = f"it does not have {', '.join(wrong)} as jfcl writes it"
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jfcl.core import files
 from jfcl.execution import hosts
 from jfcl.experiments.config import Config, of_population, to_resume
 from jfcl.experiments.population import run_population
+from jfcl.experiments.report import report
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.simulation.folder import RunFolder
@@ -36,7 +38,7 @@ def run(
     progress: bool = False,
     checkpoint_seconds: float = 30.0,
 ) -> tuple[dict[str, Any], History, Setup]:
-    """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz` and plots beside the records.
+    """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz`, plots and `report.html`.
 
     Returns:
       `(summary, history, setup)`.
@@ -59,7 +61,18 @@ def run(
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": config.eval_every or max(1, config.rounds // 50), "serve": config.serve}
         run_clients = run_population if of_population(config) else _run_on_device
-        return run_clients(config, data_dir, options | {"description": config.method})
+        found = run_clients(config, data_dir, options | {"description": config.method})
+        if out is not None and hosts.is_first():
+            _write_report(out)
+        return found
+
+
+def _write_report(out: str | Path) -> None:
+    """Writes `report.html`; the run is finished also where that fails."""
+    try:
+        report(out)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the run in {out} is finished, but its report was not written: {error}", stacklevel=3)
 
 
 def _run_on_device(

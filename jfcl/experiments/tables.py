@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,23 +13,7 @@ from jfcl import data, kernels, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.experiments import RECIPES
-from jfcl.simulation.folder import read_json
-
-NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions")
-
-
-def number(value: float | None, std: float | None, digits: int) -> str:
-    """Returns `value`, and the standard deviation where there is one, with so many decimals."""
-    if value is None:
-        return "–"
-    return f"{value:.{digits}f}" + ("" if std is None else f"±{std:.{digits}f}")
-
-
-def size_text(value: float) -> str:
-    """Returns a number of bytes in the largest fitting unit, such as `"1.5 MB"`."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    steps = next((i for i in range(len(units)) if value < 1000 ** (i + 1)), len(units) - 1)
-    return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
+from jfcl.experiments.comparison import results_rows
 
 
 def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
@@ -45,55 +28,11 @@ def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Tab
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """Returns a table with one row per run: mean ± standard deviation over seeds, in 80 columns."""
-    texts = any("perplexity" in summary["mean"] for summary in summaries.values())
-    first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
-    metrics = (
-        first,
-        ("worst\nclient %", "worst_client_accuracy", 100, 1),
-        ("identity\nacc. %", "cluster_accuracy", 100, 1),
-        ("adjusted\nRand", "adjusted_rand", 1, 2),
-    )
-    others = ("clusters\nin use", "found at\nround", "sent up\nand down", "steps/s")
-    table = numbers_table(title, ["run"], [*(head for head, *_ in metrics), *others])
-    for name, summary in summaries.items():
-        mean, std = summary["mean"], summary["std"]
-        several, alone = len(summary["per_seed"]) > 1, summary["num_clusters"] == 1  # one cluster is always found
-        cells = []
-        for _, metric, scale, digits in metrics:
-            unknown = mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand"))
-            deviation = scale * std[metric] if several and not unknown else None
-            cells.append(number(None if unknown else scale * mean[metric], deviation, digits))
-        recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
-        found = [r for r in recovered if r is not None and not alone]
-        rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
-        if found and len(found) < len(recovered):
-            rounds += f"\n({len(found)} of {len(recovered)})"
-        sent = f"{size_text(summary['bytes_up'])}\n{size_text(summary['bytes_down'])}"
-        in_use = number(mean["clusters_in_use"], None, 1)
-        table.add_row(Text(name), *cells, in_use, rounds, sent, f"{summary['client_steps_per_second']:,.0f}")
+    heads, rows = results_rows(summaries)
+    table = numbers_table(title, heads[:1], heads[1:])
+    for name, *cells in rows:
+        table.add_row(Text(name), *cells)
     return table
-
-
-def seeds_text(summary: dict[str, Any]) -> str:
-    """Returns the seeds of a run, for the title of a table."""
-    count = len(summary["per_seed"])
-    return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
-
-
-def differences(folders: list[str]) -> list[str]:
-    """Returns the options in which runs differ, with their values."""
-    configs = [read_json(Path(folder) / "config.json") for folder in folders]
-    for config, folder in zip(configs, folders, strict=True):  # rounds that were computed
-        config["num_rounds"] = read_json(Path(folder) / "summary.json")["num_rounds"]
-    for config in configs:
-        if config.get("population") is not None or config.get("store") is not None:
-            config["clients"] = None  # without effect there
-    texts = []
-    for name in dict.fromkeys(name for config in configs for name in config):
-        values = list(dict.fromkeys(str(config.get(name)) for config in configs))
-        if len(values) > 1 and name not in NOT_COMPARED:
-            texts.append(f"{name.removeprefix('num_')} ({', '.join('–' if v == 'None' else v for v in values)})")
-    return texts
 
 
 def rows_table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -2,7 +2,7 @@
 
     config.json     the options, jfcl's and jax's versions      metrics.jsonl   a line per seed and evaluated round
     summary.json    the result, digests of the files beside it  clients.csv     final results of every client
-    checkpoints/    the last two states                         plots/*.png
+    checkpoints/    the last two states                         plots/*.png     report.html
     store/          a population's data                         client_rows/    per-client state, if it is large
     lock            the process that writes, or wrote last
 
@@ -38,7 +38,7 @@ FORMAT = 1
 FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 RESULTS = ("summary.json", "clients.csv", "params.npz", "tree.npz", "paths.csv")
-WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots")
+WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")
 UNCHANGED = "nothing was changed"
 VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
@@ -158,7 +158,7 @@ class RunFolder:
             raise ValueError(f"{place} must be a folder, but it is a file; move it away; {UNCHANGED}")
         if (metrics.exists() or metrics.is_symlink()) and not metrics.is_file():
             raise ValueError(f"{metrics} must be a file, but it is a folder; put the file back; {UNCHANGED}")
-        if not self._rounds() and (self.path / "summary.json").exists():
+        if not self.rounds() and (self.path / "summary.json").exists():
             raise ValueError(
                 f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
                 f" or run again in another folder; {UNCHANGED}"
@@ -168,18 +168,18 @@ class RunFolder:
         """Releases the lock."""
         self._open.close()
 
-    def _rounds(self) -> list[int]:
-        """Returns the rounds with a checkpoint, damaged or not, latest first."""
-        names = [p.name for p in self._checkpoints.glob("*") if p.name.isascii() and p.name.isdecimal()]
-        return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
-
     def _remove_leftovers(self) -> None:
         for folder in (self.path, self._checkpoints, self.path / "plots"):
             files.remove_leftovers(folder)
 
+    def rounds(self) -> list[int]:
+        """Returns the rounds with a checkpoint, damaged or not, latest first."""
+        names = [p.name for p in self._checkpoints.glob("*") if p.name.isascii() and p.name.isdecimal()]
+        return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
+
     def has_checkpoint(self) -> bool:
         """Returns whether there is a checkpoint, damaged or not."""
-        return bool(self._rounds())
+        return bool(self.rounds())
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the records in `metrics.jsonl`, without a last line that a kill cut short.
@@ -238,7 +238,7 @@ class RunFolder:
 
         An existing checkpoint of `round_` stays. Cost: one pass over the state, hashed while it is written.
         """
-        rounds = self._rounds()
+        rounds = self.rounds()
         if rounds[:1] == [round_]:
             return
         if self._count:
@@ -275,7 +275,7 @@ class RunFolder:
           ValueError: a checkpoint of another model, number of clients or version; only damaged checkpoints; lines of
             `metrics.jsonl` that differ from those before the checkpoint.
         """
-        rounds, damage, self._restored = self._rounds(), None, True
+        rounds, damage, self._restored = self.rounds(), None, True
         for round_ in rounds if any_round else rounds[:1]:
             try:
                 about = self._about(round_)
@@ -379,14 +379,18 @@ def verify_results(folder: Path, *names: str) -> None:
     summary = read_json(folder / "summary.json")
     if summary.get("run") is not None and summary["run"] != identity(read_json(folder / "config.json")):
         raise ValueError(f"{folder / 'config.json'} is damaged: it differs from the one that the run ended with")
-    for name, digest in (summary.get("files") or {}).items():
-        if names and name not in names:
-            continue
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise ValueError(f"{file} is damaged: it differs from the digest in summary.json")
+    for name in summary.get("files") or {}:
+        if not names or name in names:
+            verify_file(folder, summary, name)
+
+
+def verify_file(folder: Path, summary: dict[str, Any], name: str) -> None:
+    """`ValueError` if the file `name` is missing, or differs from its digest in `summary`, where there is one."""
+    file, digest = folder / name, (summary.get("files") or {}).get(name)
+    if not file.is_file():
+        raise ValueError(f"{file} is missing")
+    if digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        raise ValueError(f"{file} is damaged: it differs from the digest in summary.json")
 
 
 def environment() -> dict[str, Any]:

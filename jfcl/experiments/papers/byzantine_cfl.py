@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from jfcl.analysis.plots import PALETTE
 from jfcl.experiments.config import Config
 from jfcl.experiments.papers import report
 from jfcl.experiments.recipes import Bench, Outcome, recipe
 from jfcl.experiments.setups import malicious_clients
 
 SCENARIOS = {"byzantine": "gaussian", "noisy": "noisy_inputs", "label flip": "label_zero", "clean": None}
+GREEN, RED = PALETTE[2:4]
 METHODS = {"FL": "fedavg", "CFL": "byzantine_cfl"}
 MODELS = {
     "mnist": {"model": "cnn_mnist", "lr": 0.01},
@@ -100,7 +102,7 @@ def _figure_2(datasets: list[str], seen: dict[tuple[str, str], tuple[report.Reco
         excluded = np.array(first[-1]["excluded"])
         for when in np.unique(excluded[excluded > 0]):
             these = excluded == when
-            axes.axvline(when, color="tab:red" if (these & ~malicious).any() else "tab:green", lw=1, alpha=0.6)
+            axes.axvline(when, color=RED if (these & ~malicious).any() else GREEN, lw=1, alpha=0.6)
             if these.sum() > 1:
                 axes.annotate(str(these.sum()), (when, 0.02), fontsize=8)
         axes.set_title(f"{dataset}, {scenario}", fontsize=9)

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jfcl.analysis.plots import PALETTE
 from jfcl.experiments.config import Config, common_options, method_options, methods_with
 from jfcl.experiments.recipes import Bench, Row
 
@@ -54,7 +55,10 @@ def accuracy_columns(summary: dict[str, Any], name: str = "accuracy %") -> Row:
 def panels(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Figure, np.ndarray]:
     """Returns a figure in inches, and its axes `[rows, columns]`."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+    grid = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axes in grid.flat:
+        axes.set_prop_cycle(color=PALETTE)
+    return figure, grid
 
 
 def label_axes(axes: Axes, fontsize: float | None = None, **texts: Any) -> None:

@@ -1,0 +1,94 @@
+"""Runs side by side, as text: the cells of the table of results, and the options in which runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions")
+
+
+def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
+    """Returns the folders by their names, or by their whole paths where a name is there already.
+
+    Example:
+      >>> list(by_name(["runs/a", "runs/b"]))
+      ['a', 'b']
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        path = Path(folder).resolve()
+        found[path.name if path.name not in found else str(path)] = Path(folder)
+    return found
+
+
+def number(value: float | None, std: float | None, digits: int) -> str:
+    """Returns `value`, and the standard deviation where there is one, with so many decimals."""
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" + ("" if std is None else f"±{std:.{digits}f}")
+
+
+def size_text(value: float | None) -> str:
+    """Returns a number of bytes in the largest fitting unit, such as `"1.5 MB"`; a dash for None."""
+    if value is None:
+        return "–"
+    units = ("B", "kB", "MB", "GB", "TB")
+    steps = next((i for i in range(len(units)) if value < 1000 ** (i + 1)), len(units) - 1)
+    return f"{value / 1000**steps:.{min(steps, 1)}f} {units[steps]}"
+
+
+def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the heads and the rows of a table with one row per run: mean ± standard deviation over seeds.
+
+    A dash stands for what a summary, such as that of an unfinished run, does not have.
+    """
+    texts = any("perplexity" in summary["mean"] for summary in summaries.values())
+    first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
+    metrics = (
+        first,
+        ("worst\nclient %", "worst_client_accuracy", 100, 1),
+        ("identity\nacc. %", "cluster_accuracy", 100, 1),
+        ("adjusted\nRand", "adjusted_rand", 1, 2),
+    )
+    others = ("clusters\nin use", "found at\nround", "sent up\nand down", "steps/s")
+    rows = []
+    for name, summary in summaries.items():
+        mean, std = summary["mean"], summary["std"]
+        several, alone = len(summary["per_seed"]) > 1, summary.get("num_clusters") == 1  # one cluster is always found
+        cells = []
+        for _, metric, scale, digits in metrics:
+            unknown = mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand"))
+            deviation = scale * std[metric] if several and not unknown else None
+            cells.append(number(None if unknown else scale * mean[metric], deviation, digits))
+        recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
+        found = [r for r in recovered if r is not None and not alone]
+        rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
+        if found and len(found) < len(recovered):
+            rounds += f"\n({len(found)} of {len(recovered)})"
+        sent = "\n".join(size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))
+        steps = summary.get("client_steps_per_second")
+        cells += [number(mean["clusters_in_use"], None, 1), rounds, sent, "–" if steps is None else f"{steps:,.0f}"]
+        rows.append([name, *cells])
+    return ["run", *(head for head, *_ in metrics), *others], rows
+
+
+def seeds_text(summary: dict[str, Any]) -> str:
+    """Returns the seeds of a run, for the title of a table."""
+    count = len(summary["per_seed"])
+    return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
+
+
+def differences(configs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Returns the options in which configurations (the content of `config.json`) differ, with the value in each."""
+    configs = [dict(config) for config in configs]
+    for config in configs:
+        if config.get("population") is not None or config.get("store") is not None:
+            config["clients"] = None  # without effect there
+    found = []
+    for name in dict.fromkeys(name for config in configs for name in config):
+        values = ["–" if config.get(name) is None else str(config[name]) for config in configs]
+        if len(set(values)) > 1 and name not in NOT_COMPARED:
+            found.append((name.removeprefix("num_"), values))
+    return found

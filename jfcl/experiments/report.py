@@ -1,0 +1,431 @@
+"""`jfcl report`: one page of HTML on a run, or on several side by side."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from jfcl._version import __version__
+from jfcl.analysis import plots
+from jfcl.analysis.parameter_tree import Node
+from jfcl.core import check, files, shown
+from jfcl.experiments import html_page as html
+from jfcl.experiments.comparison import by_name, differences, number, results_rows, seeds_text, size_text
+from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
+
+MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
+MOST_BYTES = 2**28  # of models that are compared
+WORST = 10  # clients in the table of the worst
+NAME = "report.html"
+
+
+def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = None) -> Path:
+    """Writes one page of HTML on a run, or on several side by side; it needs no other file and no network.
+
+    The page has the results, the curves with bands over seeds, the cluster of each client over rounds, the similarities
+    ordered by cluster, CFL's parameter tree, the worst clients, bytes and seconds, options, versions and the commands
+    that resume the run. Of a run that is unfinished or damaged it reports the rest; what is missing becomes a warning,
+    and a note on the page. Nothing else in the runs' folders changes.
+
+    Args:
+      runs: a run's folder, or several.
+      out: the file, `*.html`; default: `report.html` in the folder of one run, or a new file beside the first of
+        several.
+
+    Returns:
+      The file.
+
+    Raises:
+      ValueError: a folder without a run; `out` with another ending; a run that another process writes, for a page in
+        its folder.
+
+    Example:
+      >>> import tempfile
+      >>> from jfcl.experiments import Config, run
+      >>> folder = tempfile.mkdtemp()
+      >>> _ = run(Config("fedavg", clients=4, rounds=2), out=folder)  # writes a report as well
+      >>> report(folder).name
+      'report.html'
+    """
+    folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    check(len(folders) > 0, "runs", folders, "at least one folder")
+    file = _place(folders, out)
+    found = {name: read_partial(folder) for name, folder in by_name(folders).items()}
+    content = page_of(found)
+    _write(file, content)
+    for run in found.values():
+        for problem in run.problems:
+            warnings.warn(f"in the report of {run.folder}: {problem}", stacklevel=2)
+    return file
+
+
+def _place(folders: Sequence[str | Path], out: str | Path | None) -> Path:
+    """Returns the file of a report."""
+    if out is not None:
+        check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
+        return Path(out)
+    first = Path(folders[0])
+    if len(folders) == 1:
+        return first / NAME
+    beside = (first if first.name else first.resolve()).parent
+    return next(file for i in range(10**6) if not (file := beside / f"report{f'-{i + 1}' if i else ''}.html").exists())
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Writes a report whole or not at all; in a run's folder, with the lock of the run."""
+    if not (file.parent / "config.json").exists():
+        files.write_whole(file, content)
+        return
+    try:
+        with files.lock(file.parent / "lock"):
+            files.write_whole(file, content)
+    except ValueError as error:
+        raise ValueError(f"{error}; or write the report elsewhere with out (--out FILE.html)") from None
+
+
+def page_of(runs: dict[str, PartialRun]) -> bytes:
+    """Returns the page on runs, by their names; what cannot be drawn joins the problems of the runs."""
+    names, alone = list(runs), len(runs) == 1
+    title = names[0] if alone else f"{len(runs)} runs: {', '.join(names)}"
+    # Results first; single runs follow.
+    parts = [] if alone else [_differences(runs)]
+    parts += [html.section("Curves", html.figures(_curves(runs))), html.section("Bytes and seconds", _costs(runs))]
+    for name, run in runs.items():
+        body = _of_run(name, run, 2 if alone else 3, alone)
+        parts += body if alone else [html.section(name, _status(run), *body)]
+    # By now all files have been read.
+    head = [html.element("h1", title), _status(runs[title]) if alone else "", _problems(runs), _results(runs)]
+    return html.page(f"{title} (jfcl report)", f"jfcl {__version__}", [*head, *parts])
+
+
+def _of_run(name: str, run: PartialRun, level: int, alone: bool) -> list[str]:
+    """Returns the sections on one run."""
+    tree, label = run.read_tree(), "" if alone else f"{name}-"
+    sections = {
+        "Clusters over rounds": [_clusters(run, label)],
+        "Similarity": _similarity(run, tree, label),
+        "Parameter tree": _tree(run, tree, label),
+        "Worst clients": [_worst_clients(run, label)],
+        "Seeds": [_seeds(run, label)],
+        "Options and versions": _options(run, label),
+        "Resume, extend, repeat": _commands(run),
+    }
+    return [html.section(title, *parts, level=level) for title, parts in sections.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# All runs together.
+
+
+def _status(run: PartialRun) -> str:
+    """Returns what was run, and whether it is finished."""
+    summary, planned = run.summary, run.config.get("num_rounds")
+    done = summary["num_rounds"]
+    method, dataset = (summary.get(name) or run.config.get(name) for name in ("method", "dataset"))
+    about = summary.get("description") or (dataset and f"data set {dataset}")
+    state = "Finished" if run.is_finished else "Not finished"
+    whole = planned is None or (run.is_finished and planned == done)
+    rounds = f"{done} rounds" if whole else f"{done} of {planned} rounds"
+    sentence = f"{f'Method {method}; ' if method else ''}{f'{about}. ' if about else ''}{state}: {rounds}."
+    return html.element("p", sentence)
+
+
+def _problems(runs: dict[str, PartialRun]) -> str:
+    texts = list(dict.fromkeys(problem for run in runs.values() for problem in run.problems))
+    if not texts:
+        return ""
+    return f'<div class="note" id="missing"><strong>Missing or damaged</strong>\n{html.items(texts)}</div>'
+
+
+def _results(runs: dict[str, PartialRun]) -> str:
+    with_records = {name: run.summary for name, run in runs.items() if run.summary["per_seed"]}
+    if not with_records:
+        return html.section("Results", html.element("p", "No round was evaluated."))
+    heads, rows = results_rows(with_records)
+    seeds = " or ".join(sorted({seeds_text(summary) for summary in with_records.values()}))
+    rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in with_records.values()))
+    return html.section("Results", html.table("results", heads, rows, f"After round {' or '.join(rounds)}; {seeds}."))
+
+
+def _differences(runs: dict[str, PartialRun]) -> str:
+    """Returns the options in which runs differ."""
+    configs = [run.config | {"num_rounds": run.summary["num_rounds"]} for run in runs.values()]
+    rows = [[name, *values] for name, values in differences(configs)]
+    splits = {str(run.config.get("split_hash")) for run in runs.values()}
+    warning = f"These runs are on {len(splits)} different splits of the data."
+    note = html.element("p", warning, _class="note") if len(splits) > 1 else ""
+    table = html.table("differences", ["option", *runs], rows, kind="text") if rows else ""
+    return html.section("Differences", note, table)
+
+
+def _label(name: str) -> str:
+    return name.replace("$", r"\$")  # matplotlib reads $ as mathematics
+
+
+def _curves(runs: dict[str, PartialRun]) -> list[str]:
+    """Returns the figures that show all runs."""
+    records = {_label(name): run.records for name, run in runs.items()}
+    band = "The line is the mean over seeds, the band reaches from the lowest to the highest seed."
+    metrics = {
+        "accuracy": ("accuracy", f"Accuracy on held-out examples, mean over clients. {band}"),
+        "loss": ("train_loss", f"Loss of the local training. {band}"),
+        "perplexity": ("perplexity", f"Perplexity on held-out examples. {band}"),
+    }
+    found = []
+    for name, (metric, caption) in metrics.items():
+        rows = {run: rows for run, rows in records.items() if _has_values(rows, metric)}
+        found.append(_figure(runs, name, partial(plots.curves, rows, metric) if rows else None, caption))
+    accuracies = {_label(name): run.clients["accuracy"] for name, run in runs.items() if "accuracy" in run.clients}
+    accuracies = {name: values for name, values in accuracies.items() if np.isfinite(values).any()}
+    caption = "Final accuracy of every client, sorted; the clients of all seeds together."
+    draw = partial(plots.client_accuracies, accuracies) if accuracies else None
+    found.append(_figure(runs, "clients", draw, caption))
+    last = {name: rows for name, rows in records.items() if _has_values(rows, "accuracy")}
+    if len(last) > 1:
+        caption = "Final accuracy: mean over clients, and of the worst client; with the standard deviation over seeds."
+        found.append(_figure(runs, "methods", partial(plots.bars, last), caption))
+    return found
+
+
+def _has_values(records: Iterable[dict[str, Any]], metric: str) -> bool:
+    return any(record.get(metric) is not None for record in records)
+
+
+def _figure(
+    runs: dict[str, PartialRun], name: str, draw: Callable[[], Figure] | None, caption: str, label: str = ""
+) -> str:
+    """Returns a figure: of one finished run the picture in `plots/`, otherwise a new one; nothing without either."""
+    png = next(iter(runs.values())).read_picture(name) if len(runs) == 1 else None
+    if png is None and draw is not None:
+        png = plots.png(draw())
+    return "" if png is None else html.figure(f"{label}{name}", png, caption)
+
+
+def _costs(runs: dict[str, PartialRun]) -> str:
+    """Returns the table of bytes and seconds, a column for each run."""
+    summaries = [run.summary for run in runs.values()]
+
+    def numbers(name: str, digits: int) -> list[str]:
+        return ["–" if (value := s.get(name)) is None else f"{value:,.{digits}f}" for s in summaries]
+
+    def per_round(name: str) -> list[str]:
+        totals = [(s.get(name), s["num_rounds"]) for s in summaries]
+        return [size_text(None if total is None else total / max(rounds, 1)) for total, rounds in totals]
+
+    rows = {
+        "rounds": [str(s["num_rounds"]) for s in summaries],
+        "clients": numbers("num_clients", 0),
+        "bytes up, all clients and rounds": [size_text(s.get("bytes_up")) for s in summaries],
+        "bytes down, all clients and rounds": [size_text(s.get("bytes_down")) for s in summaries],
+        "bytes up in a round": per_round("bytes_up"),
+        "bytes down in a round": per_round("bytes_down"),
+        "seconds, all seeds together": numbers("seconds", 1),
+        "seconds of compilation": numbers("compile_seconds", 1),
+        "rounds a second": numbers("rounds_per_second", 2),
+        "client-steps a second": numbers("client_steps_per_second", 0),
+        "device": [str(s.get("device") or "–") for s in summaries],
+    }
+    return html.table("costs", ["", *runs], [[name, *values] for name, values in rows.items()])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One run.
+
+
+def _clusters(run: PartialRun, label: str) -> str:
+    """Returns the picture of the clusters of all clients over rounds, of the first seed."""
+    records, draw, by = clusters_by_round(run.records), None, "true cluster"
+    if records:
+        true = first_seed(run.clients).get("true_cluster", np.zeros(0))
+        known = true if len(true) == len(records[0]["cluster"]) else None
+        draw, by = partial(plots.assignments, records, known), "last cluster" if known is None else by
+    caption = f"Cluster of each client over rounds, of the first seed; clients are sorted by their {by}."
+    return _figure({"": run}, "clusters", draw, caption, label)
+
+
+def _similarity(run: PartialRun, tree: Tree | None, label: str) -> list[str]:
+    """Returns the matrix of similarities, ordered by cluster: of updates where a run keeps them, else of models."""
+    if tree is not None and min(tree.updates.shape) > 0:
+        born = tree.nodes[tree.nodes[0].children[0]].round
+        caption = f"Cosine similarities of the updates of {len(tree.updates)} clients in round {born}, when the first"
+        caption += " split was made; ordered by final cluster."
+        return [_matrix(label, [tree.updates], tree.cluster, caption)]
+    clients, models = first_seed(run.clients), None
+    if clients and run.config.get("population") is None and run.config.get("store") is None:
+        if run.models_size() > MOST_BYTES:
+            text = f"The models have {size_text(run.models_size())}: their similarities are not computed."
+            return [html.element("p", text)]
+        models = run.read_models()
+    if models is None:
+        return []
+    served = clients.get("model", clients["cluster"])
+    leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(models)]
+    used = np.unique(served)
+    if len(used) < 3 or used[0] < 0 or used[-1] >= len(leaves[0]):
+        return []
+    leaves = [leaf.reshape(len(leaf), -1)[used] for leaf in leaves]
+    of_most = [np.bincount(np.maximum(clients["true_cluster"][served == k], 0)).argmax() for k in used]
+    caption = f"Cosine similarities of the {len(used)} final models, as differences from their mean; ordered by the"
+    caption += " true cluster of most of their clients."
+    return [_matrix(label, [leaf - leaf.mean(axis=0) for leaf in leaves], np.array(of_most), caption)]
+
+
+def _matrix(label: str, rows: Sequence[np.ndarray], cluster: np.ndarray, caption: str) -> str:
+    """Returns the picture of the cosines of rows `[N, ...]` that are given in parts."""
+    order = np.argsort(cluster, kind="stable")
+    if len(order) > MOST_ROWS:
+        order = order[np.linspace(0, len(order) - 1, MOST_ROWS).astype(int)]
+        caption += f" {MOST_ROWS} of them are drawn, evenly spaced."
+    return html.figure(f"{label}similarity", plots.png(plots.similarity(cosines(rows, order), cluster[order])), caption)
+
+
+def cosines(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
+    """Returns the cosines `[n, n]` between the rows `order` of `[N, D]`, given in parts `[N, D_i]`; 0 for zero rows.
+
+    Example:
+      >>> parts = [np.array([[3.0], [0.0], [2.0]]), np.array([[4.0], [0.0], [0.0]])]
+      >>> cosines(parts, np.array([0, 2, 1])).round(3).tolist()
+      [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    products = sum(part[order] @ part[order].T for part in parts)
+    length = np.sqrt(np.diag(products))
+    scale = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)
+    return products * scale[:, None] * scale
+
+
+def _tree(run: PartialRun, tree: Tree | None, label: str) -> list[str]:
+    """Returns the parameter tree as a picture and as a list."""
+    seed = run.summary["per_seed"][0]["seed"] if run.summary["per_seed"] else 0
+    caption = (
+        f"Splits of seed {seed}, rounds downwards; the width is the number of clients, the colour the true cluster."
+    )
+    if tree is None:
+        return [_figure({"": run}, "tree", None, caption, label)]
+    true = first_seed(run.clients).get("true_cluster")
+    true = true if true is not None and all((node.clients < len(true)).all() for node in tree.nodes) else None
+    figure = _figure({"": run}, "tree", partial(plots.tree, tree.nodes, true), caption, label)
+    return [figure, f'<ul class="tree" id="{html.escaped(label)}splits">\n{_branch(tree.nodes, 0, true)}\n</ul>']
+
+
+def _branch(nodes: Sequence[Node], at: int, true: np.ndarray | None) -> str:
+    """Returns the list of a cluster and of those that it was split into."""
+    node = nodes[at]
+    count = len(node.clients)
+    kinds = "" if true is None or not count else _kinds(true[node.clients])
+    if not node.children:
+        return html.element("li", f"cluster {node.slot}, since round {node.round}: {count} clients{kinds}")
+    when = nodes[node.children[0]].round
+    text = f"{count} clients{kinds}, split in round {when}; largest similarity across {node.cross_similarity:.3f}"
+    below = "\n".join(_branch(nodes, child, true) for child in node.children)
+    return f"<li>{html.escaped(text)}\n<ul>\n{below}\n</ul></li>"
+
+
+def _kinds(true: np.ndarray) -> str:
+    kinds, counts = np.unique(true, return_counts=True)
+    listed = ", ".join(f"{count} of {kind}" for kind, count in zip(kinds, counts, strict=True))
+    return f" (true clusters: {listed})"
+
+
+def _worst_clients(run: PartialRun, label: str) -> str:
+    """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
+    clients = run.clients
+    by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
+    if by is None:
+        return ""
+    # Over the seeds of each client.
+    is_known = np.isfinite(clients[by])
+    ids, of = np.unique(clients["client"][is_known], return_inverse=True)
+    values = clients[by][is_known]
+    mean = np.bincount(of, values) / np.bincount(of)
+    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
+    np.minimum.at(low, of, values)
+    np.maximum.at(high, of, values)
+    sign, scale, digits = (1, 100, 1) if by == "accuracy" else (-1, 1, 3)
+    worst = np.lexsort((ids, sign * mean))[:WORST]
+    # A row for each.
+    first, seeds, rows = first_seed(clients), len(np.unique(clients["seed"])), []
+    for i in worst:
+        about = [int(first[name][first["client"] == ids[i]][0]) for name in ("examples", "true_cluster", "cluster")]
+        over = [mean[i], low[i], high[i]] if seeds > 1 else [mean[i]]
+        rows.append([ids[i], *about, *(number(scale * float(value), None, digits) for value in over)])
+    unit = "accuracy %" if by == "accuracy" else "loss"
+    heads = ["client", "examples", "true cluster", "cluster"]
+    heads += [f"mean {unit}", "lowest seed", "highest seed"] if seeds > 1 else [unit]
+    caption = f"The {len(worst)} worst of {len(ids)} clients with held-out examples."
+    caption += f" The cluster is that of seed {first['seed'][0]}."
+    return html.table(f"{label}worst", heads, rows, caption)
+
+
+def _seeds(run: PartialRun, label: str) -> str:
+    """Returns the table of the results by seed, for several."""
+    names = {"accuracy": (100, 1), "worst_client_accuracy": (100, 1), "perplexity": (1, 1), "loss": (1, 3)}
+    names |= {"cluster_accuracy": (100, 1), "adjusted_rand": (1, 2), "clusters_in_use": (1, 0)}
+    per_seed = run.summary["per_seed"]
+    names = {n: style for n, style in names.items() if any(row.get(n) is not None for row in per_seed)}
+    if len(per_seed) < 2:
+        return ""
+    heads = [n.replace("_", " ") + (" %" if scale == 100 else "") for n, (scale, _) in names.items()]
+    rows = []
+    for row in per_seed:
+        cells = [number(None if row.get(n) is None else s * row[n], None, d) for n, (s, d) in names.items()]
+        found = row.get("rounds_to_recovery")
+        rows.append([row["seed"], *cells, "–" if found is None else found])
+    return html.table(f"{label}seeds", ["seed", *heads, "found at round"], rows)
+
+
+def _options(run: PartialRun, label: str) -> list[str]:
+    """Returns the options of a run, those that differ from the default in bold, and the versions."""
+    method = run.config.get("method")
+    default = to_saved(Config(method), "") if isinstance(method, str) else run.config
+    left_out = ("versions", "split_hash", "key")
+    values = [
+        ("rounds" if name == "num_rounds" else name, _shown(value), value != default.get(name))
+        for name, value in run.config.items()
+        if name not in left_out
+    ]
+    versions = run.summary.get("versions") or run.config.get("versions")
+    parts = [html.options(f"{label}options", values)] if values else []
+    if isinstance(method, str):
+        parts.append(html.element("p", "Bold: not the default of the method.", _class="soft"))
+    if isinstance(versions, dict):
+        text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        text += f"; split of the data {run.config['split_hash']}" if run.config.get("split_hash") else ""
+        parts.append(html.element("p", f"Versions: {text}.", id=f"{label}versions"))
+    return parts
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else shown(value)
+
+
+def _commands(run: PartialRun) -> list[str]:
+    """Returns the commands that continue or repeat a run."""
+    folder = shlex.quote(str(run.folder))
+    base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))}"
+    planned, done = run.config.get("num_rounds"), run.summary["num_rounds"]
+    if not isinstance(run.config.get("method"), str):
+        text = "To resume it, call jfcl.simulate with the same arguments, out and resume=True." if run.config else ""
+        return [html.element("p", text)] if text else []
+    again = ["# repeat it in another folder", f"{base} --out {shlex.quote(f'{run.folder}-2')}"]
+    if run.is_finished:
+        more = [
+            "# continue for as many rounds again",
+            f"{base} --out {folder} --resume --rounds {2 * (planned or done)}",
+        ]
+        where = ""
+    else:
+        more = ["# continue where it stopped", f"{base} --out {folder} --resume"]
+        at = f"round {run.checkpoints[0]}" if run.checkpoints else "the beginning: there is no checkpoint yet"
+        where = html.element("p", f"--resume continues from {at}.")
+    local = run.config.get("dataset") == "digits"
+    data = "" if local else html.element("p", "Add --data-dir unless JFCL_DATA_DIR is the folder of the data.")
+    return [html.commands([*more, *again]), where, data]

@@ -1,0 +1,587 @@
+"""`jfcl report`: the page, parsed by `html.parser`, is compared with the run's files, which are read independently."""
+
+import base64
+import csv
+import fcntl
+import html.parser
+import io
+import json
+import random
+import re
+import shlex
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import jfcl
+from jfcl import cli, plots
+from jfcl.core import files
+from jfcl.experiments import Config, report, run
+from jfcl.experiments.html_page import escaped
+
+notes = pytest.mark.filterwarnings("default:in the report of")  # which the command line prints
+ROUNDS = 4
+SHARED = {"clients": 6, "clusters": 2, "rounds": ROUNDS, "local_steps": 1, "model": "linear", "seeds": 2}
+VOID = ("meta", "img")  # elements without an end
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, worker_id):
+    """Two finished runs, once for all workers: CFL with a tree, and local training with a model for each client."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "report"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "runs" / "local" / "report.html").exists():
+            tree = {"eps_1": float("inf"), "eps_2": 1e-6, "max_clusters": 6, "heterogeneity": "label_swap"}
+            run(Config("cfl", **tree, **SHARED), out=folder / "runs" / "cfl")
+            run(Config("local", **SHARED), out=folder / "runs" / "local")
+    return folder / "runs"
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished runs, to be changed."""
+    shutil.copytree(finished, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+class Page(html.parser.HTMLParser):
+    """The tables, pictures, options and texts of a page; every element must end where it should."""
+
+    def __init__(self, content: bytes):
+        super().__init__(convert_charrefs=True)
+        self.tables, self.images, self.options, self.changed, self.attributes, self.tags = {}, {}, {}, set(), [], []
+        self.texts, self.listed = [], {}
+        self._open, self._name = [], None
+        self.feed(content.decode("utf-8"))
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag == "img":
+            assert given["id"] not in self.images
+            self.images[given["id"]] = given
+        if tag == "table":
+            self._name = given["id"]
+            assert self._name not in self.tables
+            self.tables[self._name] = []
+        if tag == "tr":
+            self.tables[self._name].append([])
+        if tag in ("td", "th"):
+            self.tables[self._name][-1].append("")
+        if tag == "li":
+            self.texts.append("")
+        if tag not in VOID:
+            self._open.append((tag, given))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        tag, given = self._open[-1] if self._open else ("", {})
+        if tag in ("td", "th"):
+            self.tables[self._name][-1][-1] += data
+        if tag == "dt":
+            self._option = data
+        if tag == "dd":
+            self.options[self._option] = data
+            if given.get("class") == "changed":
+                self.changed.add(self._option)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def rows(self, name: str) -> list[dict[str, str]]:
+        head, *rows = self.tables[name]
+        assert all(len(row) == len(head) for row in rows)
+        return [dict(zip(head, row, strict=True)) for row in rows]
+
+    def png(self, name: str) -> bytes:
+        head, _, data = self.images[name]["src"].partition(",")
+        assert head == "data:image/png;base64"
+        return base64.b64decode(data, validate=True)
+
+
+def page_of(folder: Path) -> Page:
+    return Page((folder / "report.html").read_bytes())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def clients_of(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((folder / "clients.csv").read_text())))
+
+
+def sizes(text: str) -> list[float]:
+    """The numbers of bytes in a text such as "1.5 MB"."""
+    unit = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    return [float(number) * unit[name] for number, name in re.findall(r"([\d.]+) (B|kB|MB|GB)\b", text)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A finished run.
+
+
+@pytest.mark.parametrize("method", ["cfl", "local"])
+def test_a_run_ends_with_a_page_of_its_results(finished, method):
+    folder = finished / method
+    page, summary = page_of(folder), json.loads((folder / "summary.json").read_text())
+    [row] = page.rows("results")
+    accuracy = [record["accuracy"] for record in summary["per_seed"]]
+    worst = [record["worst_client_accuracy"] for record in summary["per_seed"]]
+    assert row["run"] == method
+    assert row["client acc. %"] == f"{100 * np.mean(accuracy):.1f}±{100 * np.std(accuracy):.1f}"
+    assert row["worst client %"] == f"{100 * np.mean(worst):.1f}±{100 * np.std(worst):.1f}"
+    assert sizes(row["sent up and down"]) == pytest.approx([summary["bytes_up"], summary["bytes_down"]], rel=0.05)
+    # By seed.
+    seeds = page.rows("seeds")
+    assert [int(r["seed"]) for r in seeds] == [0, 1]
+    assert [float(r["accuracy %"]) for r in seeds] == pytest.approx([100 * a for a in accuracy], abs=0.051)
+    assert [float(r["loss"]) for r in seeds] == pytest.approx([r["loss"] for r in summary["per_seed"]], abs=0.00051)
+    # Bytes and seconds.
+    costs = {r[""]: r[method] for r in page.rows("costs")}
+    assert (costs["rounds"], costs["clients"], costs["device"]) == ("4", "6", summary["device"])
+    assert sizes(costs["bytes up in a round"]) == pytest.approx([summary["bytes_up"] / ROUNDS], rel=0.05)
+    assert sizes(costs["bytes down, all clients and rounds"]) == pytest.approx([summary["bytes_down"]], rel=0.05)
+    assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
+    # Options and versions.
+    config = json.loads((folder / "config.json").read_text())
+    names = {"rounds" if n == "num_rounds" else n for n in config} - {"versions", "split_hash"}
+    assert set(page.options) == names
+    assert {n: page.options[n] for n in SHARED} == {n: str(v) for n, v in SHARED.items()}
+    own = {"eps_1", "eps_2", "max_clusters", "heterogeneity"} if method == "cfl" else set()
+    assert page.changed >= {"clients", "clusters", "rounds", "local_steps", "model", "seeds"} | own
+    assert not page.changed & {"dataset", "lr", "momentum", "attack", "restarts"}
+    assert all(f"{name} {version}" in page.text for name, version in summary["versions"].items())
+    assert config["split_hash"] in page.text
+    assert f"Finished: {ROUNDS} rounds." in page.text and "Missing or damaged" not in page.text
+
+
+def test_the_worst_clients_are_those_of_the_table_of_clients(finished):
+    of_client: dict[int, list[float]] = {}
+    for row in clients_of(finished / "cfl"):
+        of_client.setdefault(int(row["client"]), []).append(float(row["accuracy"]))
+    wanted = sorted(of_client, key=lambda i: (np.mean(of_client[i]), i))
+    rows = page_of(finished / "cfl").rows("worst")
+    assert [int(row["client"]) for row in rows] == wanted
+    for row in rows:
+        values = of_client[int(row["client"])]
+        found = [float(row[name]) for name in ("mean accuracy %", "lowest seed", "highest seed")]
+        assert found == pytest.approx([100 * np.mean(values), 100 * min(values), 100 * max(values)], abs=0.051)
+    first = {row["client"]: row for row in clients_of(finished / "cfl") if row["seed"] == "0"}
+    assert all(row["true cluster"] == first[row["client"]]["true_cluster"] for row in rows)
+
+
+def test_the_page_is_one_file_that_loads_nothing(finished):
+    content = (finished / "cfl" / "report.html").read_bytes()
+    page = Page(content)
+    assert not {"script", "link", "iframe", "object", "embed", "form", "audio", "video", "source", "base"} & {
+        *page.tags
+    }
+    loads = [(tag, name, value) for tag, name, value in page.attributes if name in ("src", "href", "srcset", "data")]
+    assert loads and all((tag, name) == ("img", "src") for tag, name, _ in loads)
+    assert all(value.startswith("data:image/png;base64,") for _, _, value in loads)
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert not re.findall(rb"url\(|@import|https?:", content)
+    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    assert b"prefers-color-scheme: dark" in content and b"@media print" in content
+    for name, image in page.images.items():
+        with Image.open(io.BytesIO(page.png(name))) as picture:
+            assert picture.size == (int(image["width"]), int(image["height"]))
+        assert len(image["alt"]) > 20
+
+
+def test_the_pictures_of_a_run_are_drawn_once(finished):
+    page = page_of(finished / "cfl")
+    assert set(page.images) == {"accuracy", "loss", "clients", "clusters", "similarity", "tree"}
+    for name in set(page.images) - {"similarity"}:
+        assert page.png(name) == (finished / "cfl" / "plots" / f"{name}.png").read_bytes(), name
+
+
+def test_the_splits_are_those_of_the_parameter_tree(finished):
+    text = page_of(finished / "cfl").text
+    with np.load(finished / "cfl" / "tree.npz") as tree:
+        first = np.flatnonzero(tree["born"] == tree["born"][tree["born"] > 0].min())[0]
+        compared, active = tree["side"][first] > 0, np.flatnonzero(tree["active"])
+        across, born = tree["cross_similarity"][first], tree["born"][first]
+        members = {k: int(np.sum(tree["cluster"] == k)) for k in active}
+    assert re.search(rf"{compared.sum()} clients \([^)]*\), split in round {born}; largest similarity across", text)
+    assert f"across {across:.3f}" in text
+    assert len(active) > 1
+    for k, count in members.items():
+        assert re.search(rf"cluster {k}, since round \d+: {count} clients", text), k
+
+
+def test_the_similarities_are_cosines(finished, copy, monkeypatch):
+    drawn = {}
+    draw = plots.similarity
+    monkeypatch.setattr(plots, "similarity", lambda m, c: drawn.update({method: (m, c)}) or draw(m, c))
+    for method in ("cfl", "local"):
+        report(copy / method)
+
+    def cosine(a, b):
+        return float(np.dot(a, b) / np.sqrt(np.dot(a, a) * np.dot(b, b)))
+
+    with np.load(finished / "cfl" / "tree.npz") as tree:
+        first = np.flatnonzero(tree["born"] == tree["born"][tree["born"] > 0].min())[0]
+        rows, cluster = tree["updates"][first].astype(np.float64), tree["cluster"]
+    order = sorted(range(6), key=lambda i: (cluster[i], i))
+    matrix, shown = drawn["cfl"]
+    assert shown.tolist() == cluster[order].tolist()
+    np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
+
+    with np.load(finished / "local" / "params.npz") as params:
+        rows = np.concatenate([params[n].reshape(6, -1) for n in sorted(params.files)], axis=1).astype(np.float64)
+    rows = rows - rows.mean(axis=0)
+    true = [int(row["true_cluster"]) for row in clients_of(finished / "local")[:6]]
+    order = sorted(range(6), key=lambda i: (true[i], i))
+    matrix, shown = drawn["local"]
+    assert shown.tolist() == sorted(true)
+    np.testing.assert_allclose(matrix, [[cosine(rows[i], rows[j]) for j in order] for i in order], atol=1e-5)
+
+
+def test_a_report_changes_nothing_else_and_is_repeatable(copy):
+    before = contents(copy)
+    (copy / "cfl" / "report.html").unlink()
+    assert cli.main(["report", str(copy / "cfl")]) == 0
+    after = contents(copy)
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} <= {"cfl/report.html"}
+    assert report(copy / "cfl") == copy / "cfl" / "report.html"
+    assert contents(copy) == after
+
+
+def test_several_runs_side_by_side(copy, capsys):
+    before = contents(copy)
+    folders = [str(copy / "cfl"), str(copy / "local")]
+    assert cli.main(["report", *folders]) == 0
+    assert str(copy / "report.html") in capsys.readouterr().out.replace("\n", "")
+    page = page_of(copy)
+    for row, name in zip(page.rows("results"), ("cfl", "local"), strict=True):
+        summary = json.loads((copy / name / "summary.json").read_text())
+        assert row["run"] == name and row["client acc. %"].startswith(f"{100 * summary['mean']['accuracy']:.1f}±")
+    differ = {row["option"]: (row["cfl"], row["local"]) for row in page.rows("differences")}
+    assert differ["heterogeneity"] == ("label_swap", "rotation") and differ["eps_1"] == ("inf", "–")
+    assert "lr" not in differ and "method" not in differ
+    assert "2 different splits of the data" in page.text
+    wanted = {"accuracy", "loss", "clients", "methods", "cfl-tree", "cfl-similarity", "local-similarity"}
+    assert wanted | {"cfl-clusters", "local-clusters"} == set(page.images)
+    assert {"cfl-worst", "local-worst", "cfl-seeds", "local-seeds"} <= set(page.tables)
+    assert {name: data for name, data in contents(copy).items() if name != "report.html"} == before
+    assert report(folders) == copy / "report-2.html"  # what is there stays
+    alone = Page(report(folders[0], out=copy / "new" / "x.html").read_bytes())
+    assert alone.tables == Page(before["cfl/report.html"]).tables
+
+
+def test_the_commands_on_the_page_are_those_of_the_command_line(finished, copy):
+    parser = cli.build_parser()
+    stop(copy / "cfl")
+    with pytest.warns(UserWarning, match="is missing"):
+        report(copy / "cfl")
+    for folder, resumes in ((finished / "cfl", True), (finished / "local", True), (copy / "cfl", False)):
+        lines = re.findall(r"^jfcl .*$", "\n".join(page_of(folder).texts), flags=re.MULTILINE)
+        resumed, repeated = [parser.parse_args(shlex.split(line)[1:]) for line in lines]
+        assert resumed.resume and resumed.out == str(folder) and resumed.config == str(folder / "config.json")
+        assert getattr(resumed, "rounds", None) == (2 * ROUNDS if resumes else None)
+        assert not repeated.resume and repeated.out != str(folder) and not Path(repeated.out).exists()
+
+
+def test_names_are_shown_as_they_are(copy):
+    name = "<script>alert(1)</script> & $\\frac{x$ '\""
+    folder = copy / name.replace("/", "|")
+    shutil.move(copy / "local", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"store": None, "share": "<img src=x onerror=y>"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="differs from the one that the run ended with"):
+        report([folder, copy / "cfl"], out=copy / "both.html")
+    page = Page((copy / "both.html").read_bytes())
+    assert folder.name in [row["run"] for row in page.rows("results")] and folder.name in page.text
+    assert page.options["share"] == "<img src=x onerror=y>" or "<img src=x onerror=y>" in page.text
+    assert "script" not in page.tags and not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert escaped('<a b="c">') == "&lt;a b=&quot;c&quot;&gt;"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Unfinished and damaged runs.
+
+
+def stop(folder: Path) -> None:
+    """Leaves of a finished run what there is in its second round: the last line is cut short."""
+    for name in ("summary.json", "clients.csv", "params.npz", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    for file in [*folder.glob("*.npz"), *folder.glob("paths.csv")]:
+        file.unlink()
+    shutil.rmtree(folder / "plots")
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:5], lines[5][:40]]))  # two rounds, one seed of the third
+    for place in (folder / "checkpoints").iterdir():
+        place.rename(place.with_name("2"))
+
+
+@notes
+def test_an_unfinished_run_is_reported_up_to_its_last_round(copy, capsys):
+    folder = copy / "cfl"
+    stop(folder)
+    assert cli.main(["report", str(folder)]) == 0
+    said = capsys.readouterr().err
+    assert "summary.json is missing: the run is not finished" in " ".join(said.split())
+    page = page_of(folder)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:5]]
+    second = [r for r in records if r["round"] == 2]
+    accuracy = [100 * r["accuracy"] for r in second]
+    assert page.rows("results")[0]["client acc. %"] == f"{np.mean(accuracy):.1f}±{np.std(accuracy):.1f}"
+    costs = {r[""]: r["cfl"] for r in page.rows("costs")}
+    assert (costs["rounds"], costs["seconds, all seeds together"], costs["device"]) == ("2", "–", "–")
+    assert sizes(costs["bytes up, all clients and rounds"]) == pytest.approx([second[0]["bytes_up"]], rel=0.05)
+    assert "Not finished: 2 of 4 rounds." in page.text and "summary.json is missing" in page.text
+    assert "--resume continues from round 2." in page.text
+    assert set(page.images) == {"accuracy", "loss", "clusters"} and "worst" not in page.tables
+    # The results of an earlier end, as a run that is extended leaves them, are not those of this round.
+    shutil.copy(copy / "local" / "clients.csv", folder)
+    with pytest.warns(UserWarning, match=r"summary\.json is missing"):
+        report(folder)
+    assert "worst" not in page_of(folder).tables
+
+
+@notes
+def test_a_folder_of_simulate_is_reported(finished, tmp_path):
+    (tmp_path / "run").mkdir()
+    records = (finished / "local" / "metrics.jsonl").read_text()
+    (tmp_path / "run" / "metrics.jsonl").write_text(records)
+    (tmp_path / "run" / "config.json").write_text(
+        json.dumps({"key": [0, 0], "versions": {"jfcl": "0.2.0", "jax": "1"}})
+    )
+    with pytest.warns(UserWarning, match="the run is one of jfcl.simulate"):
+        report(tmp_path / "run")
+    page = page_of(tmp_path / "run")
+    assert "resume=True" in page.text and "jfcl run" not in page.text and page.options == {}
+    assert set(page.images) == {"accuracy", "loss", "clusters"}
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.warns(UserWarning) as warned:
+        report(tmp_path / "run")
+    assert "holds no line yet" in str(warned[0].message) and "summary.json is missing" in str(warned[1].message)
+    assert "No round was evaluated." in page_of(tmp_path / "run").text
+
+
+DAMAGE = {
+    "missing": lambda file: file.unlink(),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "other": lambda file: file.write_bytes(b"PK\x03\x04 \xff no file of jfcl\n"),
+    "empty": lambda file: file.write_bytes(b""),
+}
+# What is on the page although the file cannot be read.
+REST = {
+    "config.json": {"results", "costs", "worst", "seeds"},
+    "summary.json": {"results", "costs", "worst", "seeds"},
+    "metrics.jsonl": {"results", "costs", "worst", "seeds"},
+    "clients.csv": {"results", "costs", "seeds"},
+    "tree.npz": {"results", "costs", "worst", "seeds"},
+    "plots/accuracy.png": {"results", "costs", "worst", "seeds"},
+}
+
+
+@notes
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_the_rest_is_reported(damage, copy, capsys):
+    intact, shown = contents(copy / "cfl"), page_of(copy / "cfl")
+    for name, tables in REST.items():
+        file = copy / "cfl" / name
+        DAMAGE[damage](file)
+        before = contents(copy / "cfl")
+        assert cli.main(["report", str(copy / "cfl")]) == 0, name
+        said = " ".join(capsys.readouterr().err.split())
+        page = page_of(copy / "cfl")
+        assert "Traceback" not in said, name
+        if (name, damage) == ("plots/accuracy.png", "missing"):  # it is drawn again
+            assert said == "" and "Missing or damaged" not in page.text
+        else:
+            words = {"missing": "is missing", "empty": "(is damaged|holds no line yet)"}.get(damage, "is damaged")
+            assert re.search(f"{name} {words}", said), (name, said)
+            assert re.search(f"{name} {words}", page.text) and "Missing or damaged" in page.text, name
+        ended = (name, damage) != ("summary.json", "missing")
+        assert set(page.tables) == tables - (set() if ended else {"worst"}), name
+        assert page.rows("results")[0]["client acc. %"] == shown.rows("results")[0]["client acc. %"], name
+        gone = set() if ended else {"similarity", "tree", "clients"}
+        assert set(page.images) == set(shown.images) - gone, name
+        after = contents(copy / "cfl")
+        assert {n for n in after if after[n] != before.get(n)} <= {"report.html"} and after.keys() == before.keys()
+        file.write_bytes(intact[name])
+
+
+@notes
+def test_whole_lines_are_shown_among_damaged_ones(copy, capsys):
+    file = copy / "local" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    lines[2] = lines[2][:50]
+    lines[5] = json.dumps(json.loads(lines[5]) | {"accuracy": "high"})
+    file.write_text("\n".join(lines) + "\n")
+    (copy / "local" / "summary.json").unlink()
+    assert cli.main(["report", str(copy / "local")]) == 0
+    assert "2 of 8 lines are no records (line 3, 6)" in " ".join(capsys.readouterr().err.split())
+    assert "Not finished: 4 of 4 rounds." in page_of(copy / "local").text
+
+
+@notes
+@pytest.mark.slow
+def test_bytes_that_change_at_random_end_no_report(copy, capsys):
+    rng, intact = random.Random(0), contents(copy / "cfl")
+    names = [name for name in intact if name not in ("report.html", "lock") and "checkpoints" not in name]
+    for i in range(100):
+        for name in rng.sample(names, 2):
+            data = bytearray(intact[name])
+            for _ in range(rng.choice([1, 5, 100])):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            (copy / "cfl" / name).write_bytes(bytes(data))
+        if i % 2:  # without the digests
+            (copy / "cfl" / "summary.json").write_text("{}")
+        status = cli.main(["report", str(copy / "cfl")])
+        assert status == 0, capsys.readouterr().err
+        page_of(copy / "cfl")
+        for name, data in intact.items():
+            (copy / "cfl" / name).write_bytes(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def test_what_is_no_run_is_refused(copy, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"name": "another program"}')
+    (tmp_path / "file").write_text("x")
+    before, cfl = contents(tmp_path), str(copy / "cfl")
+    cases = [
+        ([str(tmp_path / "nowhere")], "holds no run: it is not there"),
+        ([str(tmp_path / "file")], "holds no run: it is a file"),
+        ([str(tmp_path / "empty")], "holds no run: it has none of config.json"),
+        ([str(tmp_path / "foreign")], "holds no run that can be read"),
+        ([cfl, str(tmp_path / "empty")], "holds no run"),
+        ([cfl, "--out", str(tmp_path / "x.txt")], "out must be a file that ends in .html"),
+        ([cfl, "--out", str(copy / "cfl" / "metrics.jsonl")], "out must be a file that ends in .html"),
+        ([cfl, "--out", str(tmp_path / "file" / "x.html")], "out must be"),
+        ([], "the following arguments are required"),
+    ]
+    for arguments, said in cases:
+        assert cli.main(["report", *arguments]) == 2, arguments
+        printed = " ".join(capsys.readouterr().err.split())
+        assert said in printed and "Traceback" not in printed, (arguments, printed)
+    assert contents(tmp_path) == before
+    with pytest.raises(ValueError, match="runs must be at least one folder"):
+        report([])
+
+
+def test_a_run_that_another_process_writes_is_reported_elsewhere(copy, capsys):
+    held, done = threading.Event(), threading.Event()
+
+    def write():
+        with files.lock(copy / "cfl" / "lock"):
+            held.set()
+            done.wait(60)
+
+    other = threading.Thread(target=write)  # which the lock refuses as it does a process
+    other.start()
+    assert held.wait(60)
+    before = contents(copy)
+    try:
+        assert cli.main(["report", str(copy / "cfl")]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "in use by another process" in said and "--out FILE.html" in said
+        assert contents(copy) == before
+        assert cli.main(["report", str(copy / "cfl"), "--out", str(copy / "x.html")]) == 0
+    finally:
+        done.set()
+        other.join()
+    assert (copy / "x.html").exists()
+
+
+def test_a_report_that_was_stopped_leaves_the_old_one(copy, monkeypatch):
+    old = (copy / "cfl" / "report.html").read_bytes()
+    report_of = copy / "cfl" / "report.html"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            report(copy / "cfl")
+    assert report_of.read_bytes() == old
+    (copy / "cfl" / "report.html.tmp").write_bytes(b"half of it")
+    files.remove_leftovers(copy / "cfl")
+    assert not (copy / "cfl" / "report.html.tmp").exists()
+
+
+def test_a_run_is_finished_also_if_its_report_cannot_be_written(copy):
+    (copy / "cfl" / "report.html").unlink()
+    (copy / "cfl" / "report.html").mkdir()
+    with pytest.warns(UserWarning, match="is finished, but its report was not written: .*must be a file"):
+        run.__globals__["_write_report"](copy / "cfl")
+    assert not list((copy / "cfl").glob("*.tmp"))
+
+
+def test_a_new_run_does_not_replace_the_report_of_another(copy):
+    for file in (copy / "cfl").iterdir():
+        if file.name != "report.html":
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    with pytest.raises(ValueError, match=r"holds report\.html already; choose a new or empty folder"):
+        run(Config("fedavg", **SHARED), out=copy / "cfl")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Colours.
+
+
+def test_the_colours_differ_for_all_kinds_of_colour_vision():
+    # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB; distances in CIELAB.
+    kinds = [np.eye(3)]
+    kinds.append([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]])
+    kinds.append([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]])
+    kinds.append([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]])
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    rgb = np.array([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in plots.PALETTE])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    for kind in kinds:
+        xyz = np.clip(linear @ np.array(kind).T, 0, 1) @ np.array(to_xyz).T / [0.9505, 1, 1.089]
+        f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        lab = np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], axis=1)
+        distance = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(lab), 1)]
+        assert distance.min() > 15  # tab10: 4 (its brown and green, without red cones)
+
+
+def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
+    records = [{"seed": 0, "round": t, "accuracy": 0.5} for t in (1, 2)]
+    lines = plots.curves({str(i): records for i in range(4)}).axes[0].lines
+    assert len({line.get_linestyle() for line in lines}) == 4 and len({line.get_color() for line in lines}) == 4
+    found = [plots.cluster_colors(20)(i) for i in range(20)]
+    assert len(set(found)) == 20
+    unsorted = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}])
+    assert unsorted.axes[0].images[0].get_array().tolist() == [[0], [2], [2]]
+
+
+def test_values_that_are_not_finite_leave_a_gap():
+    records = [{"seed": 0, "round": t, "train_loss": v} for t, v in ((1, 1.0), (2, float("inf")), (3, 2.0))]
+    values = plots.curves({"x": records}, "train_loss").axes[0].lines[0].get_ydata()
+    np.testing.assert_array_equal(values, [1.0, np.nan, 2.0])
+
+
+def test_report_is_public():
+    assert jfcl.experiments.report is report
