@@ -36,6 +36,8 @@ def tags(clients, client=None):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("heterogeneity", HETEROGENEITY)
 def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
+    table = np.random.default_rng(0).uniform(0.5, 1, (7, CLASSES))
+    options = {"pathological": {"labels_per_client": 1}, "distribution": {"distribution": table}}.get(partition, {})
     for reuse, n_test, each in itertools.product(["none", "cluster", "auto"], [None, 80], [None, 4]):
         data = tagged(n_test=n_test)
         newcomers = 3 if partition != "writer" or n_test else None
@@ -50,6 +52,7 @@ def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
             newcomer_examples=newcomers,
             test_fraction=0.3,
             seed=5,
+            **options,
         )
         where = (partition, heterogeneity, reuse, n_test, each)
         for clients in [fed.train, fed.test] + ([fed.newcomers] if newcomers else []):

@@ -50,6 +50,7 @@ NEEDS = {  # flags that mean nothing without others
     "alpha": ["--partition", "dirichlet"],
     "exponent": ["--partition", "power_law"],
     "labels_per_client": ["--partition", "label"],
+    "distribution": ["--partition", "distribution"],
     "malicious": ["--attack", "sign_flip"],
     "attack": ["--malicious", "0.3"],
     "radius": ["--aggregator", "centered_clip"],

@@ -72,6 +72,7 @@ def build(
     alpha: float = 0.5,
     exponent: float = 1.0,
     min_size: int = 1,
+    distribution: Any = None,
     data_dir: str | None = None,
     rows: Callable[[int], slice] | None = None,
 ) -> Federation:
@@ -83,9 +84,11 @@ def build(
       num_clusters: `K`, at most `N`; it need not divide `N`.
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
-        "label", `alpha` for "dirichlet", `exponent` for "power_law", `min_size` for the last two.
-      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"), at most
-        ("writer"), or on average (others). `None`: all examples are used.
+        "label" and "pathological", `alpha` for "dirichlet" and "inner_dirichlet", `exponent` for "power_law" and
+        "exponential", `min_size` for these, "linear" and "dirichlet".
+      distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label.
+      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified",
+        "inner_dirichlet"), at most ("writer"), or on average (others). `None`: all examples are used.
       test_fraction: the share held out where there is no official test split, or where clients are writers
         (each writer's own examples are then held out). In `(0, 1)`.
       reuse: "none": a base example belongs to one client. "cluster": every cluster divides the whole data set, so
@@ -119,6 +122,7 @@ def build(
     if newcomer_examples is not None:
         check_count("newcomer_examples", newcomer_examples)
     options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
+    options |= {"distribution": distribution}
     split = split_dataset(
         dataset,
         num_clients=num_clients,
@@ -186,7 +190,10 @@ def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, Split
     rows_of_test = list(rows)
     for group, clients in enumerate(groups):
         train, test = of_cluster(split, split.train, group), of_cluster(split, split.test, group)
-        parts = divide(split, train, test, len(clients), group)
+        own = split
+        if split.partition == "distribution":  # the rows of these clients
+            own = split._replace(options=split.options | {"distribution": split.options["distribution"][clients]})
+        parts = divide(own, train, test, len(clients), group)
         shares = divide_test(split, train, test, parts, group)
         for i, part, share in zip(clients, parts, shares, strict=True):
             rows[i], rows_of_test[i] = part, share

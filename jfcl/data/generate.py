@@ -17,7 +17,7 @@ from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.data.partition import PARTITIONS
+from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
 from jfcl.data.split import (
     Examples,
     Pool,
@@ -70,7 +70,8 @@ def generate_store(
       num_clients: `N`, of any size.
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.
       num_clusters, heterogeneity, partition, test_fraction, seed, labels_per_client, alpha, exponent, min_size: as in
-        `jfcl.data.build`; `partition` may not be "writer".
+        `jfcl.data.build`; `partition` may be neither "writer" nor
+        "distribution".
       about: further JSON values for `store.about["made"]`.
       layout: "index": each cluster's data set is kept once, clients as rows of it. "rows": every client's examples are
         written in full.
@@ -106,7 +107,7 @@ def generate_store(
         "test_fraction": test_fraction,
         "seed": seed,
     }
-    partitions = [name for name in PARTITIONS if name != "writer"]
+    partitions = [name for name in PARTITIONS if name not in OF_ONE_DIVISION]
     split = split_dataset(dataset, **made, partitions=partitions, data_dir=data_dir, options=options)
     dataset = split.dataset
     values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests

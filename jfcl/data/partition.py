@@ -8,40 +8,11 @@ alone; `seed` is an integer or a sequence of integers, for `np.random.default_rn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jfcl.core import check, check_count
-
-Seed = int | Sequence[int]
-
-
-def _check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
-    each = 1 if examples_per_client is None else examples_per_client
-    check_count("examples_per_client", each)
-    check_count("num_clients", num_clients)
-    check_count("num_examples", num_examples)
-    accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
-    check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
-
-
-def _count(examples) -> int:
-    """Returns the number of examples, given that number or their labels."""
-    return examples if np.ndim(examples) == 0 else len(examples)
-
-
-def _as_labels(labels) -> np.ndarray:
-    labels = np.asarray(labels)
-    fits = labels.ndim == 1 and labels.dtype.kind in "iu"
-    check(fits, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
-    return labels
-
-
-def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns all indices in the order of their labels, those of equal labels in random order."""
-    shuffled = rng.permutation(len(labels))
-    return shuffled[np.argsort(labels[shuffled], kind="stable")]
+from jfcl.data.label_skew import by_distribution, by_label, dirichlet, inner_dirichlet, pathological
+from jfcl.data.parts import Seed, as_labels, check_enough, count_of, sizes_like, sorted_by
 
 
 def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -62,8 +33,8 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    num_examples = _count(num_examples)
-    _check_enough(num_examples, num_clients, examples_per_client)
+    num_examples = count_of(num_examples)
+    check_enough(num_examples, num_clients, examples_per_client)
     order = np.random.default_rng(seed).permutation(num_examples)
     if examples_per_client is not None:
         order = order[: num_clients * examples_per_client]
@@ -92,10 +63,10 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
       >>> [np.bincount(labels[part]).tolist() for part in stratified(labels, 2, seed=0, examples_per_client=8)]
       [[4, 2, 2], [4, 2, 2]]
     """
-    labels = _as_labels(labels)
-    _check_enough(len(labels), num_clients, examples_per_client)
+    labels = as_labels(labels)
+    check_enough(len(labels), num_clients, examples_per_client)
     rng = np.random.default_rng(seed)
-    order = _sorted_by(labels, rng)
+    order = sorted_by(labels, rng)
     if examples_per_client is not None:
         wanted = num_clients * examples_per_client
         order = order[np.arange(wanted) * len(order) // wanted]
@@ -132,87 +103,6 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
     return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
 
 
-def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
-    """Cuts the examples, sorted by label, into `N * labels_per_client` equal shards, and deals those to clients.
-
-    A shard at the border between two labels holds both, so a client may have a few labels more than
-    `labels_per_client`. With classes of equal size, and a number of shards that divides them, it has no more.
-
-    Args:
-      labels: `[n]` integers.
-
-    Returns:
-      List of `N` sorted index arrays that together hold every example; sizes differ by at most
-      `labels_per_client`.
-
-    Raises:
-      ValueError: fewer examples than shards.
-
-    Source: McMahan et al. 2017, section 3 ("pathological non-iid").
-
-    Example:
-      >>> parts = by_label([0, 1, 2, 3] * 10, 4, labels_per_client=1, seed=0)
-      >>> sorted({int(i % 4) for i in part}.pop() for part in parts)
-      [0, 1, 2, 3]
-    """
-    labels = _as_labels(labels)
-    check_count("labels_per_client", labels_per_client)
-    _check_enough(len(labels), num_clients, labels_per_client)
-    rng = np.random.default_rng(seed)
-    shards = np.array_split(_sorted_by(labels, rng), num_clients * labels_per_client)
-    dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
-    return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
-
-
-def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
-    """Divides every label's examples among clients in proportions drawn from Dirichlet(alpha, ..., alpha).
-
-    The usual recipe draws again until no client is too small, which for small `alpha` never ends. Here there is one
-    draw. Then, while a client has fewer than `min_size` examples, it gets a random one of the largest client.
-    Proportions are as drawn except for these few examples, and the division always terminates.
-
-    Args:
-      labels: `[n]` integers.
-      alpha: positive; a small one is skewed (one client holds nearly all of a label), a large one is iid.
-      min_size: the least number of examples of a client.
-
-    Returns:
-      List of `N` sorted index arrays that together hold every example. Cost: O(examples + labels * N).
-
-    Raises:
-      ValueError: `alpha` not positive and finite; fewer than `N * min_size` examples.
-
-    Source: Hsu, Qi, Brown 2019 ("Measuring the effects of non-identical data distribution").
-
-    Example:
-      >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
-      100
-    """
-    labels = _as_labels(labels)
-    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
-    check_count("min_size", min_size)
-    _check_enough(len(labels), num_clients, min_size)
-    rng = np.random.default_rng(seed)
-    owner = np.empty(len(labels), np.int64)
-    for label in np.unique(labels):
-        of_label = rng.permutation(np.flatnonzero(labels == label))
-        share = rng.dirichlet(np.full(num_clients, float(alpha)))
-        if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one client
-            share = np.eye(num_clients)[rng.integers(num_clients)]
-        cuts = np.floor(np.cumsum(share) * len(of_label) + 1e-9).astype(np.int64)
-        cuts[-1] = len(of_label)
-        owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
-    parts = [rng.permutation(np.flatnonzero(owner == i)).tolist() for i in range(num_clients)]
-    size = np.array([len(part) for part in parts])
-    for i in np.flatnonzero(size < min_size):
-        while size[i] < min_size:
-            largest = int(size.argmax())  # above min_size, because there are N * min_size examples in all
-            parts[i].append(parts[largest].pop())
-            size[i] += 1
-            size[largest] -= 1
-    return [np.sort(np.array(part, np.int64)) for part in parts]
-
-
 def power_law_sizes(
     num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
 ) -> np.ndarray:
@@ -233,14 +123,9 @@ def power_law_sizes(
       [16, 19, 27, 48]
     """
     check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
-    check_count("min_size", min_size)
-    _check_enough(num_examples, num_clients, min_size)
+    check_enough(num_examples, num_clients)
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    share = (num_examples - num_clients * min_size) * weight / weight.sum()
-    sizes = np.floor(share).astype(np.int64)
-    left = num_examples - num_clients * min_size - sizes.sum()
-    sizes[np.argsort(sizes - share, kind="stable")[:left]] += 1
-    return np.random.default_rng(seed).permutation(sizes + min_size)
+    return sizes_like(weight, num_examples, seed=seed, min_size=min_size)
 
 
 def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
@@ -285,8 +170,75 @@ def power_law(
       >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
       100
     """
-    num_examples = _count(num_examples)
+    num_examples = count_of(num_examples)
     sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
+    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
+
+
+def linear(
+    num_examples, num_clients: int, *, seed: Seed, min_size: int = 1, examples_seed: Seed | None = None
+) -> list[np.ndarray]:
+    """Divides the examples at random into parts of sizes that grow linearly: in proportion to 1, 2, ..., `N`.
+
+    Args:
+      num_examples: `n`, or the labels `[n]`.
+      seed: of the order of the sizes among the clients.
+      min_size: the examples that every client gets first; the rest is divided in these proportions.
+      examples_seed: of the division of the examples; default: `seed`.
+
+    Returns:
+      List of `N` sorted index arrays that together hold every example.
+
+    Raises:
+      ValueError: fewer than `N * min_size` examples.
+
+    Source: `LinearPartitioner` of flwr-datasets.
+
+    Example:
+      >>> sorted(len(part) for part in linear(64, 4, seed=0))
+      [7, 13, 19, 25]
+    """
+    num_examples = count_of(num_examples)
+    check_enough(num_examples, num_clients)
+    sizes = sizes_like(np.arange(1.0, num_clients + 1), num_examples, seed=seed, min_size=min_size)
+    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
+
+
+def exponential(
+    num_examples,
+    num_clients: int,
+    *,
+    exponent: float = 1.0,
+    seed: Seed,
+    min_size: int = 1,
+    examples_seed: Seed | None = None,
+) -> list[np.ndarray]:
+    """Divides the examples at random into parts of sizes in proportion to `exp(exponent * rank)`, rank 1, ..., `N`.
+
+    With `exponent` 1, three clients have 95 % of the examples, whatever `N` is; a small one, such as 0.1, is milder.
+
+    Args:
+      num_examples: `n`, or the labels `[n]`.
+      exponent: at least 0; 0 gives equal sizes.
+      seed, min_size, examples_seed: as in `linear`.
+
+    Returns:
+      List of `N` sorted index arrays that together hold every example.
+
+    Raises:
+      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
+
+    Source: `ExponentialPartitioner` of flwr-datasets, which has exponent 1 and refuses clients without examples.
+
+    Example:
+      >>> sorted(len(part) for part in exponential(1000, 4, seed=0))
+      [33, 88, 237, 642]
+    """
+    num_examples = count_of(num_examples)
+    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
+    check_enough(num_examples, num_clients)
+    weight = np.exp(-float(exponent) * np.arange(num_clients))
+    sizes = sizes_like(weight, num_examples, seed=seed, min_size=min_size)
     return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
 
@@ -295,7 +247,14 @@ PARTITIONS = {
     "stratified": (stratified, "equal parts with every label's share"),
     "writer": (by_writer, "one client per real writer (data sets with writer ids)"),
     "label": (by_label, "a few labels per client (shards, McMahan et al.)"),
-    "dirichlet": (dirichlet, "label proportions drawn from a Dirichlet distribution"),
+    "pathological": (pathological, "exactly so many labels per client (Li et al., NIID-Bench)"),
+    "dirichlet": (dirichlet, "each label's shares of the clients drawn from a Dirichlet distribution"),
+    "inner_dirichlet": (inner_dirichlet, "equal sizes, each client's label proportions drawn from a Dirichlet one"),
+    "distribution": (by_distribution, "each label's shares of the clients given as a table"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
+    "linear": (linear, "random content, sizes that grow linearly"),
+    "exponential": (exponential, "random content, sizes that grow exponentially"),
 }
-OF_LABELS = ("stratified", "label", "dirichlet")  # need a classification data set
+# Those that need a classification data set.
+OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "inner_dirichlet", "distribution")
+OF_ONE_DIVISION = ("writer", "distribution")  # not for populations, which divide a data set repeatedly

@@ -19,6 +19,7 @@ import numpy as np
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.data.dataset import Dataset, check_dataset, labels_of
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
+from jfcl.data.label_skew import as_distribution
 from jfcl.data.partition import OF_LABELS, PARTITIONS
 from jfcl.data.sources import load
 
@@ -110,6 +111,9 @@ def split_dataset(
     if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
         check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")
+    if partition == "distribution":
+        table = as_distribution(options["distribution"], num_clients, dataset.num_classes)
+        options = options | {"distribution": table}
 
     kind = dataset.writer["train"] if partition == "writer" else labels_of(dataset, "train")
     if partition == "writer" or dataset.test is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import typing
 from pathlib import Path
@@ -32,7 +33,10 @@ SERVER_OPTIMIZERS = {
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
     "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
 }
-OF_PARTITION = {"alpha": "dirichlet", "exponent": "power_law", "labels_per_client": "label"}  # option: its partition
+OF_PARTITION = {  # option: the partitions that take it
+    name: [p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters]
+    for name in ("alpha", "exponent", "labels_per_client", "distribution")
+}
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 MOST_SEEDS = 10**4
 MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
@@ -77,9 +81,10 @@ class Data:
       examples_per_client: training examples per client; default: all there are.
       test_fraction: share of examples held out where there is no official test set.
       partition: how the examples of a cluster are dealt to its clients; 'jfcl list partitions'.
-      alpha: concentration of --partition dirichlet.
-      exponent: exponent of --partition power_law.
-      labels_per_client: labels per client of --partition label.
+      alpha: concentration of --partition dirichlet and inner_dirichlet.
+      exponent: exponent of --partition power_law and exponential.
+      labels_per_client: labels per client of --partition label and pathological.
+      distribution: csv file of --partition distribution: a row per client, a column per label.
       reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
       newcomer_examples: add new clients with so many test examples each, evaluated with the model of lowest loss.
       population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
@@ -101,6 +106,7 @@ class Data:
     alpha: float | None = None
     exponent: float | None = None
     labels_per_client: CountOrNone = None
+    distribution: str | None = None
     reuse: Annotated[str, OneOf(("auto", "cluster", "none"))] = "auto"
     newcomer_examples: CountOrNone = None
     population: Annotated[int | None, Range(1, MOST_CLIENTS)] = None

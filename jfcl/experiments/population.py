@@ -19,6 +19,7 @@ from jfcl import data
 from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
+from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.experiments.config import OF_PARTITION, Config, to_resume
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
@@ -33,7 +34,9 @@ DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "
 DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
 _OF_STORES = inspect.signature(data.generate_store).parameters
-DEFAULTS = {"examples_per_client": EXAMPLES} | {name: _OF_STORES[name].default for name in OF_PARTITION}
+DEFAULTS = {"examples_per_client": EXAMPLES} | {
+    name: _OF_STORES[name].default for name in OF_PARTITION if name in _OF_STORES
+}
 COMPARE_ALL = ("one_shot", "flhc", "fesem")  # methods that compare all clients with each other
 
 
@@ -57,7 +60,7 @@ def run_population(
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
-    check(config.partition != "writer", "partition", config.partition, "another with --population")
+    check(config.partition not in OF_ONE_DIVISION, "partition", config.partition, "another with --population")
     check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt several times")
     check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
@@ -145,7 +148,7 @@ def as_dealt(store: ClientStore) -> dict[str, Any]:
     """Returns the options of `Config` that describe a store."""
     made = store.about.get("made", {"num_clients": len(store)})
     options = {option: made[name] for option, name in DEALT.items() if name in made}
-    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made["partition"] == p}
+    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made["partition"] in p}
     if options.get("heterogeneity") == "none":
         options.pop("clusters", None)  # --clusters are the models, then
     elif store.cluster is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from jfcl.core import (
     client_ids,
     max_examples,
     platform,
+    shown,
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
@@ -325,7 +327,22 @@ def mapping_of(config: Config) -> mapping.Mapping:
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
     same = {name: getattr(config, name) for name in ("heterogeneity", "partition", "test_fraction")}
-    return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | partition_options(config)
+    options = partition_options(config)
+    if "distribution" in options:
+        options["distribution"] = _read_table(options["distribution"])
+    return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | options
+
+
+def _read_table(path: str) -> np.ndarray:
+    """Returns the numbers of a csv file without a header; raises `ValueError` for other files."""
+    try:
+        if not Path(path).is_file():
+            raise OSError("there is no such file")
+        with warnings.catch_warnings(action="error"):  # of an empty file
+            return np.loadtxt(path, delimiter=",", ndmin=2)
+    except (OSError, UserWarning, ValueError) as error:
+        accepted = "a csv file: a row of numbers per client, a column per label, no header"
+        raise ValueError(f"distribution must be {accepted}, got {shown(path)}: {error}") from None
 
 
 def assemble(

@@ -60,7 +60,10 @@ def validate(config: Config) -> None:
 def _check_data(config: Config) -> None:
     check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
     for name, value in partition_options(config).items():
-        check(config.partition == OF_PARTITION[name], name, value, f"left out without --partition {OF_PARTITION[name]}")
+        takers = OF_PARTITION[name]
+        check(config.partition in takers, name, value, f"left out without --partition {' or '.join(takers)}")
+    table = config.partition != "distribution" or config.distribution is not None
+    check(table, "distribution", config.distribution, "the csv file of a table with --partition distribution")
     if not of_population(config):
         for name in ("sampling", "dropout", "stragglers", "remember"):
             value, default = getattr(config, name), common_options()[name].default
