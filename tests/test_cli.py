@@ -630,6 +630,17 @@ def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
         "writer": ["--dataset", "mnist_writers", "--partition", "writer", "--clients", "50", "--clusters", "2"],
         "cifar": ["--dataset", "cifar10", "--clients", "20", "--clusters", "2", "--model", "linear"],
         "fashion": ["--dataset", "fashion_mnist", "--heterogeneity", "label_swap", "--clients", "20"],
+        "plays": [
+            "--dataset",
+            "tiny_shakespeare",
+            "--partition",
+            "writer",
+            "--heterogeneity",
+            "none",
+            "--model",
+            "lstm",
+        ]
+        + ["--clients", "6", "--clusters", "2", "--length", "20", "--examples-per-client", "10"],
     }.items():
         assert cli.main(["run", "ifca", *common, *options, "--out", str(tmp_path / name)]) == 0
         assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 2

@@ -12,8 +12,10 @@ import urllib.error
 import urllib.request
 import zlib
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -262,6 +264,58 @@ def test_tokenize_by_hand():
         tokenize(Dataset("t", train, test, 2, None, ""), vocab_size=2)
     with pytest.raises(ValueError, match="a data set of strings"):
         tokenize(load("digits"))
+
+
+def of_characters(train, test=None):
+    parts = [{"x": np.array(x, object), "y": np.arange(len(x), dtype=np.int32)} for x in (train, test or ["x"])]
+    writer = {"train": 5 + np.arange(len(train)), "test": np.arange(len(parts[1]["x"]))}
+    return Dataset("t", parts[0], parts[1] if test else None, None, writer, "", None, "characters")
+
+
+def test_characters_by_hand():
+    data, vocabulary = tokenize(of_characters(["abcab", "a", "", "ba", "Abc"], ["cz"]), vocab_size=5, length=3)
+    assert vocabulary == ["<pad>", "<unknown>", "a", "b", "c"]  # a and b 4 times, c 2 times; A once, so unknown
+    assert (
+        data.train["x"].tolist() == [[2, 3, 4], [4, 2, 3], [3, 2, 0], [1, 3, 4]] and data.train["x"].dtype == np.int32
+    )
+    assert data.train["y"].tolist() == [0, 0, 3, 4] and data.writer["train"].tolist() == [5, 5, 8, 9]
+    assert data.test["x"].tolist() == [[4, 1, 0]] and data.writer["test"].tolist() == [0]
+    with pytest.raises(ValueError, match="length must be an integer, at least 2, got 1"):
+        tokenize(of_characters(["ab"]), length=1)
+    with pytest.raises(ValueError, match=r"unknown dataset\.tokens 'character': did you mean 'characters'"):
+        tokenize(of_characters(["ab"])._replace(tokens="character"))
+
+
+@given(texts=st.lists(st.text(max_size=12), min_size=1, max_size=6), length=st.integers(2, 9))
+def test_every_character_but_the_first_is_a_target_once(texts, length):
+    data, vocabulary = tokenize(of_characters(texts), length=length)
+    found = [""] * len(texts)
+    for row, y in zip(data.train["x"].tolist(), data.train["y"], strict=True):
+        characters = [vocabulary[i] for i in row if i]
+        assert len(characters) >= 2 and (not found[y] or found[y][-1] == characters[0])
+        found[y] += "".join(characters[bool(found[y]) :])
+    assert found == [text if len(text) > 1 else "" for text in texts]
+
+
+def test_tiny_shakespeare(data_dir):
+    text = (data_dir / "tiny_shakespeare" / "input.txt").read_text()
+    lines, speaker, previous = {}, None, ""
+    for line in text.split("\n"):  # a name follows an empty line, and ends with a colon
+        if line.endswith(":") and not previous:
+            speaker = line[:-1]
+        elif line:
+            lines.setdefault(speaker, []).append(line)
+        previous = line
+    data = load("tiny_shakespeare", data_dir)
+    assert data.writer_names == sorted(lines) and data.writer["train"].tolist() == list(range(len(lines)))
+    assert data.train["x"].tolist() == ["\n".join(lines[name]) for name in data.writer_names]
+    data, words = tokenize(data, length=40)
+    fed = build(data, num_clients=20, partition="writer")
+    for i in range(20):
+        spoken = "\n".join(lines[data.writer_names[fed.writer[i]]])
+        for part in (fed.train, fed.test):
+            for row in part.examples["x"][i, : part.size[i]]:
+                assert "".join(words[c] for c in row if c) in spoken
 
 
 # ---------------------------------------------------------------------------------------------------------

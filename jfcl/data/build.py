@@ -40,6 +40,8 @@ class Federation(NamedTuple):
       split_hash: 16 hex digits that change whenever any client's examples, cluster or transformation change.
       description: one line.
       newcomers, newcomer_cluster: further clients `[N', M', ...]`, without training data, and their clusters.
+      writer: `[N]` int32, the writer of every client where clients are writers, else `None`; `Dataset.writer_names` has
+        their names.
       truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
     """
 
@@ -54,6 +56,7 @@ class Federation(NamedTuple):
     newcomers: Clients | None = None
     newcomer_cluster: np.ndarray | None = None
     truth: Any = None
+    writer: np.ndarray | None = None
 
 
 def build(
@@ -171,6 +174,7 @@ def build(
         ),
         newcomers=stack(new, examples) if new else None,
         newcomer_cluster=new.cluster if new else None,
+        writer=split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +16,11 @@ class Dataset(NamedTuple):
       train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array
         of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32.
       test: the official test split, or `None` where there is none.
-      num_classes: `None` for regression.
+      num_classes: `None` for regression, and for texts without labels.
       writer: `{"train": [n], "test": [n']}` int32, the writer of each example, or `None` where it is not known.
       description: one line.
+      writer_names: the name of writer `i`, of any type: a user's key, a speaker. `None` where they have no names.
+      tokens: of texts: what `tokenize` cuts them into, "words" or "characters".
     """
 
     name: str
@@ -26,6 +29,8 @@ class Dataset(NamedTuple):
     num_classes: int | None
     writer: dict[str, np.ndarray] | None
     description: str
+    writer_names: Sequence[Any] | None = None
+    tokens: str = "words"
 
 
 def check_dataset(dataset: Dataset) -> None:
@@ -61,6 +66,6 @@ def check_dataset(dataset: Dataset) -> None:
 
 
 def labels_of(dataset: Dataset, split: str) -> np.ndarray:
-    """Returns `[n]` the labels of a split, by which it is stratified; zeros for regression."""
+    """Returns `[n]` the labels of a split, by which it is stratified; zeros where it has none."""
     y = getattr(dataset, split)["y"]
     return y if dataset.num_classes is not None else np.zeros(len(y), np.int32)

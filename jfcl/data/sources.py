@@ -163,6 +163,20 @@ def _femnist(data_dir) -> Dataset:
     return _dataset(splits["train"], splits["test"], 62, writers)
 
 
+def _tiny_shakespeare(data_dir) -> Dataset:
+    """Loads a text per speaking role: its speeches in order. Roles of one name in several plays are one speaker."""
+    speeches: dict[str, list[str]] = {}
+    for block in _read(data_dir, ["tiny_shakespeare"], "input.txt").decode().strip().split("\n\n"):
+        speaker, _, speech = block.strip().partition(":\n")
+        if speech:  # some names stand alone
+            speeches.setdefault(speaker, []).append(speech)
+    names = sorted(speeches)
+    x = np.array(["\n".join(speeches[name]) for name in names], object)
+    train = {"x": x, "y": np.zeros(len(x), np.int32)}
+    writer = {"train": np.arange(len(x), dtype=np.int32)}
+    return _dataset(train, None, None, writer)._replace(writer_names=names, tokens="characters")
+
+
 DATASETS = {
     "digits": (_digits, "1,797 handwritten digits, 8x8, embedded in scikit-learn"),
     "mnist": (_mnist, "70,000 handwritten digits, 28x28"),
@@ -172,10 +186,12 @@ DATASETS = {
     "femnist": (_femnist, "805,263 handwritten letters and digits, 28x28, by writer (LEAF's files)"),
     "cifar10": (_cifar10, "60,000 colour photographs, 32x32, 10 kinds"),
     "ag_news": (_ag_news, "news of 4 topics, as text (see jfcl.data.tokenize)"),
+    "tiny_shakespeare": (_tiny_shakespeare, "40,000 lines of plays, by speaker, as characters (char-rnn's file)"),
 }
 # Without a data directory: names in TFDS, and the folders of data sets that are not in it.
 _IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifar10", "ag_news": "ag_news_subset"}
 _OFFICIAL_ONLY = {"mnist_writers": ["mnist", "qmnist_writers"], "emnist_letters": ["emnist_letters"]}
+_OFFICIAL_ONLY |= {"tiny_shakespeare": ["tiny_shakespeare"]}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -194,6 +210,7 @@ _HOW = {
     "cifar10": "unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz there",
     "qmnist_writers": "the label files are at https://github.com/facebookresearch/qmnist",
     "emnist_letters": "the files are in gzip.zip, see nist.gov/itl/products-and-services/emnist-dataset",
+    "tiny_shakespeare": "input.txt is at https://github.com/karpathy/char-rnn, in data/tinyshakespeare",
     "ag_news_csv": "the csv files of Zhang, Zhao, LeCun (2015), e.g. at github.com/mhjabreel/CharCnn_Keras",
 }
 

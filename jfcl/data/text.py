@@ -1,4 +1,4 @@
-"""Text as token ids: lower-case words, a vocabulary from the training split only."""
+"""Text as token ids: lower-case words or characters, a vocabulary from the training split only."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ from collections import Counter
 
 import numpy as np
 
-from jfcl.core import aligned_zeros, check, check_count
+from jfcl.core import aligned_zeros, check, check_choice, check_count
 from jfcl.data.dataset import Dataset
 
 PAD, UNKNOWN = 0, 1
+TOKENS = ("words", "characters")
 _WORD = re.compile(r"[^\W_]+|[^\w\s]")
 
 
 def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) -> tuple[Dataset, list[str]]:
     """Replaces texts by rows of token ids.
 
-    Tokens are runs of letters and digits, and single punctuation marks, in lower case. Id 0 is padding, 1 any word that
-    is not in the vocabulary; 2 and above are the most frequent words of the *training* split, most frequent first, ties
-    in alphabetical order. Texts are cut to `length` tokens. Labels are kept: the targets of a language model are `x`
-    shifted by one, and the labels distinguish topics.
+    Id 0 is padding, 1 any token that is not in the vocabulary; 2 and above are the most frequent tokens of the
+    *training* split, most frequent first, ties in alphabetical order. Labels are kept: the targets of a language model
+    are `x` shifted by one, and the labels distinguish topics.
+
+    Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks, in lower case. Texts are cut
+    to `length` tokens. Characters are kept as they are, and a text becomes as many rows as it needs: a row begins with
+    the last character of the row before, so that every character but the first is a target once. Texts with fewer than
+    two characters are dropped.
 
     Args:
-      dataset: a data set of strings (`load("ag_news")`).
+      dataset: a data set of strings (`load("ag_news")`, `load("tiny_shakespeare")`).
       vocab_size: number of ids in all, at least 3.
-      length: tokens per text, `L`.
+      length: tokens per row, `L`; at least 2 for characters.
 
     Returns:
-      `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the word of an id.
+      `(dataset, vocabulary)`: `x` is int32 `[n, L]`; `vocabulary[id]` is the token of an id.
 
     Raises:
-      ValueError: a data set that is not text; `vocab_size` below 3; `length` below 1, or too large for the memory.
+      ValueError: a data set that is not text; `vocab_size` below 3; a `length` that is too small, or too large for the
+        memory.
 
     Example:
       >>> x = np.array(["A cat, a dog", "a cow"])
@@ -40,10 +46,13 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
       >>> data.train["x"].tolist(), words
       ([[2, 1, 3, 2, 1], [2, 1, 0, 0, 0]], ['<pad>', '<unknown>', 'a', ','])
     """
+    check_choice("dataset.tokens", dataset.tokens, TOKENS)
     check_count("vocab_size", vocab_size, least=3)
-    check_count("length", length)
+    check_count("length", length, least=1 if dataset.tokens == "words" else 2)
     check(dataset.train["x"].dtype.kind in "UO", "dataset", dataset.train["x"].dtype, "a data set of strings")
     parts = {name: part for name, part in [("train", dataset.train), ("test", dataset.test)] if part is not None}
+    if dataset.tokens == "characters":
+        return _of_characters(dataset, parts, vocab_size, length)
     split = {name: [_WORD.findall(str(text).lower()) for text in part["x"]] for name, part in parts.items()}
     count = Counter(word for text in split["train"] for word in text)
     common = sorted(count, key=lambda word: (-count[word], word))[: vocab_size - 2]
@@ -56,3 +65,34 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
             row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
         encoded[name] = {"x": x, "y": part["y"]}
     return dataset._replace(**encoded), vocabulary
+
+
+def _of_characters(
+    dataset: Dataset, parts: dict[str, dict[str, np.ndarray]], vocab_size: int, length: int
+) -> tuple[Dataset, list[str]]:
+    """Returns `tokenize` of characters: every text in rows that overlap by one character."""
+
+    def codes_of(texts) -> np.ndarray:
+        return np.frombuffer("".join(map(str, texts)).encode("utf-32-le", "surrogatepass"), np.uint32)
+
+    characters, counts = np.unique(codes_of(parts["train"]["x"]), return_counts=True)
+    common = characters[np.lexsort((characters, -counts))][: vocab_size - 2]
+    by_code = np.argsort(common)
+    encoded, writer = {}, None if dataset.writer is None else {}
+    for name, part in parts.items():
+        codes = codes_of(part["x"])
+        place = np.minimum(np.searchsorted(common[by_code], codes), len(common) - 1) if len(common) else 0
+        known = common[by_code][place] == codes if len(common) else np.zeros(0, bool)
+        ids = np.append(np.where(known, by_code[place] + 2, UNKNOWN) if len(common) else [], PAD).astype(np.int32)
+        # Row r of a text begins at its character r (length - 1).
+        sizes = np.array([len(str(text)) for text in part["x"]])
+        ends, rows = np.cumsum(sizes), -(-np.maximum(sizes - 1, 0) // (length - 1))
+        text = np.repeat(np.arange(len(sizes)), rows)
+        nth = np.arange(len(text)) - (np.cumsum(rows) - rows)[text]
+        x = aligned_zeros((len(text), length), np.int32)
+        place = ((ends - sizes)[text] + nth * (length - 1))[:, None] + np.arange(length)
+        x[:] = ids[np.where(place < ends[text][:, None], place, len(ids) - 1)]
+        encoded[name] = {"x": x, "y": part["y"][text]}
+        if writer is not None:
+            writer[name] = dataset.writer[name][text]
+    return dataset._replace(**encoded, writer=writer), ["<pad>", "<unknown>", *map(chr, common)]

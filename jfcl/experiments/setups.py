@@ -374,7 +374,8 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     client_axis = mapping_of(config)
     dataset, vocab_size = load_dataset(config, data_dir)
     federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
-    check_labels(federation.train, federation.num_classes)
+    if federation.num_classes is not None:
+        check_labels(federation.train, federation.num_classes)
     malicious = None
     if config.attack is not None:
         federation, malicious = attack_data(config, federation), malicious_clients(config)
