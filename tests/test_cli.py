@@ -626,21 +626,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 @pytest.mark.filterwarnings("ignore:.* all clients use one of")  # after two rounds: it is the data that are looked at
 def test_mnist_by_writer_and_other_official_files(data_dir, tmp_path):
     common = ["--data-dir", str(data_dir), "--rounds", "2", "--local-steps", "2", "--quiet"]
+    by_speaker = ["--partition", "writer", "--clients", "6", "--clusters", "2", "--length", "20"]
     for name, options in {
         "writer": ["--dataset", "mnist_writers", "--partition", "writer", "--clients", "50", "--clusters", "2"],
         "cifar": ["--dataset", "cifar10", "--clients", "20", "--clusters", "2", "--model", "linear"],
         "fashion": ["--dataset", "fashion_mnist", "--heterogeneity", "label_swap", "--clients", "20"],
-        "plays": [
-            "--dataset",
-            "tiny_shakespeare",
-            "--partition",
-            "writer",
-            "--heterogeneity",
-            "none",
-            "--model",
-            "lstm",
-        ]
-        + ["--clients", "6", "--clusters", "2", "--length", "20", "--examples-per-client", "10"],
+        "plays": ["--dataset", "tiny_shakespeare", "--heterogeneity", "none", "--model", "lstm", *by_speaker],
     }.items():
         assert cli.main(["run", "ifca", *common, *options, "--out", str(tmp_path / name)]) == 0
         assert json.loads((tmp_path / name / "summary.json").read_text())["num_rounds"] == 2

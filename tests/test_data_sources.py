@@ -19,7 +19,7 @@ from hypothesis import given
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from jfcl.data import DATASETS, Dataset, build, load, tokenize
+from jfcl.data import DATASETS, Dataset, build, from_tfds, load, tokenize
 from jfcl.data import tfds_source as source
 
 
@@ -275,9 +275,8 @@ def of_characters(train, test=None):
 def test_characters_by_hand():
     data, vocabulary = tokenize(of_characters(["abcab", "a", "", "ba", "Abc"], ["cz"]), vocab_size=5, length=3)
     assert vocabulary == ["<pad>", "<unknown>", "a", "b", "c"]  # a and b 4 times, c 2 times; A once, so unknown
-    assert (
-        data.train["x"].tolist() == [[2, 3, 4], [4, 2, 3], [3, 2, 0], [1, 3, 4]] and data.train["x"].dtype == np.int32
-    )
+    assert data.train["x"].tolist() == [[2, 3, 4], [4, 2, 3], [3, 2, 0], [1, 3, 4]]
+    assert data.train["x"].dtype == np.int32
     assert data.train["y"].tolist() == [0, 0, 3, 4] and data.writer["train"].tolist() == [5, 5, 8, 9]
     assert data.test["x"].tolist() == [[4, 1, 0]] and data.writer["test"].tolist() == [0]
     with pytest.raises(ValueError, match="length must be an integer, at least 2, got 1"):
@@ -416,6 +415,27 @@ def test_text_from_tfds(no_network):
     prepare(no_network, "ag_news_subset", {"train": ([b"one two", "drei \u00e4".encode()], [0, 3])}, 4, text=True)
     data = load("ag_news")
     assert data.train["x"].tolist() == ["one two", "drei \u00e4"] and data.train["y"].tolist() == [0, 3]
+
+
+def test_a_tfds_set_by_a_feature(no_network, tmp_path):
+    (images, kinds), (others, _) = pictures(20, 0), pictures(7, 1)
+    prepare(tmp_path, "animals", {"train": (images, kinds), "test": (others, [2] * 7)}, 3, key="breed")
+    data = from_tfds("animals", by="breed", y="breed", data_dir=tmp_path)
+    for part, wanted in [(data.train, images), (data.test, others)]:
+        np.testing.assert_array_equal(integers(part["x"]), wanted)
+    np.testing.assert_array_equal(data.writer["train"], kinds)
+    assert data.test["y"].tolist() == data.writer["test"].tolist() == [2] * 7
+    assert data.num_classes == 3 and data.writer_names == [0, 1, 2]
+    with pytest.raises(ValueError, match="unknown column for by 'bred': did you mean 'breed'. Accepted: breed, image"):
+        from_tfds("animals", by="bred", data_dir=tmp_path)
+    with pytest.raises(ValueError, match="y must be given: no column has a usual name"):
+        from_tfds("animals", by="breed", data_dir=tmp_path)
+    prepare(tmp_path, "talk", {"train": ([b"one two", b"drei"], [0, 3])}, 4, text=True, key="speaker")
+    talk = from_tfds("talk", by="speaker", data_dir=tmp_path)
+    assert talk.train["x"].tolist() == ["one two", "drei"] and talk.writer["train"].tolist() == [0, 1]
+    prepare(tmp_path, "only_test", {"test": (images, kinds)}, 3)
+    with pytest.raises(ValueError, match=r"with a split 'train'; its splits are \['test'\]"):
+        from_tfds("only_test", data_dir=tmp_path)
 
 
 def test_tfds_sets_that_do_not_fit(no_network):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import chex
@@ -11,7 +12,7 @@ import numpy as np
 
 from jfcl.core.checks import check, is_concrete
 from jfcl.core.parameters import named_leaves
-from jfcl.core.types import Clients
+from jfcl.core.types import Clients, Task
 
 
 def num_clients(clients: Clients) -> int:
@@ -69,6 +70,12 @@ def take_clients(clients: Clients, rows: jax.Array) -> Clients:
     )
 
 
+def check_made(clients: Any, name: str) -> None:
+    """Raises `ValueError` unless `clients` are `Clients`."""
+    accepted = "Clients, as from jfcl.stack_clients (of dicts of arrays) or jfcl.data.from_arrays (of (x, y) pairs)"
+    check(isinstance(clients, Clients), name, type(clients), accepted)
+
+
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
     """Checks concrete `clients` for errors that would make a simulation meaningless.
 
@@ -76,8 +83,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
       ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
         `allow_empty`, any client without one); NaN or infinite values in real examples; ids not `[N]`.
     """
-    made = isinstance(clients, Clients)
-    check(made, name, type(clients).__name__, "Clients; jfcl.stack_clients makes them from a list of clients' arrays")
+    check_made(clients, name)
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -134,6 +140,35 @@ def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -
     if bad.any():
         row = int(np.flatnonzero(bad.reshape(len(y), -1).any(axis=1))[0])
         raise ValueError(f"{name}: labels must lie in 0..{num_classes - 1}, got {int(y[bad][0])} at client {row}")
+
+
+def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> None:
+    """Checks that examples have the arrays that `task.reads`, and inputs of a shape that the model accepts.
+
+    Raises:
+      ValueError: examples that are no dict with these names (tuples, lists, "image" and "label"); inputs for which the
+        model's computation fails, with both shapes.
+    """
+    examples, names = clients.examples, " and ".join(map(repr, task.reads))
+    if not task.reads:
+        return
+    if not isinstance(examples, dict):
+        found = f"{type(examples).__name__} of {len(jax.tree.leaves(examples))} array(s)"
+        raise ValueError(f"{name}.examples must be a dict with {names}, got {found}; jfcl.data.from_arrays makes one")
+    missing = [key for key in task.reads if key not in examples]
+    if missing:
+        others = [key for key in examples if key not in task.reads]
+        rename = " and ".join(f"{old!r} to {new!r}" for old, new in zip(others, missing, strict=False))
+        hint = f"; rename {rename}" if len(others) == len(missing) else ""
+        raise ValueError(f"{name}.examples must be a dict with {names}, got {list(examples)}{hint}")
+    shape, wanted = np.shape(examples["x"])[2:], task.input_shape
+    if wanted is None or shape in (wanted, (math.prod(wanted),)):
+        return
+    try:
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        jax.eval_shape(task.predict, params, jax.ShapeDtypeStruct((1, *shape), examples["x"].dtype))
+    except Exception:  # of any package that models are written in
+        raise ValueError(f"{name}: inputs have shape {shape}, but the model is made for {wanted}") from None
 
 
 def check_state(state: Any, clients: Clients) -> None:

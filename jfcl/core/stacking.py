@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core.checks import check
+from jfcl.core.checks import check, shown
 from jfcl.core.types import Clients, PyTree
 
 
@@ -63,20 +63,29 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
       `Clients` of NumPy arrays (on the host).
 
     Raises:
-      ValueError: no clients; arrays of one client that differ in length; a client larger than `pad_to`.
+      ValueError: no clients; arrays of one client that differ in length; arrays of two clients that differ in their
+        names or in the shape of an example; numbers in place of arrays; a client larger than `pad_to`.
 
     Example:
       >>> import numpy as np
       >>> stack_clients([{"x": np.ones((2, 3))}, {"x": np.ones((1, 3))}]).size.tolist()
       [2, 1]
     """
+    if isinstance(clients, dict):
+        raise ValueError(f"clients must be a list with a dict per client, got one dict with {list(clients)}")
     clients = list(clients)
     if not clients:
         raise ValueError("stack_clients needs at least one client, got none")
     sizes, structure = [], jax.tree.structure(clients[0])
     for i, client in enumerate(clients):
         if jax.tree.structure(client) != structure:
-            raise ValueError(f"client {i}: its arrays are {jax.tree.structure(client)}, those of client 0 {structure}")
+            here, first = (list(c) if isinstance(c, dict) else jax.tree.structure(c) for c in (client, clients[0]))
+            raise ValueError(f"client {i}: its arrays are {here}, those of client 0 {first}")
+        if any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(client)):
+            raise ValueError(
+                f"client {i}: give an array of all its examples for each name, as in {{'x': inputs, 'y': targets}}; got"
+                f" {shown(client)} with single numbers; jfcl.data.from_arrays converts lists of numbers"
+            )
         lengths = {len(leaf) for leaf in jax.tree.leaves(client)}
         if len(lengths) != 1:
             raise ValueError(f"client {i}: its arrays must have one length, got {sorted(lengths)}")

@@ -93,6 +93,7 @@ class Task(NamedTuple):
         replaces and no optimiser moves. They are averaged like parameters, and left out of similarities, norms and
         robust aggregation. `None`: there are none.
       head: the path of the model's last dense layer, such as `"Dense_1"`; `None`: not known.
+      reads: the names of the arrays that it reads in a batch, which `jfcl.simulate` checks; empty: not known.
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,6 +120,7 @@ class Task(NamedTuple):
     train_loss: Callable[[jax.Array, PyTree, Batch, jax.Array], tuple[jax.Array, PyTree]] | None = None
     statistics: Callable[[str], bool] | None = None
     head: str | None = None
+    reads: tuple[str, ...] = ()
 
 
 class Algorithm(NamedTuple):

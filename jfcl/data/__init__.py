@@ -1,6 +1,8 @@
 """Data on the host: sources, partitions, known heterogeneity; federations and populations made of them. NumPy only."""
 
+from jfcl.data.arrays import from_arrays, from_torch
 from jfcl.data.build import Federation, build
+from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
 from jfcl.data.generate import generate_store, open_stores, synthetic_store
 from jfcl.data.heterogeneity import HETEROGENEITY
@@ -24,6 +26,7 @@ from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
 from jfcl.data.text import tokenize
+from jfcl.data.tfds_source import from_tfds
 
 __all__ = [
     "DATASETS",
@@ -41,6 +44,11 @@ __all__ = [
     "dirichlet",
     "exponential",
     "fc_regression",
+    "from_arrays",
+    "from_frame",
+    "from_huggingface",
+    "from_tfds",
+    "from_torch",
     "generate_store",
     "ifca_regression",
     "iid",

@@ -13,12 +13,15 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from jfcl.core import check, check_choice
+from jfcl.data.columns import SPLITS, Columns, as_dataset, choose
 from jfcl.data.dataset import Dataset
+from jfcl.data.text import TOKENS
 
 _TIMEOUT = 5.0  # seconds to reach a download host
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files, where jfcl reads those"
@@ -44,11 +47,68 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
       ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
         reached; no "train" split, image (or text) or label; images of different sizes.
     """
+    return _read_folder(name, _folder(name, data_dir, known))
+
+
+def from_tfds(
+    name: str,
+    *,
+    by: str | None = None,
+    x: str | Sequence[str] | None = None,
+    y: str | None = None,
+    data_dir: str | os.PathLike | None = None,
+    tokens: str = "words",
+) -> Dataset:
+    """Returns any data set of tensorflow-datasets, grouped by the feature `by`, which names the client of an example.
+
+    `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
+
+    Args:
+      name: its name in TFDS, with its config if it has one.
+      by: the feature of the clients. `None`: the data set has no writers.
+      x, y: the features of the inputs and of the targets, as the columns of `jfcl.data.from_huggingface`.
+      data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
+      tokens: of texts, as in `Dataset`.
+
+    Returns:
+      `Dataset` of the splits "train" and "test" (if there is one), with values as in `jfcl.data.from_frame`.
+
+    Raises:
+      ValueError: those of `jfcl.data.load` for a set of TFDS, and of `jfcl.data.from_frame` for its features.
+
+    Example:
+      >>> from_tfds("mnist", tokens="syllables")
+      Traceback (most recent call last):
+      ValueError: unknown tokens 'syllables'. Accepted: words, characters
+    """
+    check_choice("tokens", tokens, TOKENS)
+    folder = _folder(name, data_dir or os.environ.get("JFCL_DATA_DIR"), ())
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder_from_directory(str(folder))
+    features, splits = builder.info.features, builder.info.splits
+    check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
+
+    def read(split: str, wanted: list[str]) -> Columns:
+        source = builder.as_data_source(split)
+        rows = [source[i] for i in range(len(source))]
+        texts = {column: [row[column] for row in rows] for column in wanted}
+        return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
+
+    by, xs, y = choose(sorted(features), by, x, y)
+    classes = getattr(features[y], "num_classes", None) if y else None
+    parts = {split: split for split in SPLITS if split in splits}
+    about = {"tokens": tokens, "name": name, "columns": lambda split: sorted(features), "num_classes": classes}
+    return as_dataset(parts, read, by, xs, y, **about)
+
+
+def _folder(name: str, data_dir, known: Iterable[str]) -> Path:
+    """Returns the folder of a prepared data set; prepares it if needed."""
     roots = [*([Path(data_dir)] if data_dir else []), tfds_dir()]
     for root in roots:
         folder = prepared_folder(root, name)
         if folder is not None:
-            return _read_folder(name, folder)
+            return folder
     _check_known(name, known)
     # TFDS imports importlib_resources to find its builders' files, but does not declare it.
     needed = ["tensorflow", "importlib_resources"]
@@ -59,7 +119,7 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
             f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
             f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'. {_OFFICIAL}"
         )
-    return _read_folder(name, _prepare(name))
+    return _prepare(name)
 
 
 def prepared_folder(root: Path, name: str) -> Path | None:

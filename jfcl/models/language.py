@@ -99,7 +99,7 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
 
         return mean_over_words(cross_entropy, logits, batch["x"]), params
 
-    made = Task(init, of_words(cross_entropy), apply, of_words(right), perplexity=True, head=net.head)
+    made = Task(init, of_words(cross_entropy), apply, of_words(right), perplexity=True, head=net.head, reads=("x",))
     return made if net.train is None else made._replace(train_loss=train_loss)
 
 

@@ -90,6 +90,7 @@ def task(
         right if kind == "classification" else None,
         train_loss=None if train is None else train_loss,
         statistics=statistics,
+        reads=("x", "y"),
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_count
+from jfcl.core import Algorithm, Clients, check, check_count, check_examples
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
@@ -140,6 +140,8 @@ def simulate_population(
       [0.25, 0.0625]
     """
     # Check the options.
+    made = isinstance(store, ClientStore)
+    check(made, "store", type(store), "a ClientStore, such as jfcl.data.ClientStore.from_clients(clients)")
     n = len(store)
     check_run(key, num_rounds, eval_every, serve, out, resume)
     if stop_after is not None:
@@ -263,6 +265,8 @@ def _check_algorithm(
     if remember is not None:
         check_count("remember", remember, least=0)
         check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
+    if algorithm.task is not None:
+        check_examples(example_shapes(store, cohort), algorithm.task, name="store")
     about = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in store.fields.items())
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:

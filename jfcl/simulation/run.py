@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_clients, check_labels, named_leaves, num_clients
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    check,
+    check_clients,
+    check_examples,
+    check_labels,
+    check_made,
+    named_leaves,
+    num_clients,
+)
 from jfcl.execution import hosts, mapping
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
@@ -161,6 +171,8 @@ def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> 
     """`ValueError` for data that do not fit together, or not to the number of processes."""
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
+    for name, part in _given(clients, test_clients, newcomers).items():
+        check_made(part, name)
     n = _check_rows(client_axis, clients, "clients")
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
     for name, part in _given(clients, test_clients, newcomers).items():
@@ -188,7 +200,9 @@ def _check_rows(client_axis, clients: Clients, name: str) -> int:
 
 
 def _check_method(made: Algorithm, clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> None:
-    """`ValueError` for labels outside the task's classes, and for clients that the method does not support."""
+    """`ValueError` for examples that the task cannot read, and for clients that the method does not support."""
+    for name, part in _given(clients, test_clients, newcomers).items() if made.task is not None else ():
+        check_examples(part, made.task, name=name)
     if made.task is not None and made.task.num_classes is not None and jax.process_count() == 1:
         for name, part in _given(clients, test_clients, newcomers).items():
             check_labels(part, made.task.num_classes, name=name)

@@ -1,0 +1,320 @@
+"""A `Dataset` from a table with a column of clients: a pandas frame, a data set of Hugging Face."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jfcl.core import check, check_choice, shown
+from jfcl.data.dataset import Dataset
+from jfcl.data.text import TOKENS
+
+INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
+TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
+Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
+SPLITS = ("train", "test")
+
+
+def from_frame(
+    frame: Any,
+    *,
+    by: str | None = None,
+    x: str | Sequence[str] | None = None,
+    y: str | None = None,
+    test: Any = None,
+    tokens: str = "words",
+    name: str = "frame",
+) -> Dataset:
+    """Returns the data set in a pandas (or polars) frame, whose column `by` names the client of every row.
+
+    `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
+
+    Args:
+      frame: a row per example.
+      by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.
+      x: the column of the inputs, or several, which become the entries of a vector (texts are joined). Default: all
+        columns of numbers but `by` and `y`, or the only column.
+      y: the column of the targets. Default: "y", "label" or another usual name.
+      test: a further frame, the official test split.
+      tokens: of texts, as in `Dataset`.
+      name: of the data set.
+
+    Returns:
+      `Dataset`. Single numbers and floats become float32, images of bytes float32 in `[0, 1]` with a channel axis,
+      arrays of integers (token ids) int32. Targets: integers from 0 are kept, strings and booleans are numbered in
+      their order, and floats are those of a regression. Texts need no targets. `writer_names` are the different values
+      of `by`, sorted. Cost: a copy of the columns that are used.
+
+    Raises:
+      ValueError: a column that does not exist (with the nearest name and all columns), missing values (with the first
+        row), inputs of different shapes (with both), keys that are not hashable.
+
+    Example:
+      >>> import pandas as pd
+      >>> frame = pd.DataFrame({"user": ["b", "a", "b"], "age": [30, 40, 31], "m": [1.8, 1.7, 1.8], "y": [0, 1, 0]})
+      >>> data = from_frame(frame, by="user")
+      >>> data.train["x"].shape, data.train["y"].tolist(), data.writer["train"].tolist(), data.writer_names
+      ((3, 2), [0, 1, 0], [1, 0, 1], ['a', 'b'])
+    """
+
+    def read(table: Any, wanted: list[str]) -> Columns:
+        return {column: table[column].to_numpy() for column in wanted}
+
+    for given, table in [("frame", frame), ("test", test)]:
+        is_frame = hasattr(table, "columns") and hasattr(table, "__getitem__")
+        check(is_frame or (given == "test" and table is None), given, type(table), "a frame with columns")
+    names = list(frame.columns)
+    by, xs, y = choose(names, by, x, y, others=True)
+    splits = {"train": frame} | ({} if test is None else {"test": test})
+    return as_dataset(splits, read, by, xs, y, tokens=tokens, name=name, columns=lambda table: list(table.columns))
+
+
+def from_huggingface(
+    dataset: Any,
+    *,
+    by: str | None = None,
+    x: str | Sequence[str] | None = None,
+    y: str | None = None,
+    tokens: str = "words",
+    name: str = "huggingface",
+) -> Dataset:
+    """Returns a data set of Hugging Face's `datasets`, whose column `by` names the client of every row.
+
+    `jfcl.data.build(dataset, partition="writer")` then makes a client of each name. FEMNIST
+    (`datasets.load_dataset("flwrlabs/femnist")`) needs `by="writer_id"` alone; Shakespeare (`"flwrlabs/shakespeare"`)
+    needs `by="character_id", x=["x", "y"], tokens="characters"`: texts of 80 characters and the next one, which are the
+    81 tokens of `jfcl.data.tokenize(dataset, length=81)` for a language model.
+
+    Args:
+      dataset: a `datasets.Dataset` or `IterableDataset`; a dictionary of splits, of which "train" is read, and "test"
+        if it is there; or the folder in which `save_to_disk` has left one.
+      by: the column of the clients. `None`: the data set has no writers.
+      x: the column of the inputs, or several, which are joined as in `from_frame`. Default: "x", "image", "text" or
+        another usual name.
+      y: the column of the targets. Default: "y", "label", "character" or another usual name.
+      tokens, name: as in `from_frame`.
+
+    Returns:
+      `Dataset` with values as in `from_frame`; the number of classes is that of a `ClassLabel`, where there is one. It
+      is held in memory as a whole.
+
+    Raises:
+      ValueError: those of `from_frame`; a folder without a data set, or one given without the package `datasets` (the
+        extra `jfcl[huggingface]`); a dictionary without "train".
+
+    Example:
+      >>> rows = {"text": ["a cat", "a dog", "no"], "label": [0, 1, 1], "user": [7, 7, 3]}
+      >>> class Rows:  # stands for datasets.Dataset.from_dict(rows)
+      ...     column_names = list(rows)
+      ...     def __iter__(self):
+      ...         return (dict(zip(rows, row)) for row in zip(*rows.values()))
+      >>> data = from_huggingface(Rows(), by="user")
+      >>> data.train["x"].tolist(), data.writer["train"].tolist(), data.num_classes
+      (['a cat', 'a dog', 'no'], [1, 1, 0], 2)
+    """
+    if isinstance(dataset, str | os.PathLike):
+        dataset = _from_disk(Path(dataset))
+    splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
+    check("train" in splits, "dataset", sorted(splits), "one split, or a dictionary of splits with 'train'")
+    splits = {split: splits[split] for split in SPLITS if split in splits}
+    for table in splits.values():
+        check(hasattr(table, "column_names"), "dataset", type(table), "of Hugging Face's datasets, or a folder of one")
+
+    def columns_of(table: Any) -> list[str]:
+        return list(table.column_names or next(iter(table), ()))  # a stream may not know them
+
+    def read(table: Any, wanted: list[str]) -> Columns:
+        if hasattr(table, "with_format") and hasattr(table, "__len__"):
+            rows = table.select_columns(wanted).with_format("numpy")[:]
+        else:
+            rows = [{column: row[column] for column in wanted} for row in table]
+            rows = {column: [row[column] for row in rows] for column in wanted}
+        return {column: rows[column] for column in wanted}
+
+    by, xs, y = choose(columns_of(splits["train"]), by, x, y)
+    features = getattr(splits["train"], "features", None) or {}
+    classes = getattr(features.get(y), "num_classes", None)
+    return as_dataset(splits, read, by, xs, y, tokens=tokens, name=name, columns=columns_of, num_classes=classes)
+
+
+def _from_disk(path: Path) -> Any:
+    accepted = "a folder left by save_to_disk; for a data set of the hub, give datasets.load_dataset(name)"
+    check(path.is_dir(), "dataset", str(path), accepted)
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"dataset: {path} is read by the package datasets: pip install 'jfcl[huggingface]'")
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"dataset must be {accepted}, got {str(path)!r}: {error}") from None
+
+
+def choose(
+    names: list[str], by: str | None, x: str | Sequence[str] | None, y: str | None, *, others: bool = False
+) -> tuple[str | None, list[str], str | None]:
+    """Returns the columns `(by, inputs, targets)`, found by their usual names where they are not given.
+
+    With `others`, the inputs that are not given are all columns that are left.
+    """
+    for argument, value in [("by", by), ("y", y)]:
+        if value is not None:
+            check_choice(f"column for {argument}", value, names)
+    chosen = [x] if isinstance(x, str) else None if x is None else list(x)
+    for value in chosen or ():
+        check_choice("column for x", value, names)
+    check(chosen is None or chosen, "x", x, "at least one column")
+    taken = {by, *(chosen or ())}
+    y = y or next((name for name in TARGETS if name in names and name not in taken), None)
+    if chosen is None:
+        left = [name for name in names if name not in (by, y)]
+        chosen = left if others else [name for name in INPUTS if name in left][:1]
+        if not chosen:
+            raise ValueError(f"x must be given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
+    twice = [name for name in {by, y} - {None} if name in chosen]
+    check(not twice, "x", chosen, f"of other columns than by and y, without {twice}")
+    return by, chosen, y
+
+
+def as_dataset(
+    splits: dict[str, Any],
+    read: Callable[[Any, list[str]], Columns],
+    by: str | None,
+    xs: list[str],
+    y: str | None,
+    *,
+    tokens: str,
+    name: str,
+    columns: Callable[[Any], list[str]],
+    num_classes: int | None = None,
+) -> Dataset:
+    """Returns the data set of the splits "train" and maybe "test", of which `read(split, columns)` reads columns."""
+    check_choice("tokens", tokens, TOKENS)
+    wanted = list(dict.fromkeys([*xs, *([] if y is None else [y]), *([] if by is None else [by])]))
+    parts, targets, keys = {}, {}, {}
+    for split, table in splits.items():
+        for column in wanted:
+            check_choice(f"column of the split {split!r}", column, columns(table))
+        values = read(table, wanted)
+        check(len(values[xs[0]]) > 0, f"the split {split!r}", "0 rows", "at least one")
+        parts[split] = {"x": _inputs({column: values[column] for column in xs}, "" if tokens == "characters" else " ")}
+        targets[split] = None if y is None else values[y]
+        keys[split] = None if by is None else values[by]
+    if y is None:
+        texts = parts["train"]["x"].dtype == object
+        check(texts, "y", y, f"given: no column has a usual name ({', '.join(TARGETS)})")
+        labels = {split: np.zeros(len(part["x"]), np.int32) for split, part in parts.items()}
+    else:
+        labels, num_classes = _targets(targets, y, num_classes)
+    shapes = {part["x"].shape[1:] for part in parts.values()}
+    check(len(shapes) == 1, f"inputs {xs}", sorted(shapes), "of one shape in all splits")
+    for split, part in parts.items():
+        part["y"] = labels[split]
+    writer, names = (None, None) if by is None else _numbered(keys, by)
+    about = f"{name}, by {by}" if by else name
+    return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens)
+
+
+def _inputs(columns: Columns, between: str) -> np.ndarray:
+    """Returns `[n, ...]`: one column, or several of single numbers or texts put together."""
+    made = {column: examples_of(values, f"column {column!r}") for column, values in columns.items()}
+    if len(made) == 1:
+        return next(iter(made.values()))
+    if all(values.dtype == object for values in made.values()):
+        return np.array([between.join(row) for row in zip(*made.values(), strict=True)], object)
+    single = {column: values.ndim == 2 and values.dtype == np.float32 for column, values in made.items()}
+    wrong = {column: f"{made[column].dtype} {made[column].shape[1:]}" for column in made if not single[column]}
+    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
+    return np.concatenate(list(made.values()), axis=1)
+
+
+def examples_of(values: Any, where: str) -> np.ndarray:
+    """Returns inputs `[n, ...]` as `from_frame` describes them; `where` names them in errors."""
+    array = values if isinstance(values, np.ndarray) else None
+    if array is None or array.dtype.kind not in "biuf":
+        rows = list(values)
+        _check_whole(rows, where)
+        if all(isinstance(row, str) for row in rows):
+            return np.array(rows, object)
+        array = _stacked(rows, where)
+    if array.dtype.kind == "f":
+        # A sum of a row is finite exactly when its entries are (overflow aside).
+        bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1).sum(axis=1, dtype=np.float64)))
+        if len(bad):
+            raise ValueError(f"{where}: {len(bad)} rows with NaN or infinity, first row {bad[0]}; drop or fill them")
+    if array.dtype == np.uint8 and array.ndim >= 3:
+        return np.divide(array if array.ndim > 3 else array[..., None], np.float32(255))
+    if array.ndim == 1:
+        return array.astype(np.float32)[:, None]
+    return array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
+
+
+def _stacked(rows: list[Any], where: str) -> np.ndarray:
+    """Returns `[n, ...]` of numbers, arrays or images; raises `ValueError` for others and for different shapes."""
+    arrays = [np.asarray(row) for row in rows]
+    for i, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{where}: must hold numbers, arrays, images or texts, got {shown(rows[i])} in row {i}")
+        if array.shape != arrays[0].shape:
+            raise ValueError(f"{where}: row {i} has shape {array.shape}, row 0 has {arrays[0].shape}")
+    return np.stack(arrays)
+
+
+def _check_whole(rows: list[Any], where: str) -> None:
+    """Raises `ValueError` for missing values: None, NaN, and those of pandas."""
+    bad = [i for i, v in enumerate(rows) if v is None or type(v).__name__ in ("NAType", "NaTType") or _is_nan(v)]
+    if bad:
+        raise ValueError(f"{where}: {len(bad)} missing values, first in row {bad[0]}; drop or fill them")
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
+
+
+def _targets(splits: dict[str, Any], column: str, num_classes: int | None) -> tuple[dict[str, np.ndarray], int | None]:
+    """Returns the targets of every split, and the number of classes; `None` for a regression."""
+    where, arrays = f"column {column!r}", {}
+    for split, values in splits.items():
+        rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biu" else list(values)
+        if isinstance(rows, list):
+            _check_whole(rows, where)
+            rows = np.array(rows, object) if isinstance(rows[0], str) else _stacked(rows, where)
+        arrays[split] = rows
+    kinds = "".join(sorted({array.dtype.kind for array in arrays.values()}))
+    if kinds in ("O", "b", "bO"):
+        numbers, names = _numbered(arrays, column)
+        return numbers, len(names)
+    if kinds == "f":
+        return {split: array.astype(np.float32) for split, array in arrays.items()}, None
+    single = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
+    check(single, where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, "a label or floats in each row")
+    low, high = min(array.min() for array in arrays.values()), max(array.max() for array in arrays.values())
+    check(low >= 0, where, low, "labels from 0; strings are numbered by themselves")
+    return {split: array.astype(np.int32) for split, array in arrays.items()}, num_classes or int(high) + 1
+
+
+def _numbered(splits: dict[str, Any], column: str) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """Returns the number of each value in the sorted list of all different ones, and that list."""
+    where = f"column {column!r}"
+    rows = {split: np.asarray(v).tolist() if isinstance(v, np.ndarray) else list(v) for split, v in splits.items()}
+    for values in rows.values():
+        _check_whole(values, where)
+    first = next(iter(rows["train"]))
+    try:
+        names = set(itertools.chain(*rows.values()))
+    except TypeError:
+        accepted = "of strings, integers or other hashable keys"
+        raise ValueError(f"{where}: must be {accepted} to name clients, got {type(first).__name__}s") from None
+    try:
+        names = sorted(names)
+    except TypeError:
+        kinds = sorted({type(name).__name__ for name in names})
+        raise ValueError(f"{where}: keys must be of one type, got {' and '.join(kinds)}; convert them to str") from None
+    number = {name: i for i, name in enumerate(names)}
+    return {split: np.array([number[v] for v in values], np.int32) for split, values in rows.items()}, names
