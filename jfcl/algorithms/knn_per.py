@@ -249,4 +249,4 @@ def mixture_task(method: Mixture) -> Task:
     def predict(params, x):
         return jnp.log(jnp.maximum(probabilities(params, x), LEAST))
 
-    return Task(init=method.task.init, loss=loss, predict=predict, correct=correct)
+    return Task(init=method.task.init, loss=loss, predict=predict, correct=correct, reads=method.task.reads)

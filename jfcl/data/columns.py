@@ -31,7 +31,7 @@ def from_frame(
     tokens: str = "words",
     name: str = "frame",
 ) -> Dataset:
-    """Returns the data set in a pandas (or polars) frame, whose column `by` names the client of every row.
+    """Returns the data set in a pandas frame, in which the column `by` names the client of every row.
 
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
 
@@ -84,7 +84,7 @@ def from_huggingface(
     tokens: str = "words",
     name: str = "huggingface",
 ) -> Dataset:
-    """Returns a data set of Hugging Face's `datasets`, whose column `by` names the client of every row.
+    """Returns a data set of Hugging Face's `datasets`, in which the column `by` names the client of every row.
 
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name. FEMNIST
     (`datasets.load_dataset("flwrlabs/femnist")`) needs `by="writer_id"` alone; Shakespeare (`"flwrlabs/shakespeare"`)
