@@ -163,7 +163,7 @@ def test_a_simulation_names_what_it_cannot_read(clients, words, kind):
 
 
 def test_a_population_names_what_it_cannot_read():
-    with pytest.raises(ValueError, match="store must be a ClientStore, such as .*from_clients"):
+    with pytest.raises(ValueError, match=r"store must be a ClientStore, such as .*from_clients"):
         simulation(GOOD, cohort=1)
     store = ClientStore.from_clients(jfcl.stack_clients([{"image": X, "label": Y}]))
     with pytest.raises(ValueError, match=r"store\.examples must be .*rename 'image' to 'x' and 'label' to 'y'"):

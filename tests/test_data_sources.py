@@ -426,7 +426,7 @@ def test_a_tfds_set_by_a_feature(no_network, tmp_path):
     np.testing.assert_array_equal(data.writer["train"], kinds)
     assert data.test["y"].tolist() == data.writer["test"].tolist() == [2] * 7
     assert data.num_classes == 3 and data.writer_names == [0, 1, 2]
-    with pytest.raises(ValueError, match="unknown column for by 'bred': did you mean 'breed'. Accepted: breed, image"):
+    with pytest.raises(ValueError, match=r"unknown column for by 'bred': did you mean 'breed'. Accepted: breed, image"):
         from_tfds("animals", by="bred", data_dir=tmp_path)
     with pytest.raises(ValueError, match="y must be given: no column has a usual name"):
         from_tfds("animals", by="breed", data_dir=tmp_path)

@@ -89,7 +89,7 @@ def build(
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
         "label" and "pathological", `alpha` for "dirichlet" and "inner_dirichlet", `exponent` for "power_law" and
         "exponential", `min_size` for these, "linear" and "dirichlet".
-      distribution: `[N, num_classes]` for "distribution": the shares of the clients in the examples of each label, among
+      distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among
         the clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified",
         "inner_dirichlet"), at most ("writer"), or on average (others). `None`: all examples are used.
