@@ -88,7 +88,7 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lam: float = 1.0) -> 
 
     def step(key: jax.Array, state: CodesDitto, clients: Clients):
         def client(key, v, opt_state, examples, size):
-            loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size))
+            loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size), None)
             pulled = jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, state.common)
             updates, opt_state = optimizer.update(pulled, opt_state, v)
             return optax.apply_updates(v, updates), opt_state, g, loss
