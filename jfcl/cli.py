@@ -14,6 +14,7 @@ from rich.text import Text
 from jfcl.execution import hosts
 from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
+from jfcl.simulation.callbacks import CallbackError
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError
 
@@ -76,11 +77,11 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
             errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})", markup=False)
             return 1
-        diverged = isinstance(error, DivergedError)
-        if diverged or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
-            errors.print(f"[red]jfcl: {'stopped' if diverged else 'error'}:[/]", end=" ")
+        stopped = isinstance(error, (DivergedError, CallbackError))
+        if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
+            errors.print(f"[red]jfcl: {'stopped' if stopped else 'error'}:[/]", end=" ")
             errors.print(_sentence(error), markup=False)
-            return 1 if diverged else 2
+            return 1 if stopped else 2
         if not hosts.connected():
             raise
         traceback.print_exc()  # main leaves at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jfcl.experiments.config import Config, of_population, to_resume
 from jfcl.experiments.population import run_population
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
+from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.loop import History
 from jfcl.simulation.run import simulate
@@ -35,8 +37,11 @@ def run(
     data_dir: str | None = None,
     progress: bool = False,
     checkpoint_seconds: float = 30.0,
+    callbacks: Sequence[Any] = (),
 ) -> tuple[dict[str, Any], History, Setup]:
     """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz` and plots beside the records.
+
+    `callbacks` are those of `jfcl.simulate`; `patience` of `config` adds `jfcl.callbacks.EarlyStopping`.
 
     Returns:
       `(summary, history, setup)`.
@@ -50,6 +55,7 @@ def run(
       >>> history.rounds, len(parts.federation.cluster)
       (2, 4)
     """
+    check_callbacks(callbacks)
     if out is not None:
         hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
@@ -58,6 +64,8 @@ def run(
             hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": config.eval_every or max(1, config.rounds // 50), "serve": config.serve}
+        stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
+        options |= {"callbacks": [*stopping, *callbacks]}
         run_clients = run_population if of_population(config) else _run_on_device
         return run_clients(config, data_dir, options | {"description": config.method})
 

@@ -16,10 +16,12 @@ import numpy as np
 
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts
+from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, Assessment, make_records
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_never_examined
 
+METHOD_ENDED = "every cluster is final"
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
 
@@ -35,6 +37,7 @@ class History(NamedTuple):
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: local steps of all clients, rounds and seeds.
+      ended: why the run ended: all rounds are done, every cluster is final, or the reason of a callback.
     """
 
     records: list[dict[str, Any]]
@@ -44,6 +47,7 @@ class History(NamedTuple):
     seconds: float
     compile_seconds: float
     client_steps: float
+    ended: str
 
     def series(self, name: str, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns `(rounds [E], values [E])` of one metric for `seed` (default: the first)."""
@@ -89,13 +93,16 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 # The loop of `simulate` and `simulate_population`.
 
 
-def check_run(key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool) -> None:
+def check_run(
+    key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool, callbacks: Any
+) -> None:
     """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
     check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     check_choice("serve", serve, SERVE)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    check_callbacks(callbacks)
 
 
 class Block(NamedTuple):
@@ -126,7 +133,8 @@ def run_rounds(
     watch: Watch,
     folder: RunFolder | None,
     keeps: bool,
-) -> tuple[Restored, Assessment | None]:
+    callbacks: Callbacks,
+) -> tuple[Restored, Assessment | None, str]:
     """Runs the rounds after `start`, with evaluations, records, warnings, checkpoints and the progress bar.
 
     Args:
@@ -136,6 +144,7 @@ def run_rounds(
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
       keeps: whether the run has a folder.
+      callbacks: those of the run.
 
     A backend has these attributes and methods:
       subjects: the evaluated clients, `Subjects`.
@@ -148,63 +157,82 @@ def run_rounds(
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
 
     Returns:
-      `(end, assessment)`: the state after `end.round` rounds, and its evaluation if it was evaluated.
+      `(end, assessment, why)`: the state after `end.round` rounds, its evaluation if it was evaluated, and the reason of
+      the end.
 
     Raises:
       DivergedError: a model is no longer finite, or no client sent a finite update.
       KeyboardInterrupt: on Ctrl-C, once the present block is done and saved.
+      CallbackError: a callback raised; the present block is saved.
     """
     done, state, totals, records = start
     totals, records, seeds = dict(totals), list(records), backend.subjects.seeds
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-    last = records[-len(seeds) :]
-    if backend.resident and last and all(row.get("ended", False) and row["round"] == done for row in last):
-        until = done
-    watch.begin(done, totals.pop("time", (0.0, 0.0)))
-    while done < until:
-        # Train, at most up to the next evaluation.
-        count = min(eval_every - done % eval_every, until - done, at_most)
-        began = watch.seconds()
-        block = backend.advance(state, done + 1, count)
-        if backend.resident:
-            took = watch.seconds() - began
-            at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-        done, state, assessment = done + count, block.state, None
+    last, has_ended = records[-len(seeds) :], False
+    with callbacks:
+        # Begin, unless the run has ended already.
+        callbacks.start(start, seeds)
+        callbacks.raise_failure()
+        if last and all(row["round"] == done for row in last):
+            has_ended = backend.resident and all(row.get("ended", False) for row in last)
+            until = done if has_ended or callbacks.reason else until
+        watch.begin(done, totals.pop("time", (0.0, 0.0)))
 
-        # Stop where the models are lost; otherwise accept the rounds.
-        is_evaluated = done % eval_every == 0 or done == num_rounds
-        has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
-        is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
-        stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
-        backend.commit()
-        totals = _add(totals, block)
+        while done < until:
+            # Train, at most up to the next evaluation.
+            count = min(eval_every - done % eval_every, until - done, at_most)
+            began = watch.seconds()
+            block = backend.advance(state, done + 1, count)
+            if backend.resident:
+                took = watch.seconds() - began
+                at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
+            done, state, assessment = done + count, block.state, None
 
-        # Evaluate and record.
-        if is_evaluated:
-            assessment = backend.evaluate(state, block.values)
-            rows = make_records(backend.subjects, done, assessment, totals)
-            records += rows
-            if folder is not None:
-                folder.append(rows)
-            backend.warn(rows)
-            totals = {name: value for name, value in totals.items() if name not in EVENTS}
-            until = done if has_ended else until
-        watch.advance(done, records[-len(seeds)] if records else {})
+            # Stop where the models are lost; otherwise accept the rounds.
+            is_evaluated = done % eval_every == 0 or done == num_rounds
+            has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
+            is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
+            stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
+            backend.commit()
+            totals, callbacks.round = _add(totals, block), done
 
-        # Save. The first process decides when, by its clock.
-        decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])
-        due, at_most = decisions[0, :2].tolist()
-        is_interrupted = decisions[:, 2].any()
-        if keeps and (due or is_interrupted or done == until):
-            with backend.snapshot(done, state, totals) as (kept, kept_totals):
+            # Evaluate and record.
+            if is_evaluated:
+                assessment = backend.evaluate(state, block.values)
+                rows = make_records(backend.subjects, done, assessment, totals)
+                records += rows
                 if folder is not None:
-                    folder.save(done, kept, kept_totals | {"time": watch.clock()})
-            watch.saved()
-        if is_interrupted:
-            raise KeyboardInterrupt
-    warn_if_never_examined(records[-len(seeds) :], done)
-    return Restored(done, state, totals, records), assessment
+                    folder.append(rows)
+                backend.warn(rows)
+                totals = {name: value for name, value in totals.items() if name not in EVENTS}
+                callbacks.records(rows)
+                until = done if has_ended or callbacks.reason else until
+            watch.advance(done, records[-len(seeds)] if records else {})
+
+            # Save. The first process decides when, by its clock.
+            decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])
+            due, at_most = decisions[0, :2].tolist()
+            is_interrupted = decisions[:, 2].any()
+            if keeps and (due or is_interrupted or callbacks.failure or done == until):
+                with backend.snapshot(done, state, totals) as (kept, kept_totals):
+                    if folder is not None:
+                        folder.save(done, kept, kept_totals | {"time": watch.clock()})
+                watch.saved()
+                callbacks.checkpoint()
+            callbacks.raise_failure()
+            if is_interrupted:
+                raise KeyboardInterrupt
+        warn_if_never_examined(records[-len(seeds) :], done)
+        callbacks.ended = _end(done, num_rounds, has_ended, callbacks.reason)
+    return Restored(done, state, totals, records), assessment, callbacks.ended.reason
+
+
+def _end(done: int, num_rounds: int, has_ended: bool, reason: str | None) -> End:
+    """Returns why a run ended after `done` rounds without an error."""
+    if has_ended or done == num_rounds:
+        return End("finished", METHOD_ENDED if has_ended else "all rounds are done", done)
+    return End("stopped", reason or f"stop_after is {done} rounds", done)
 
 
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:

@@ -193,9 +193,9 @@ class Streamed:
         yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
         self.rows.checkpointed(done)
 
-    def whole_state(self, common: list, last: int) -> Any:
-        """Returns the algorithm's state with the rows of the last cohort; that of round `last` if none was drawn."""
-        cohort = self._drawn or self.stream.take(last)
+    def whole_state(self, common: list, done: int) -> Any:
+        """Returns the algorithm's state with the rows of the last cohort; that of round `done` if none was drawn."""
+        cohort = self._drawn or self.stream.take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
         return self.split.together(common, jax.tree.map(jnp.asarray, rows))
 
