@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import jfcl
 from jfcl import cli
-from jfcl.callbacks import CallbackError, EarlyStopping, End
 from jfcl.core import Algorithm
 from jfcl.data import ClientStore
+from jfcl.simulation.callbacks import CallbackError, EarlyStopping, End
 from jfcl.testing import problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -219,9 +219,7 @@ def test_a_text_ends_a_run_at_an_evaluated_round_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize(
-    "method, done", [("on_start", 0), ("on_records", 2), ("on_checkpoint", 2), ("on_end", ROUNDS)]
-)
+@pytest.mark.parametrize("method, done", [("on_start", 0), ("on_records", 2), ("on_checkpoint", 2), ("on_end", ROUNDS)])
 def test_a_callback_that_raises_is_named_and_the_run_resumes(name, method, done, tmp_path):
     recorder, run = Recorder(), RUNS[name]
     error = OSError("the server is gone")

@@ -93,9 +93,7 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 # The loop of `simulate` and `simulate_population`.
 
 
-def check_run(
-    key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool, callbacks: Any
-) -> None:
+def check_run(key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool, callbacks: Any) -> None:
     """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
     check_key(key)
     check_count("num_rounds", num_rounds)
@@ -157,8 +155,8 @@ def run_rounds(
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
 
     Returns:
-      `(end, assessment, why)`: the state after `end.round` rounds, its evaluation if it was evaluated, and the reason of
-      the end.
+      `(end, assessment, why)`: the state after `end.round` rounds, its evaluation if it was evaluated, and the reason
+      of the end.
 
     Raises:
       DivergedError: a model is no longer finite, or no client sent a finite update.

@@ -25,7 +25,7 @@ def tracker(name: str) -> Callback:
     Example:
       >>> tracker("tensorbord")
       Traceback (most recent call last):
-      ValueError: track must be one of 'tensorboard', 'wandb', 'mlflow': did you mean 'tensorboard'? Got 'tensorbord'
+      ValueError: unknown track 'tensorbord': did you mean 'tensorboard'? Accepted: tensorboard, wandb, mlflow
     """
     check_choice("track", name, TRACKERS)
     return TRACKERS[name]()
