@@ -22,6 +22,7 @@ from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_never_examined
 
 METHOD_ENDED = "every cluster is final"
+SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
 
@@ -48,6 +49,22 @@ class History(NamedTuple):
     compile_seconds: float
     client_steps: float
     ended: str
+
+    def __repr__(self) -> str:
+        """Returns three lines: the end, the last records, the costs."""
+        last = [row for row in self.records if row["round"] == self.records[-1]["round"]]
+        seeds = f", {len(last)} seeds" if len(last) > 1 else ""
+        found = (
+            {name: [row[name] for row in last] for name in SHOWN if all(name in row for row in last)} if last else {}
+        )
+        spread = {name: f" ± {np.std(values):.3g}" if seeds else "" for name, values in found.items()}
+        means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in found.items())
+        rate = self.client_steps / max(self.seconds, 1e-9)
+        return (
+            f"{type(self).__name__}: {self.rounds} rounds{seeds}, {len(self.records)} records; {self.ended}\n"
+            f"{means or 'no evaluation'}\n"
+            f"{self.seconds:.1f} s + {self.compile_seconds:.1f} s compiling, {rate:,.0f} client steps/s"
+        )
 
     def series(self, name: str, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns `(rounds [E], values [E])` of one metric for `seed` (default: the first)."""
@@ -149,6 +166,7 @@ def run_rounds(
       resident: whether all clients stay on the device. Several rounds then run in one call, and the run stops when the
         method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only.
       warn: `(records) -> None`, warns once of collapsed models and excluded updates.
+      compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
       advance: `(state, first, count) -> Block`, runs `count` rounds from round `first` on; `state` is consumed.
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
@@ -176,6 +194,10 @@ def run_rounds(
             has_ended = backend.resident and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, totals.pop("time", (0.0, 0.0)))
+        if done < until and backend.compile():
+            watch.show("")
+        if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
+            raise KeyboardInterrupt
 
         while done < until:
             # Train, at most up to the next evaluation.

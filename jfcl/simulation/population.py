@@ -49,6 +49,7 @@ class PopulationHistory(NamedTuple):
     ended: str
     rows: ClientRows
 
+    __repr__ = History.__repr__
     series = History.series
 
 

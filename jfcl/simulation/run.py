@@ -130,6 +130,7 @@ def simulate(
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch:
         # Place the data. Up to the next step a refusal leaves no trace on the disk.
+        watch.show("compiling")
         backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
         first = None if state is None else _first_state(state, backend.like, single)
         backend.place(test_clients, newcomers, true_cluster, serve)

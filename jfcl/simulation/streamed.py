@@ -153,6 +153,9 @@ class Streamed:
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
         return Block(common, {name: v[None] for name, v in values.items()}, sums, {}, finite[None])
 
+    def compile(self) -> bool:
+        return False  # the first round compiles its programs
+
     def commit(self) -> None:
         kept = np.flatnonzero(self._changed)
         self.rows.write(self._ids[kept], [values[kept] for values in self._after])
