@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def leave(count: int) -> None:
         if count > 1 and not ended.wait(PATIENCE):  # compiled code does not return
+            errors.show_cursor()  # a progress bar hides it
             errors.print("\ninterrupted; a run in a folder continues with the same command and --resume", markup=False)
             os._exit(130)
 

@@ -195,6 +195,7 @@ class Watch:
     def show(self, note: str) -> None:
         """Shows the bar, if it is not there yet, with a note such as "compiling"."""
         self._bar.start()
+        self._bar.start_task(self._line)
         self._bar.update(self._line, note=note)
 
     def begin(self, done: int, clock: Sequence[float]) -> None:
@@ -202,7 +203,6 @@ class Watch:
         self._resumed_at, self._earlier = done, clock
         self.saved()
         self.show("compiling")
-        self._bar.start_task(self._line)
         self._bar.update(self._line, completed=done)
 
     def seconds(self) -> float:
