@@ -45,6 +45,7 @@ from jfcl.simulation import (
     DivergedError,
     History,
     PopulationHistory,
+    callbacks,
     clear_programs,
     rollout,
     simulate,
@@ -52,7 +53,7 @@ from jfcl.simulation import (
 )
 
 # Import paths of users, whatever folder a module is in.
-for _module in (attacks, augment, hosts, mapping, metrics, parameter_tree, plots, targets, theory):
+for _module in (attacks, augment, callbacks, hosts, mapping, metrics, parameter_tree, plots, targets, theory):
     sys.modules[f"jfcl.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "augment",
     "auto",
     "byzantine_cfl",
+    "callbacks",
     "cfl",
     "chunked",
     "clear_programs",

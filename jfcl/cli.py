@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -14,12 +16,14 @@ from rich.text import Text
 from jfcl.execution import hosts
 from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
+from jfcl.simulation.callbacks import CallbackError
 from jfcl.simulation.probe import cache_dir
-from jfcl.simulation.progress import DivergedError
+from jfcl.simulation.progress import DivergedError, answered_at_once
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 LONGEST_MESSAGE = 4000  # characters
+PATIENCE = 2.0  # seconds from a second Ctrl-C to the end of the process
 
 
 def _compilation_cache() -> None:
@@ -36,7 +40,19 @@ def main(argv: list[str] | None = None) -> int:
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
         console = Console(highlight=False, width=120)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
-    status = _main(argv, console, errors)
+    ended = threading.Event()
+
+    def leave(count: int) -> None:
+        if count > 1 and not ended.wait(PATIENCE):  # compiled code does not return
+            errors.show_cursor()  # a progress bar hides it
+            errors.print("\ninterrupted; a run in a folder continues with the same command and --resume", markup=False)
+            os._exit(130)
+
+    with answered_at_once(leave) if argv is None else contextlib.nullcontext():
+        try:
+            status = _main(argv, console, errors)
+        finally:
+            ended.set()
     if status and hosts.connected():
         hosts.leave(status)
     return status
@@ -76,11 +92,11 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
             errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})", markup=False)
             return 1
-        diverged = isinstance(error, DivergedError)
-        if diverged or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
-            errors.print(f"[red]jfcl: {'stopped' if diverged else 'error'}:[/]", end=" ")
+        stopped = isinstance(error, (DivergedError, CallbackError))
+        if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
+            errors.print(f"[red]jfcl: {'stopped' if stopped else 'error'}:[/]", end=" ")
             errors.print(_sentence(error), markup=False)
-            return 1 if diverged else 2
+            return 1 if stopped else 2
         if not hosts.connected():
             raise
         traceback.print_exc()  # main leaves at once

@@ -131,6 +131,60 @@ def test_two_processes_find_what_one_finds_by_every_method(tmp_path):
                 np.testing.assert_allclose(*np.array(given, float), rtol=2e-3, atol=1e-3, err_msg=f"{method}: {name}")
 
 
+CALLBACKS = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from jfcl import hosts
+hosts.connect(sys.argv[1], 2, int(sys.argv[2]))
+from jfcl.experiments import Config, run
+from jfcl.simulation.callbacks import CallbackError
+
+class Calls:
+    def __init__(self, fails):
+        self.calls, self.fails = [], fails
+    def on_start(self, run):
+        self.calls.append("start")
+    def on_records(self, records):
+        self.calls.append(records[0]["round"])
+        if self.fails:
+            raise OSError("no network")
+        return "enough" if records[0]["round"] == 2 else None
+    def on_end(self, end):
+        self.calls.append(end.status)
+
+config, found = Config("fedavg", clients=9, clusters=2, rounds=9, eval_every=1), []
+for fails in (False, True):
+    calls = Calls(fails)
+    try:
+        history = run(config, out=f"out-{fails}", callbacks=[calls])[1]
+        found.append([history.rounds, history.ended, calls.calls])
+    except CallbackError as error:
+        found.append([str(error), calls.calls])
+open(f"found-{sys.argv[2]}", "w").write(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_calls_the_callbacks_and_all_stop(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JFCL_CACHE_DIR": ""}
+    where = f"localhost:{free_port()}"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", CALLBACKS, where, str(i)], cwd=tmp_path, env=env) for i in range(2)
+    ]
+    try:
+        assert [p.wait(timeout=240) for p in processes] == [0, 0]
+    finally:
+        for p in processes:
+            p.kill()
+    first, second = (json.loads((tmp_path / f"found-{i}").read_text()) for i in range(2))
+    error = "callback Calls.on_records raised OSError: no network, after round 1; out-True is saved up to there"
+    assert first[0] == [2, "enough", ["start", 1, 2, "stopped"]] and second[0] == [2, "enough", []]
+    assert first[1][0] == second[1][0] and first[1][0].startswith(error)
+    assert first[1][1] == ["start", 1, "failed"] and second[1][1] == []
+    assert [p.name for p in (tmp_path / "out-True" / "checkpoints").iterdir()] == ["1"]
+
+
 def test_a_coordinator_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
     with pytest.raises(ValueError, match=r"did not answer within 0.3 seconds .* process with id 0 running"):

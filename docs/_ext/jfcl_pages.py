@@ -38,11 +38,13 @@ MODULES = {
         "jfcl.targets": "TPUs and GPUs that a run is compiled for",
         "jfcl.execution.plan": "the result of `jfcl.plan`",
         "jfcl.attacks": "attacks on updates and on data",
+        "jfcl.callbacks": "code that a run calls: early stopping, trackers of one's own",
         "jfcl.metrics": "evaluation, and recovery of the clusters",
         "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
         "jfcl.plots": "figures of records and trees",
         "jfcl.theory": "the bounds of the papers",
         "jfcl.experiments": "runs from configurations, results, the experiments of the papers",
+        "jfcl.experiments.trackers": "TensorBoard, Weights & Biases, MLflow",
     },
     "Kernels": {"jfcl.kernels": "arrays in, arrays out; usable without the rest of the library"},
     "Authors of methods": {

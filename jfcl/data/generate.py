@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.core.files import new_folder
@@ -57,6 +59,7 @@ def generate_store(
     min_size: int = 1,
     about: dict[str, Any] | None = None,
     data_dir: str | None = None,
+    progress: bool = False,
 ) -> tuple[ClientStore, ClientStore]:
     """Divides a data set among any number of clients with known clusters. Client `i` is in cluster `i mod K`.
 
@@ -75,6 +78,7 @@ def generate_store(
       about: further JSON values for `store.about["made"]`.
       layout: "index": each cluster's data set is kept once, clients as rows of it. "rows": every client's examples are
         written in full.
+      progress: show a progress bar.
 
     Returns:
       `(train, test)`, of the same clients; the test examples of a division are divided in proportion to the labels of
@@ -123,13 +127,24 @@ def generate_store(
 
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
     sizes = np.bincount(cluster)
-    with new_folder(Path(path)) as folder:
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not (progress and console.is_interactive))
+    with new_folder(Path(path)) as folder, bar:
+        line = bar.add_task("building the store", total=2 * num_clients)
         for is_test, part in enumerate(("train", "test")):
             streams = [_deals(split, *pool, k, int(sizes[k]), is_test) for k, pool in enumerate(pools)]
             rows = (next(streams[k]) for k in cluster)  # computed client by client
-            plan = SplitPlan(rows, cluster, transform_of(split))
+            plan = SplitPlan(_counted(rows, bar, line), cluster, transform_of(split))
             _write(folder / part, plan, [pair[is_test] for pair in pools], layout, known)
     return open_stores(path)
+
+
+def _counted(parts: Iterator[np.ndarray], bar: Progress, line: TaskID) -> Iterator[np.ndarray]:
+    """Yields `parts`, and moves the bar after every 1,024 of them."""
+    for i, part in enumerate(parts):
+        if i % 1024 == 1023:
+            bar.advance(line, 1024)
+        yield part
 
 
 def _deals(

@@ -18,7 +18,7 @@ from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
-from jfcl.experiments import bench, plan, read_run, report, reproduce, run
+from jfcl.experiments import bench, plan, read_run, report, reproduce, run, trackers
 from jfcl.experiments.comparison import by_name, differences, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
@@ -130,6 +130,8 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     config = _read_options(args)
     (check_values if of_population(config) else validate)(config)  # that of a population needs its store
     _check_out(args.out)
+    check(len({*args.track}) == len(args.track), "track", args.track, "each tracker once")
+    callbacks = [trackers.tracker(name) for name in args.track]
     # Run.
     _find_devices(args, config)
     if not hosts.is_first():
@@ -141,6 +143,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         data_dir=args.data_dir,
         progress=not args.quiet,
         checkpoint_seconds=args.checkpoint_seconds,
+        callbacks=callbacks,
     )
     _print_summary(config, summary, args.out, console)
 
@@ -188,7 +191,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         f" {default_precision() if config.precision == 'default' or platform() == 'cpu' else config.precision}"
     )
     if summary["num_rounds"] < config.rounds:
-        console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: every cluster is final")
+        console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: {summary['ended']}")
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
         where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
         console.print(

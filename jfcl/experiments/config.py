@@ -38,6 +38,7 @@ OF_PARTITION = {  # option: the partitions that take it
     for name in ("alpha", "exponent", "labels_per_client", "distribution")
 }
 MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
+MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
 MOST_SEEDS = 10**4
 MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
 # Options of single methods that config.json has held for every method since its first version, with these values where
@@ -201,6 +202,8 @@ class Run:
       seeds: run with seeds 0..R-1, together.
       seed: run with this seed alone.
       eval_every: rounds between evaluations; default: about 50 evaluations.
+      patience: end the run once --monitor has not improved for so many rounds, in any seed; default: run all rounds.
+      monitor: metric of --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
       track_gap: record the separation gap, from the true clusters, every round.
@@ -216,6 +219,8 @@ class Run:
     seeds: Annotated[int, Range(1, MOST_SEEDS)] = 1
     seed: Annotated[int | None, Seed] = None
     eval_every: CountOrNone = None
+    patience: CountOrNone = None
+    monitor: Annotated[str, OneOf(MONITORED)] = "accuracy"
     serve: Annotated[str, OneOf(SERVE)] = "loss"
     track_gap: bool = False
     chunk: CountOrNone = None

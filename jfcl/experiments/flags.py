@@ -15,6 +15,7 @@ from jfcl.core.options import OneOf, Option, first_sentence, options_of
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
 from jfcl.experiments.tables import lists
+from jfcl.experiments.trackers import TRACKERS
 
 EXAMPLES = """examples:
   jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca
@@ -105,6 +106,13 @@ def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.
     )
     files.add_argument(
         "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
+    )
+    files.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"send the records to {', '.join(TRACKERS)}; may be given several times",
     )
     files.add_argument("--quiet", action="store_true", help="no progress bar")
     several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")

@@ -198,6 +198,7 @@ def make_stores(
         num_clients=config.population,
         examples_per_client=config.examples_per_client or EXAMPLES,
         about={"vocab_size": config.vocab_size, "length": config.length} if texts else {},
+        progress=progress,
         **dealt(config),
     )
     return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size

@@ -59,6 +59,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "num_clients": len(parts.federation.cluster),
         "num_clusters": parts.federation.num_clusters,
         "num_rounds": history.rounds,
+        "ended": history.ended,
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,
         "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jfcl.experiments.population import run_population
 from jfcl.experiments.report import report
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
+from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.loop import History
 from jfcl.simulation.run import simulate
@@ -37,8 +39,11 @@ def run(
     data_dir: str | None = None,
     progress: bool = False,
     checkpoint_seconds: float = 30.0,
+    callbacks: Sequence[Any] = (),
 ) -> tuple[dict[str, Any], History, Setup]:
     """Runs `config`; with `out`, leaves `summary.json`, `clients.csv`, `params.npz`, plots and `report.html`.
+
+    `callbacks` are those of `jfcl.simulate`; `patience` of `config` adds `jfcl.callbacks.EarlyStopping`.
 
     Returns:
       `(summary, history, setup)`.
@@ -52,6 +57,7 @@ def run(
       >>> history.rounds, len(parts.federation.cluster)
       (2, 4)
     """
+    check_callbacks(callbacks)
     if out is not None:
         hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
@@ -60,6 +66,8 @@ def run(
             hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": config.eval_every or max(1, config.rounds // 50), "serve": config.serve}
+        stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
+        options |= {"callbacks": [*stopping, *callbacks]}
         run_clients = run_population if of_population(config) else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
         if out is not None and hosts.is_first():

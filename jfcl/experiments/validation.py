@@ -52,7 +52,13 @@ def validate(config: Config) -> None:
     _check_training(config)
     _check_attack(config)
     _check_own(config)
+    _check_run(config)
+
+
+def _check_run(config: Config) -> None:
     check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
+    ends = config.patience is not None or config.monitor == Config.monitor
+    check(ends, "monitor", config.monitor, "left out without --patience")
     if config.mapping == "auto":
         check(config.chunk is None, "chunk", config.chunk, "left out with --mapping auto, which tries several")
 

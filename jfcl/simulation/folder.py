@@ -35,7 +35,8 @@ __all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json"
 
 FORMAT = 1
 # Options that may differ between a run and its resumption.
-FREE = ("num_rounds", "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
+ENDS = ("num_rounds", "patience", "monitor")  # the ones that decide when the run ends
+FREE = (*ENDS, "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 RESULTS = ("summary.json", "clients.csv", "params.npz", "tree.npz", "paths.csv")
 WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")
@@ -149,8 +150,9 @@ class RunFolder:
                 stacklevel=4,
             )
         self._more = new.get("num_rounds", 0) > rounds
-        if self._more:  # the folder's own configuration then still resumes the run
-            self._config = old | {"num_rounds": new["num_rounds"]}
+        others = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or self._more)}
+        if others:  # the folder's own configuration then still resumes the run
+            self._config = old | others
 
     def _check_checkpoints(self) -> None:
         place, metrics = self._checkpoints, self.metrics_path
@@ -223,6 +225,9 @@ class RunFolder:
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds lines to `metrics.jsonl`, all or none of them."""
         data = b"".join(to_line(record) for record in records)
+        if self._restored and (self.path / "summary.json").exists():  # a run that a callback has ended continues
+            (self.path / "summary.json").unlink()
+            files.sync(self.path)
         with files.opened(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             try:
                 files.write_all(descriptor, data)

@@ -16,10 +16,13 @@ import numpy as np
 
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts
+from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, Assessment, make_records
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_never_examined
 
+METHOD_ENDED = "every cluster is final"
+SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
 
@@ -35,6 +38,7 @@ class History(NamedTuple):
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: local steps of all clients, rounds and seeds.
+      ended: why the run ended: all rounds are done, every cluster is final, or the reason of a callback.
     """
 
     records: list[dict[str, Any]]
@@ -44,6 +48,23 @@ class History(NamedTuple):
     seconds: float
     compile_seconds: float
     client_steps: float
+    ended: str
+
+    def __repr__(self) -> str:
+        """Returns three lines: the end, the last records, the costs."""
+        last = [row for row in self.records if row["round"] == self.records[-1]["round"]]
+        seeds = f", {len(last)} seeds" if len(last) > 1 else ""
+        found = (
+            {name: [row[name] for row in last] for name in SHOWN if all(name in row for row in last)} if last else {}
+        )
+        spread = {name: f" ± {np.std(values):.3g}" if seeds else "" for name, values in found.items()}
+        means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in found.items())
+        rate = self.client_steps / max(self.seconds, 1e-9)
+        return (
+            f"{type(self).__name__}: {self.rounds} rounds{seeds}, {len(self.records)} records; {self.ended}\n"
+            f"{means or 'no evaluation'}\n"
+            f"{self.seconds:.1f} s + {self.compile_seconds:.1f} s compiling, {rate:,.0f} client steps/s"
+        )
 
     def series(self, name: str, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns `(rounds [E], values [E])` of one metric for `seed` (default: the first)."""
@@ -89,13 +110,14 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 # The loop of `simulate` and `simulate_population`.
 
 
-def check_run(key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool) -> None:
+def check_run(key: Any, num_rounds: int, eval_every: int, serve: str, out: Any, resume: bool, callbacks: Any) -> None:
     """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
     check_key(key)
     check_count("num_rounds", num_rounds)
     check_count("eval_every", eval_every)
     check_choice("serve", serve, SERVE)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    check_callbacks(callbacks)
 
 
 class Block(NamedTuple):
@@ -126,7 +148,8 @@ def run_rounds(
     watch: Watch,
     folder: RunFolder | None,
     keeps: bool,
-) -> tuple[Restored, Assessment | None]:
+    callbacks: Callbacks,
+) -> tuple[Restored, Assessment | None, str]:
     """Runs the rounds after `start`, with evaluations, records, warnings, checkpoints and the progress bar.
 
     Args:
@@ -136,75 +159,100 @@ def run_rounds(
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
       keeps: whether the run has a folder.
+      callbacks: those of the run.
 
     A backend has these attributes and methods:
       subjects: the evaluated clients, `Subjects`.
       resident: whether all clients stay on the device. Several rounds then run in one call, and the run stops when the
         method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only.
       warn: `(records) -> None`, warns once of collapsed models and excluded updates.
+      compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
       advance: `(state, first, count) -> Block`, runs `count` rounds from round `first` on; `state` is consumed.
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
 
     Returns:
-      `(end, assessment)`: the state after `end.round` rounds, and its evaluation if it was evaluated.
+      `(end, assessment, why)`: the state after `end.round` rounds, its evaluation if it was evaluated, and the reason
+      of the end.
 
     Raises:
       DivergedError: a model is no longer finite, or no client sent a finite update.
       KeyboardInterrupt: on Ctrl-C, once the present block is done and saved.
+      CallbackError: a callback raised; the present block is saved.
     """
     done, state, totals, records = start
     totals, records, seeds = dict(totals), list(records), backend.subjects.seeds
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-    last = records[-len(seeds) :]
-    if backend.resident and last and all(row.get("ended", False) and row["round"] == done for row in last):
-        until = done
-    watch.begin(done, totals.pop("time", (0.0, 0.0)))
-    while done < until:
-        # Train, at most up to the next evaluation.
-        count = min(eval_every - done % eval_every, until - done, at_most)
-        began = watch.seconds()
-        block = backend.advance(state, done + 1, count)
-        if backend.resident:
-            took = watch.seconds() - began
-            at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-        done, state, assessment = done + count, block.state, None
-
-        # Stop where the models are lost; otherwise accept the rounds.
-        is_evaluated = done % eval_every == 0 or done == num_rounds
-        has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
-        is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
-        stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
-        backend.commit()
-        totals = _add(totals, block)
-
-        # Evaluate and record.
-        if is_evaluated:
-            assessment = backend.evaluate(state, block.values)
-            rows = make_records(backend.subjects, done, assessment, totals)
-            records += rows
-            if folder is not None:
-                folder.append(rows)
-            backend.warn(rows)
-            totals = {name: value for name, value in totals.items() if name not in EVENTS}
-            until = done if has_ended else until
-        watch.advance(done, records[-len(seeds)] if records else {})
-
-        # Save. The first process decides when, by its clock.
-        decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])
-        due, at_most = decisions[0, :2].tolist()
-        is_interrupted = decisions[:, 2].any()
-        if keeps and (due or is_interrupted or done == until):
-            with backend.snapshot(done, state, totals) as (kept, kept_totals):
-                if folder is not None:
-                    folder.save(done, kept, kept_totals | {"time": watch.clock()})
-            watch.saved()
-        if is_interrupted:
+    last, has_ended = records[-len(seeds) :], False
+    with callbacks:
+        # Begin, unless the run has ended already.
+        callbacks.start(start, seeds)
+        callbacks.raise_failure()
+        if last and all(row["round"] == done for row in last):
+            has_ended = backend.resident and all(row.get("ended", False) for row in last)
+            until = done if has_ended or callbacks.reason else until
+        watch.begin(done, totals.pop("time", (0.0, 0.0)))
+        if done < until and backend.compile():
+            watch.show("")
+        if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
             raise KeyboardInterrupt
-    warn_if_never_examined(records[-len(seeds) :], done)
-    return Restored(done, state, totals, records), assessment
+
+        while done < until:
+            # Train, at most up to the next evaluation.
+            count = min(eval_every - done % eval_every, until - done, at_most)
+            began = watch.seconds()
+            block = backend.advance(state, done + 1, count)
+            if backend.resident:
+                took = watch.seconds() - began
+                at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
+            done, state, assessment = done + count, block.state, None
+
+            # Stop where the models are lost; otherwise accept the rounds.
+            is_evaluated = done % eval_every == 0 or done == num_rounds
+            has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
+            is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
+            stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
+            backend.commit()
+            totals, callbacks.round = _add(totals, block), done
+
+            # Evaluate and record.
+            if is_evaluated:
+                assessment = backend.evaluate(state, block.values)
+                rows = make_records(backend.subjects, done, assessment, totals)
+                records += rows
+                if folder is not None:
+                    folder.append(rows)
+                backend.warn(rows)
+                totals = {name: value for name, value in totals.items() if name not in EVENTS}
+                callbacks.records(rows)
+                until = done if has_ended or callbacks.reason else until
+            watch.advance(done, records[-len(seeds)] if records else {})
+
+            # Save. The first process decides when, by its clock.
+            decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])
+            due, at_most = decisions[0, :2].tolist()
+            is_interrupted = decisions[:, 2].any()
+            if keeps and (due or is_interrupted or callbacks.failure or done == until):
+                with backend.snapshot(done, state, totals) as (kept, kept_totals):
+                    if folder is not None:
+                        folder.save(done, kept, kept_totals | {"time": watch.clock()})
+                watch.saved()
+                callbacks.checkpoint()
+            callbacks.raise_failure()
+            if is_interrupted:
+                raise KeyboardInterrupt
+        warn_if_never_examined(records[-len(seeds) :], done)
+        callbacks.ended = _end(done, num_rounds, has_ended, callbacks.reason)
+    return Restored(done, state, totals, records), assessment, callbacks.ended.reason
+
+
+def _end(done: int, num_rounds: int, has_ended: bool, reason: str | None) -> End:
+    """Returns why a run ended after `done` rounds without an error."""
+    if has_ended or done == num_rounds:
+        return End("finished", METHOD_ENDED if has_ended else "all rounds are done", done)
+    return End("stopped", reason or f"stop_after is {done} rounds", done)
 
 
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:

@@ -242,6 +242,9 @@ class OnDevice:
         }
         return Block(state, values, totals, events, finite)
 
+    def compile(self) -> bool:
+        return self._compiling.wait()
+
     def commit(self) -> None:
         """Does nothing: the state of a block is complete."""
 

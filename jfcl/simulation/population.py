@@ -16,6 +16,7 @@ import numpy as np
 from jfcl.core import Algorithm, Clients, check, check_count, check_examples
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.execution import layout, mapping, memory
+from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, CohortStream, make_sampler, who_answers
 from jfcl.simulation.folder import Restored, RunFolder
@@ -45,8 +46,10 @@ class PopulationHistory(NamedTuple):
     seconds: float
     compile_seconds: float
     client_steps: float
+    ended: str
     rows: ClientRows
 
+    __repr__ = History.__repr__
     series = History.series
 
 
@@ -78,6 +81,7 @@ def simulate_population(
     progress: bool = False,
     description: str = "rounds",
     stop_after: int | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> PopulationHistory:
     """Runs `algorithm` on a population of any size, with one cohort on the device at a time.
 
@@ -113,7 +117,8 @@ def simulate_population(
       serve: as in `simulate`; the "state" of a client is that of its last round.
       client_axis: mapping for evaluations; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
         among its devices.
-      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after: as in `simulate`.
+      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, callbacks: as in
+        `simulate`.
       seed: the key's name in the records.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given.
 
@@ -143,7 +148,7 @@ def simulate_population(
     made = isinstance(store, ClientStore)
     check(made, "store", type(store), "a ClientStore, such as jfcl.data.ClientStore.from_clients(clients)")
     n = len(store)
-    check_run(key, num_rounds, eval_every, serve, out, resume)
+    check_run(key, num_rounds, eval_every, serve, out, resume, callbacks)
     if stop_after is not None:
         check_count("stop_after", stop_after)
     check_cohort(store, cohort)
@@ -181,16 +186,17 @@ def simulate_population(
         cut = max(asked - dropped - cohort, 0)
         return Cohort(ids[chosen], size, send(hold(clients)._replace(size=size)), asked, dropped, cut)
 
-    last = num_rounds if stop_after is None else min(num_rounds, stop_after)
+    until = num_rounds if stop_after is None else min(num_rounds, stop_after)
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
-    with contextlib.ExitStack() as opened, watch, CohortStream(prepare, last) as stream:
+    with contextlib.ExitStack() as opened, watch, CohortStream(prepare, until) as stream:
         # Begin or resume.
         about = {"clients": n, "store": store.hash, "cohort": cohort, "sampling": sampling, "dropout": dropout}
         about["test_store"] = None if test_store is None else test_store.hash
         about |= {"stragglers": stragglers, "key": words, "evaluated": zlib.crc32(evaluated.tobytes())}
         about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
         about |= {"remember": remember} if remember else {}
-        folder = open_folder(opened, out, resume, (config or {}) | {"cohorts": about})
+        config = (config or {}) | {"cohorts": about}
+        folder = open_folder(opened, out, resume, config)
         for part in (store, test_store) if resume else ():
             if part is not None:
                 part.verify(progress=progress)
@@ -201,16 +207,17 @@ def simulate_population(
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, stream)
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        end, assessment = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
+        schedule |= {"callbacks": Callbacks(callbacks, description, config, num_rounds, out)}
+        end, assessment, why = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
 
         # Results.
-        state = backend.whole_state(end.state, last)
+        state = backend.whole_state(end.state, end.round)
         final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
         if backend.subjects.test_size is not None:
             final |= (assessment or backend.evaluate(end.state, {})).of_clients()
         seconds, compile_seconds = watch.clock()
     steps = sum(end.totals.get("client_steps", [0.0]))
-    return PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, rows)
+    return PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, why, rows)
 
 
 def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.ndarray:

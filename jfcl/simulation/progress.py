@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import signal
+import socket
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -79,26 +82,66 @@ class compile_ahead:
     """
 
     def __init__(self, lowered: Sequence[jax.stages.Lowered]):
-        self._futures = []
-        if jax.process_count() == 1:
+        self._futures, self._ahead = [], jax.process_count() == 1
+        if self._ahead:
             pool = ThreadPoolExecutor(max(len(lowered), 1), "compile")
             self._futures = [pool.submit(program.compile) for program in lowered]
             pool.shutdown(wait=False)
 
-    def wait(self) -> None:
-        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler."""
+    def wait(self) -> bool:
+        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler.
+
+        Returns whether programs were compiled ahead, now or earlier.
+        """
         began, futures, self._futures = time.perf_counter(), self._futures, []
         for future in futures:
             future.result()
         if futures:
             CompileClock.count(time.perf_counter() - began)
+        return self._ahead
+
+
+@contextlib.contextmanager
+def answered_at_once(answer: Callable[[int], None]) -> Iterator[None]:
+    """Calls `answer(n)` in a thread when Ctrl-C is pressed for the `n`-th time; only in the main thread.
+
+    Python calls a handler of signals once compiled code returns, which may take minutes. The number of the signal is
+    written to a file descriptor at once; the thread reads it, and passes it on to the descriptor that was set before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
+    def listen():
+        count = 0
+        while number := receiver.recv(1):
+            if before != -1:
+                with contextlib.suppress(OSError):
+                    os.write(before, number)
+            if number[0] == signal.SIGINT:
+                count += 1
+                answer(count)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        sender.close()
+        thread.join()
+        receiver.close()
 
 
 class Watch:
     """The clock of a run, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
 
     Attributes:
-      interrupted: whether Ctrl-C was pressed. It takes effect once jax returns; a second Ctrl-C raises immediately.
+      interrupted: whether Ctrl-C was pressed. It is answered at once and takes effect after the present rounds; after a
+        second Ctrl-C, the run ends as soon as jax returns.
     """
 
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
@@ -124,8 +167,10 @@ class Watch:
 
     def __enter__(self):
         self._main = threading.current_thread() is threading.main_thread()
+        self._listening = answered_at_once(self._answer)
         if self._main:
             self._before = signal.signal(signal.SIGINT, self._interrupt)
+        self._listening.__enter__()
         self._compiling.__enter__()
         self._opened = time.perf_counter()
         return self
@@ -134,6 +179,7 @@ class Watch:
         if self._bar.live.is_started:
             self._bar.stop()
         self._compiling.__exit__()
+        self._listening.__exit__(None, None, None)
         if self._main:
             signal.signal(signal.SIGINT, self._before)
 
@@ -142,12 +188,21 @@ class Watch:
             raise KeyboardInterrupt
         self.interrupted = True
 
+    def _answer(self, count: int) -> None:
+        text = "stopping after this round; Ctrl-C again stops at once" if count == 1 else "stopping at once"
+        self._bar.console.print(text)
+
+    def show(self, note: str) -> None:
+        """Shows the bar, if it is not there yet, with a note such as "compiling"."""
+        self._bar.start()
+        self._bar.start_task(self._line)
+        self._bar.update(self._line, note=note)
+
     def begin(self, done: int, clock: Sequence[float]) -> None:
         """Starts the bar at `done` rounds, which took the seconds `clock` in earlier calls."""
         self._resumed_at, self._earlier = done, clock
         self.saved()
-        self._bar.start()
-        self._bar.start_task(self._line)
+        self.show("compiling")
         self._bar.update(self._line, completed=done)
 
     def seconds(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jfcl.core import (
     num_clients,
 )
 from jfcl.execution import hosts, mapping
+from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.on_device import OnDevice, build
@@ -52,6 +53,7 @@ def simulate(
     description: str = "rounds",
     stop_after: int | None = None,
     state: Any = None,
+    callbacks: Sequence[Any] = (),
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
@@ -94,6 +96,8 @@ def simulate(
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
         checkpoint in `out` has precedence.
+      callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order: early stopping,
+        trackers. They change no result, and a resumption may have others.
 
     Returns:
       `History`.
@@ -102,6 +106,7 @@ def simulate(
       ValueError: bad input, before anything is compiled.
       DivergedError: a model is no longer finite, or no client sent a finite update; the last good checkpoint stays.
       KeyboardInterrupt: on Ctrl-C, once the present rounds (about a second's, at least one) are done and saved.
+      jfcl.callbacks.CallbackError: a callback raised; the present rounds are saved.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -113,7 +118,7 @@ def simulate(
       [0.25, 0.0625]
     """
     # Check the options, without the data.
-    check_run(key, num_rounds, eval_every, serve, out, resume)
+    check_run(key, num_rounds, eval_every, serve, out, resume, callbacks)
     client_axis = mapping.or_auto(client_axis)
     _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
 
@@ -135,6 +140,7 @@ def simulate(
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch:
         # Place the data. Up to the next step a refusal leaves no trace on the disk.
+        watch.show("compiling")
         backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
         first = None if state is None else _first_state(state, backend.like, single)
         backend.place(test_clients, newcomers, true_cluster, serve)
@@ -151,7 +157,8 @@ def simulate(
 
         # Run.
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        end, assessment = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
+        schedule |= {"callbacks": Callbacks(callbacks, description, config, num_rounds, out)}
+        end, assessment, why = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
         assessment = assessment or backend.evaluate(end.state, {})
         final = assessment.of_clients() | {"examples": backend.sizes()}
         seconds, compile_seconds = watch.clock()
@@ -160,7 +167,7 @@ def simulate(
     if single:
         state = jax.tree.map(lambda x: x[0], state)
     steps = sum(end.totals.get("client_steps", []))
-    return History(end.records, state, final, end.round, seconds, compile_seconds, steps)
+    return History(end.records, state, final, end.round, seconds, compile_seconds, steps, why)
 
 
 # ---------------------------------------------------------------------------------------------------------------

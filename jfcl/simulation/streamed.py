@@ -153,6 +153,9 @@ class Streamed:
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
         return Block(common, {name: v[None] for name, v in values.items()}, sums, {}, finite[None])
 
+    def compile(self) -> bool:
+        return False  # the first round compiles its programs
+
     def commit(self) -> None:
         kept = np.flatnonzero(self._changed)
         self.rows.write(self._ids[kept], [values[kept] for values in self._after])
@@ -193,9 +196,9 @@ class Streamed:
         yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
         self.rows.checkpointed(done)
 
-    def whole_state(self, common: list, last: int) -> Any:
-        """Returns the algorithm's state with the rows of the last cohort; that of round `last` if none was drawn."""
-        cohort = self._drawn or self.stream.take(last)
+    def whole_state(self, common: list, done: int) -> Any:
+        """Returns the algorithm's state with the rows of the last cohort; that of round `done` if none was drawn."""
+        cohort = self._drawn or self.stream.take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
         return self.split.together(common, jax.tree.map(jnp.asarray, rows))
 

@@ -1,0 +1,160 @@
+"""The terminal: the progress bar, Ctrl-C, and the text of a history."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import rich.console
+
+import jfcl
+from jfcl.data import ClientStore, generate, generate_store
+from jfcl.simulation import progress
+from jfcl.testing import problem
+
+CLIENTS, CLUSTER, TASK, TRAINING = problem()
+FEDAVG = jfcl.fedavg(TASK, TRAINING)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal: what is written to it."""
+    written = io.StringIO()
+
+    def console(**_):
+        return rich.console.Console(file=written, force_terminal=True, force_interactive=True, width=120)
+
+    for module in (progress, generate):
+        monkeypatch.setattr(module, "Console", console)
+    return written
+
+
+@pytest.mark.parametrize("name", ["clients", "population"])
+def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
+    def step(key, state, clients):
+        time.sleep(0.2)  # while it is traced: longer than between two frames
+        return FEDAVG.step(key, state, clients)
+
+    algorithm, run = FEDAVG._replace(step=step), {"key": jax.random.key(0), "num_rounds": 3, "progress": True}
+    if name == "clients":
+        jfcl.simulate(algorithm, CLIENTS, **run)
+    else:
+        jfcl.simulate_population(algorithm, ClientStore.from_clients(CLIENTS), cohort=4, **run)
+    frames = re.findall(r"(\d)/3.*?left [-:\d]+ ?(\w*)", re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()))
+    assert ("0", "compiling") in frames
+    assert frames[-1] == ("3", "") and ("3", "compiling") not in frames
+
+
+def test_a_store_that_is_built_has_a_bar(screen, tmp_path):
+    generate_store(tmp_path / "a", "digits", num_clients=3000, examples_per_client=2, progress=True)
+    assert "building the store" in screen.getvalue()
+    shown = screen.getvalue()
+    generate_store(tmp_path / "b", "digits", num_clients=30, examples_per_client=2)
+    assert screen.getvalue() == shown
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_answered_while_compiled_code_runs():
+    @jax.jit
+    def compute(x):
+        return jax.lax.fori_loop(0, 10**8, lambda _, x: jnp.sin(x) + 1, x)  # more than a second
+
+    compiled, order, heard = compute.lower(0.0).compile(), [], threading.Event()
+    old = signal.signal(signal.SIGINT, lambda *_: order.append("handled"))
+
+    def answer(count):
+        order.append(f"answered {count}")
+        heard.set()
+
+    try:
+        with progress.answered_at_once(answer):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            jax.block_until_ready(compiled(0.0))
+            assert heard.wait(60)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert order == ["answered 1", "handled"]
+
+
+def test_answers_are_passed_on_to_the_one_before():
+    outer, inner, heard = [], [], threading.Semaphore(0)
+
+    def add(counts):
+        return lambda count: (counts.append(count), heard.release())
+
+    old = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with progress.answered_at_once(add(outer)):
+            with progress.answered_at_once(add(inner)):
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGINT)
+                assert all(heard.acquire(timeout=60) for _ in range(4))
+            signal.raise_signal(signal.SIGINT)
+            assert heard.acquire(timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert (outer, inner) == ([1, 2, 3], [1, 2])
+
+
+def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsys):
+    class Interrupt:
+        def on_start(self, run):
+            signal.raise_signal(signal.SIGINT)
+
+    run = {"key": jax.random.key(0), "num_rounds": 2, "out": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        jfcl.simulate(FEDAVG, CLIENTS, **run, callbacks=[Interrupt()])
+    assert "stopping after this round; Ctrl-C again stops at once" in capsys.readouterr().err
+    assert not list((tmp_path / "checkpoints").iterdir())
+    resumed = jfcl.simulate(FEDAVG, CLIENTS, **run, resume=True)
+    whole = jfcl.simulate(FEDAVG, CLIENTS, **(run | {"out": None}))
+    assert resumed.records == whole.records
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_long_round(tmp_path):
+    long = ["--clients", "8", "--clusters", "2", "--local-steps", "1000000", "--rounds", "3", "--quiet"]
+    hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{hears}; from jfcl.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "run", "fedavg", *long, "--out", "x"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "x" / "config.json").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(5)  # it compiles, and begins a round of many minutes
+        process.send_signal(signal.SIGINT)
+        assert "stopping after this round" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "--resume" in rest and "Traceback" not in rest
+    assert not list((tmp_path / "x" / "checkpoints").iterdir())  # `--resume` begins at round 0
+
+
+# ---- The text of a history ------------------------------------------------------------------------------------------
+
+
+def test_a_history_is_printed_in_three_lines():
+    keys = jax.random.split(jax.random.key(0), 2)
+    history = jfcl.simulate(FEDAVG, CLIENTS, key=keys, num_rounds=3, test_clients=CLIENTS)
+    lines = str(history).splitlines()
+    losses = [row["loss"] for row in history.records[-2:]]
+    assert len(lines) == 3 and all(len(line) <= 120 for line in lines)
+    assert lines[0] == "History: 3 rounds, 2 seeds, 6 records; all rounds are done"
+    assert f"loss {sum(losses) / 2:.4g} ± {abs(losses[0] - losses[1]) / 2:.3g}" in lines[1]
+    people = jfcl.simulate_population(
+        FEDAVG, ClientStore.from_clients(CLIENTS), key=keys[0], num_rounds=3, cohort=4, eval_every=9, stop_after=2
+    )
+    lines = repr(people).splitlines()
+    assert lines[:2] == ["PopulationHistory: 2 rounds, 0 records; stop_after is 2 rounds", "no evaluation"]

@@ -1,0 +1,191 @@
+"""The trackers against the real libraries, without a network: what they keep is read back."""
+
+import json
+import struct
+import sys
+import time
+
+import jax
+import pytest
+
+import jfcl
+from jfcl import cli
+from jfcl.experiments import trackers
+from jfcl.simulation.callbacks import CallbackError
+from jfcl.testing import problem
+
+CLIENTS, _, TASK, TRAINING = problem()
+FEDAVG = jfcl.fedavg(TASK, TRAINING)
+ROUNDS, NAMES = 5, ("loss", "train_loss", "bytes_up")
+
+
+def simulate(tracker, out, seeds=1, **options):
+    keys = jax.random.key(3) if seeds == 1 else jax.random.split(jax.random.key(3), seeds)
+    options = {"num_rounds": ROUNDS, "test_clients": CLIENTS, "config": {"lr": 0.5}} | options
+    return jfcl.simulate(FEDAVG, CLIENTS, key=keys, out=out, callbacks=[tracker], **options)
+
+
+def interrupted(make, out):
+    """A run that is stopped after round 4, and continues at round 2, since its last checkpoint is lost."""
+    simulate(make(), out, stop_after=2)
+    simulate(make(), out, stop_after=4, resume=True)
+    about = out / "checkpoints" / "4" / "about.json"
+    about.write_text(about.read_text().replace('"round":', '"ronud":'))
+    with pytest.warns(UserWarning, match="checkpoint of round 4 .* is damaged"):
+        return simulate(make(), out, resume=True)
+
+
+def expected(history):
+    return {name: dict(zip(*(x.tolist() for x in history.series(name)), strict=True)) for name in NAMES}
+
+
+def events_of(folder):
+    """The events of a folder in the order of its files: records of a length, a checksum, the data, a checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(folder.iterdir(), key=lambda file: int(file.suffix[1:])):
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            found.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return found
+
+
+def curves(folder):
+    """The curves of TensorBoard: the start of a session voids events of its step and later ones that came before."""
+    found, texts = {}, {}
+    for event in events_of(folder):
+        if event.HasField("session_log"):
+            found = {name: {t: v for t, v in of.items() if t < event.step} for name, of in found.items()}
+        for value in event.summary.value:
+            if value.HasField("tensor"):
+                texts[value.tag.removesuffix("/text_summary")] = value.tensor.string_val[0].decode()
+            else:
+                assert event.step not in found.setdefault(value.tag, {})
+                found[value.tag][event.step] = value.simple_value
+    return found, texts
+
+
+def test_tensorboard_continues_its_curves(tmp_path):
+    pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
+    history = interrupted(trackers.TensorBoard, tmp_path)
+    found, texts = curves(tmp_path / "tensorboard")
+    for name, values in expected(history).items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name
+    assert "| lr | 0.5 |" in texts["config"] and texts["ended"] == "finished: all rounds are done"
+
+
+def test_tensorboard_shows_seeds_and_their_means(tmp_path):
+    pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
+    history = simulate(trackers.TensorBoard(tmp_path / "events"), None, seeds=2)
+    found, _ = curves(tmp_path / "events")
+    series = [history.series("loss", s)[1] for s in (0, 1)]
+    assert list(found["loss"].values()) == pytest.approx(((series[0] + series[1]) / 2).tolist(), rel=1e-6)
+    assert list(found["seed_1/loss"].values()) == pytest.approx(series[1].tolist(), rel=1e-6)
+
+
+def wandb_records(file):
+    """The records of a `.wandb` file: a LevelDB log after a header of 7 bytes, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of the block
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="pip install 'jfcl[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def make():
+        time.sleep(1.1)  # wandb names the files of an offline part by the second of its beginning
+        return trackers.WandB(mode="offline", project="tests")
+
+    history = interrupted(make, tmp_path)
+    identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    found, configs, ends, exits = {name: {} for name in NAMES}, [], [], []
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{identity}.wandb"] * 3  # `wandb sync` joins them
+    for file in files:
+        for record in wandb_records(file):
+            if record.HasField("run"):
+                assert (record.run.run_id, record.run.project) == (identity, "tests")
+                configs.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
+            row = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            for name in NAMES if row else ():
+                assert found[name].setdefault(row["round"], row[name]) == row[name]  # rounds that run again: the same
+            ends += [json.loads(i.value_json) for i in record.summary.update if "ended" in (i.key, *i.nested_key)]
+            exits += [record.exit.exit_code] if record.HasField("exit") else []
+    assert found == expected(history)
+    assert any(config.get("lr") == 0.5 for config in configs) and exits == [0] * len(files)
+    assert ends[-1] == "finished: all rounds are done"
+
+
+@pytest.mark.parametrize("store", ["sqlite", "files"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_mlflow_continues_its_run(store, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'jfcl[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"sqlite:///{tmp_path}/mlflow.db" if store == "sqlite" else (tmp_path / "mlruns").as_uri()
+    history = interrupted(lambda: trackers.MLflow(uri, "tests"), tmp_path / "run")
+    client = mlflow.MlflowClient(uri)
+    (kept,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert kept.info.run_id == json.loads((tmp_path / "run" / "trackers.json").read_text())["mlflow"]
+    assert (kept.info.run_name, kept.info.status, kept.data.params) == ("run", "FINISHED", {"lr": "0.5"})
+    assert kept.data.tags["ended"] == "finished: all rounds are done"
+    for name, values in expected(history).items():
+        found = {(metric.step, metric.value) for metric in client.get_metric_history(kept.info.run_id, name)}
+        assert found == set(values.items()), name
+
+    # An error, and several seeds.
+    class Failing:
+        def on_records(self, records):
+            raise RuntimeError("no")
+
+    tracker = trackers.MLflow(uri, "tests")
+    with pytest.raises(CallbackError, match="Failing"):
+        jfcl.simulate(
+            FEDAVG, CLIENTS, key=jax.random.split(jax.random.key(0)), num_rounds=2, callbacks=[tracker, Failing()]
+        )
+    failed = client.search_runs([kept.info.experiment_id], order_by=["attributes.start_time DESC"])[0]
+    assert failed.info.status == "FAILED" and failed.data.tags["ended"].startswith("failed: CallbackError: callback")
+    assert {"train_loss", "seed_0/train_loss", "seed_1/train_loss"} <= failed.data.metrics.keys()
+
+
+@pytest.mark.parametrize("name, package", [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_tracker_that_is_not_installed_says_how(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"track must be .* installed, got '{name}' .*: pip install 'jfcl\[{name}\]'"):
+        trackers.tracker(name)
+
+
+def test_damaged_identities_are_named(tmp_path):
+    class Library:
+        MlflowClient = staticmethod(lambda uri: None)
+
+    tracker = trackers.MLflow.__new__(trackers.MLflow)
+    tracker._library, tracker._uri = Library, None
+    (tmp_path / "trackers.json").write_text("{")
+    with pytest.raises(CallbackError, match=r"MLflow\.on_start raised ValueError: .*trackers\.json"):
+        simulate(tracker, tmp_path)
+
+
+def test_the_command_line_tracks(tmp_path, capsys):
+    pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
+    out = tmp_path / "run"
+    command = ["run", "local", "--clients", "4", "--rounds", "2", "--quiet", "--out", str(out)]
+    assert cli.main([*command, "--track", "tensorboard"]) == 0
+    found, texts = curves(out / "tensorboard")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert list(found["accuracy"].values()) == pytest.approx([row["accuracy"] for row in records], rel=1e-6)
+    assert "| method | local |" in texts["config"]
+    capsys.readouterr()
