@@ -51,6 +51,10 @@ NEEDS = {  # flags that mean nothing without others
     "exponent": ["--partition", "power_law"],
     "labels_per_client": ["--partition", "label"],
     "distribution": ["--partition", "distribution"],
+    "lr_end": ["--schedule", "cosine"],
+    "warmup": ["--schedule", "warmup_cosine"],
+    "step_rounds": ["--schedule", "step"],
+    "step_factor": ["--schedule", "step"],
     "malicious": ["--attack", "sign_flip"],
     "attack": ["--malicious", "0.3"],
     "radius": ["--aggregator", "centered_clip"],
@@ -334,6 +338,7 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "models": list(models.MODELS),
     }
     names |= {"mapping": ["vmap", "chunked", "sharded", "pmap"], "linkage": ["single"], "distance": ["euclidean"]}
+    names |= {"optimizer": ["sgd", "adam", "lion"], "schedule": ["cosine", "step", "warmup_cosine"]}
     names |= {"server_optimizer": ["adam", "momentum"], "similarity": ["gradients"], "privacy": ["sign", "rotation"]}
     good = {int: ["1", "2", "3", "4"], float: ["0.3", "0.5", "1"], bool: [""], str: ["new"]}[kind(action)]
     bad = rng.sample([v for v in VALUES[kind(action)] if action.dest != "rounds" or len(v) < 4], 2)

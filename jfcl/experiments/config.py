@@ -6,7 +6,6 @@ The options of a method are declared in its factory (`jfcl.core.options`); those
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -14,25 +13,20 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
-import optax
-
 from jfcl import data, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, argument_texts, first_sentence, read_hint
+from jfcl.experiments.names import nearest
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import read_json
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
-SERVER_OPTIMIZERS = {
-    "average": lambda lr: optax.sgd(lr),
-    "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
-    "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
-}
 OF_PARTITION = {  # option: the partitions that take it
     name: [p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters]
     for name in ("alpha", "exponent", "labels_per_client", "distribution")
@@ -126,10 +120,19 @@ class Training:
       local_steps: local steps per round; default without --local-epochs: 10, or 1 where clients send gradients.
       local_epochs: passes over the client's examples per round, instead of steps.
       batch_size: examples per local step; default: all of the client.
+      optimizer: optimiser of the clients; 'jfcl list optimizers' shows them. Default: sgd.
       lr: local learning rate.
-      momentum: local momentum; default: none (momentum_clustering: 0.9, of the clients' gradients).
+      momentum: local momentum; default: none, or 0.9 with --optimizer momentum and nesterov (momentum_clustering: 0.9,
+        of the clients' gradients).
+      schedule: course of the learning rate over the local steps of the whole run, counted for the client with the most
+        examples; 'jfcl list schedules'. Default: constant.
+      lr_end: share of the learning rate that is left at the end of --schedule cosine and warmup_cosine; default: 0.
+      warmup: share of the local steps in which --schedule warmup_cosine rises; default: 0.1.
+      step_rounds: rounds between two falls of --schedule step; default: a third of --rounds.
+      step_factor: factor of each fall of --schedule step; default: 0.1.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
-      weight_decay: weight decay added to the gradient.
+      weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
+      clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx.
       augment: random changes to training images; 'jfcl list augmentations' shows them.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
@@ -153,10 +156,17 @@ class Training:
     local_steps: Steps = None
     local_epochs: Steps = None
     batch_size: CountOrNone = None
+    optimizer: Annotated[str | None, OneOf(OPTIMIZERS)] = None
     lr: Positive = 0.1
     momentum: Annotated[float | None, Interval("[0, 1)")] = None
+    schedule: Annotated[str | None, OneOf(SCHEDULES)] = None
+    lr_end: Annotated[float | None, Interval("[0, 1]")] = None
+    warmup: Annotated[float | None, Interval("(0, 1)")] = None
+    step_rounds: CountOrNone = None
+    step_factor: Annotated[float | None, Interval("(0, 1)")] = None
     lr_decay: Positive = 1.0
     weight_decay: NotNegative = 0.0
+    clip_norm: Annotated[float | None, Interval("(0, inf)")] = None
     prox: NotNegative = 0.0
     augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
@@ -305,12 +315,6 @@ def methods_with(name: str) -> list[str]:
     return [name for name, method in METHODS.items() if not needed or needed & set(method.options)]
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Returns `": did you mean 'rounds'?"` for a wrong name, or an empty text where none is near."""
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
-
-
 def as_dict(config: Config) -> dict[str, Any]:
     """Returns all options by name: None for those of the method that are not given."""
     own = dict.fromkeys(method_options(config.method)) | SAVED_ALWAYS | config.options
@@ -333,6 +337,7 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     if saved["precision"] == "default":  # a run may continue on another platform
         saved["precision"] = default_precision()
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
+    saved["schedule_rounds"] = schedule_rounds(config)
     return saved | {"num_rounds": saved.pop("rounds")}
 
 
@@ -355,7 +360,8 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
       >>> from_saved({"method": "ifca", "clients": 8, "chunk": None, "num_rounds": 30})
       {'method': 'ifca', 'clients': 8, 'rounds': 30}
     """
-    others = ("num_rounds", "split_hash", "cohorts", "versions")  # cohorts: how those of a population were drawn
+    # cohorts: how those of a population were drawn
+    others = ("num_rounds", "split_hash", "cohorts", "versions", "schedule_rounds")
     options = {name: v for name, v in saved.items() if name not in others and not _is_saved_always(name, v)}
     options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
     known, common = all_options(), common_options()
@@ -365,6 +371,17 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     }
     required = {"method", *(name for name, option in common.items() if not option.optional)}
     return {name: v for name, v in options.items() if v is not None or name in required}
+
+
+def schedule_rounds(config: Config) -> int | None:
+    """Returns the rounds over which the learning rate is planned, which no resumption can change; None without a plan.
+
+    Example:
+      >>> schedule_rounds(Config("fedavg", rounds=30, schedule="cosine")), schedule_rounds(Config("fedavg", rounds=30))
+      (30, None)
+    """
+    planned = config.schedule not in (None, "constant") and config.step_rounds is None
+    return config.rounds if planned else None
 
 
 def check_options(raw: dict[str, Any], where: str) -> dict[str, Any]:

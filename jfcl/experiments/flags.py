@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from jfcl.core import check_choice
 from jfcl.core.options import OneOf, Option, first_sentence, options_of
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+from jfcl.experiments.names import near_option
 from jfcl.experiments.tables import lists
 
 EXAMPLES = """examples:
@@ -38,10 +38,10 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for action in _all_actions(self) for flag in action.option_strings]
+            options = [f.lstrip("-").replace("-", "_") for a in _all_actions(self) for f in a.option_strings]
             name = unknown[0].split("=")[0][:100]
-            near = difflib.get_close_matches(name, flags, n=1)
-            raise ValueError(f"unknown option {name}" + (f": did you mean {near[0]}?" if near else ""))
+            near = near_option(name.lstrip("-"), options)
+            raise ValueError(f"unknown option {name}" + (f": did you mean {flag_of(near)}?" if near else ""))
         return parsed
 
     def error(self, message):

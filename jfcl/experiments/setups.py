@@ -35,13 +35,13 @@ from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
 from jfcl.experiments.config import (
     PRECISIONS,
-    SERVER_OPTIMIZERS,
     Config,
     as_dict,
     common_options,
     of_population,
     partition_options,
 )
+from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -60,7 +60,7 @@ class Setup(NamedTuple):
 
 
 def make_training(config: Config, largest: int) -> LocalTraining:
-    """Returns the local training; with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
+    """Returns the local training; schedules count the local steps of a client with `largest` examples."""
     defaults = METHODS[config.method].defaults
     training = local_training(
         optax.sgd(config.lr),
@@ -71,21 +71,36 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
         keep=config.keep or defaults.get("keep", "nothing"),
     )
-    lr: Any = config.lr
-    if config.lr_decay != 1:
-        if config.mixing is None:  # validation examples are not trained on
-            largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
-        done = config.rounds * most_steps(training, largest)
-        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
-        check(done <= INT32_MAX, "rounds", config.rounds, accepted)
-        lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
-        if training.keep == "nothing":
-            training = training._replace(keep="schedule")
-    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
-    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
-    if config.weight_decay:
-        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
+    lr = _learning_rate(config, training, largest)
+    if callable(lr) and training.keep == "nothing":
+        training = training._replace(keep="schedule")
+    of_method = "momentum" in METHODS[config.method].options  # the method's, not the optimiser's
+    optimizer = make_optimizer(
+        config.optimizer or "sgd",
+        lr,
+        momentum=None if of_method else config.momentum,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+    )
     return training._replace(optimizer=optimizer)
+
+
+def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any:
+    """Returns the learning rate, or its schedule over the local steps of a client with `largest` examples."""
+    name = config.schedule or "constant"
+    if name == "constant" and config.lr_decay == 1:
+        return config.lr
+    if config.mixing is None:  # validation examples are not trained on
+        largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
+    steps = most_steps(training, largest)
+    done = config.rounds * steps
+    accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
+    check(done <= INT32_MAX, "rounds", config.rounds, accepted)
+    if name == "constant":
+        return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
+    options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
+    step = (config.step_rounds or max(config.rounds // 3, 1)) * steps
+    return make_schedule(name, config.lr, done, step, **options)
 
 
 def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
@@ -353,6 +368,7 @@ def assemble(
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
+        costless += tuple(SCHEDULE_OPTIONS)
         costly = {name: value for name, value in as_dict(config).items() if name not in costless}
         client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
