@@ -45,10 +45,12 @@ from jfcl.simulation import (
     DivergedError,
     History,
     PopulationHistory,
+    Sweep,
     clear_programs,
     rollout,
     simulate,
     simulate_population,
+    sweep,
 )
 
 # Import paths of users, whatever folder a module is in.
@@ -63,6 +65,7 @@ __all__ = [
     "DivergedError",
     "History",
     "PopulationHistory",
+    "Sweep",
     "Task",
     "__version__",
     "assign_newcomer",
@@ -109,6 +112,7 @@ __all__ = [
     "simulate",
     "simulate_population",
     "stack_clients",
+    "sweep",
     "targets",
     "testing",
     "theory",

@@ -18,7 +18,18 @@ from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
-from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, argument_texts, first_sentence, read_hint
+from jfcl.core.options import (
+    MOST_REPEATED,
+    Interval,
+    OneOf,
+    Option,
+    Range,
+    Real,
+    accepts_tracers,
+    argument_texts,
+    first_sentence,
+    read_hint,
+)
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.simulation.cohorts import SAMPLING
@@ -43,7 +54,9 @@ CountOrNone = Annotated[int | None, Range(1)]
 Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Seed = Range(0, 2**32 - 1)
 Positive = Annotated[float, Interval("(0, inf)")]
+PositiveReal = Annotated[Real, Interval("(0, inf)")]
 NotNegative = Annotated[float, Interval("[0, inf)")]
+NotNegativeReal = Annotated[Real, Interval("[0, inf)")]
 Share = Annotated[float, Interval("[0, 1)")]
 
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
@@ -157,17 +170,17 @@ class Training:
     local_epochs: Steps = None
     batch_size: CountOrNone = None
     optimizer: Annotated[str | None, OneOf(OPTIMIZERS)] = None
-    lr: Positive = 0.1
-    momentum: Annotated[float | None, Interval("[0, 1)")] = None
+    lr: PositiveReal = 0.1
+    momentum: Annotated[Real | None, Interval("[0, 1)")] = None
     schedule: Annotated[str | None, OneOf(SCHEDULES)] = None
     lr_end: Annotated[float | None, Interval("[0, 1]")] = None
     warmup: Annotated[float | None, Interval("(0, 1)")] = None
     step_rounds: CountOrNone = None
     step_factor: Annotated[float | None, Interval("(0, 1)")] = None
     lr_decay: Positive = 1.0
-    weight_decay: NotNegative = 0.0
-    clip_norm: Annotated[float | None, Interval("(0, inf)")] = None
-    prox: NotNegative = 0.0
+    weight_decay: NotNegativeReal = 0.0
+    clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
+    prox: NotNegativeReal = 0.0
     augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
     num_models: CountOrNone = None
@@ -175,7 +188,7 @@ class Training:
     personal: str | None = None
     init_from: str | None = None
     server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
-    server_lr: Positive = 1.0
+    server_lr: PositiveReal = 1.0
     cohort: CountOrNone = None
     sampling: Annotated[str, OneOf(SAMPLING)] = "uniform"
     dropout: Share = 0.0
@@ -199,7 +212,7 @@ class Attack:
     attack: Annotated[str | None, OneOf({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS})] = None
     malicious: Share = 0.0
     aggregator: str | None = None
-    radius: Annotated[float | None, Interval("(0, inf]")] = None
+    radius: Annotated[Real | None, Interval("(0, inf]")] = None
     bucket_size: CountOrNone = None
 
 
@@ -289,11 +302,10 @@ def groups() -> dict[type, dict[str, Option]]:
     for group in (Data, Training, Attack, Run):
         hints, texts = typing.get_type_hints(group, include_extras=True), argument_texts(group)
         defaults = {field.name: field.default for field in dataclasses.fields(group)}
-        read = {name: read_hint(hints[name]) for name in defaults}
-        found[group] = {
-            name: Option(name, kind, optional, defaults[name], first_sentence(texts[name]), metadata)
-            for name, (kind, optional, metadata) in read.items()
-        }
+        found[group] = {}
+        for name, default in defaults.items():
+            (kind, optional, metadata), traced = read_hint(hints[name]), accepts_tracers(hints[name])
+            found[group][name] = Option(name, kind, optional, default, first_sentence(texts[name]), metadata, traced)
     return found
 
 

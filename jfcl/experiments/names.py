@@ -26,7 +26,7 @@ _OF_OTHERS = {
     "partition": "partitioner partition_method",
     "seed": "random_seed random_state manual_seed",
     "seeds": "num_seeds n_seeds",
-    "num_models": "n_models models_per_server",
+    "num_models": "n_models",
     "examples_per_client": "samples_per_client num_samples_per_client",
     "eval_every": "eval_gap eval_interval frequency_of_the_test test_every",
     "server_lr": "server_learning_rate global_lr",

@@ -27,6 +27,7 @@ from jfcl.core import (
     check_choice,
     check_labels,
     client_ids,
+    is_concrete,
     max_examples,
     platform,
     shown,
@@ -215,7 +216,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)
-    if config.server_optimizer != "average" or config.server_lr != 1:
+    if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     if config.share is not None:
         options["shared"] = _starting_with("share", config.share, task)
@@ -255,12 +256,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
     dataset = data.load(config.dataset, data_dir=data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
-    if texts != (config.model in models.LANGUAGE_MODELS):
-        holds, reads = ("texts", "images") if texts else ("images", "texts")
-        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
-        raise ValueError(
-            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
-        )
+    check_model_reads(config, texts)
     if not texts:
         for name in ("vocab_size", "length"):
             value = getattr(config, name)
@@ -272,6 +268,16 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
     return dataset, len(vocabulary)
+
+
+def check_model_reads(config: Config, texts: bool) -> None:
+    """Raises `ValueError` for a model of images on `texts`, or a model of texts on images."""
+    if texts != (config.model in models.LANGUAGE_MODELS):
+        holds, reads = ("texts", "images") if texts else ("images", "texts")
+        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
+        raise ValueError(
+            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
+        )
 
 
 def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
@@ -375,6 +381,25 @@ def assemble(
     return Setup(federation, task, make(client_axis), seeds, client_axis, training)
 
 
+class Loaded(NamedTuple):
+    """The clients of a run; `malicious` is the mask `[N]` under an attack, `vocab_size` that of texts."""
+
+    federation: Any
+    vocab_size: int | None
+    malicious: np.ndarray | None = None
+
+
+def load_clients(config: Config, data_dir: str | None, client_axis: mapping.Mapping) -> Loaded:
+    """Returns the clients of `config` that this process holds under `client_axis`, after an attack on their data."""
+    dataset, vocab_size = load_dataset(config, data_dir)
+    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
+    if federation.num_classes is not None:
+        check_labels(federation.train, federation.num_classes)
+    if config.attack is None:
+        return Loaded(federation, vocab_size)
+    return Loaded(attack_data(config, federation), vocab_size, malicious_clients(config))
+
+
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     """Builds data, task and algorithm; raises `ValueError` for options that do not fit together.
 
@@ -388,12 +413,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
-    dataset, vocab_size = load_dataset(config, data_dir)
-    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
-    if federation.num_classes is not None:
-        check_labels(federation.train, federation.num_classes)
-    malicious = None
-    if config.attack is not None:
-        federation, malicious = attack_data(config, federation), malicious_clients(config)
+    federation, vocab_size, malicious = load_clients(config, data_dir, client_axis)
     parts = assemble(config, federation, vocab_size, max_examples(federation.train), client_axis)
     return parts._replace(malicious=malicious)

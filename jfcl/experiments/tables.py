@@ -12,9 +12,9 @@ from rich.text import Text
 from jfcl import data, kernels, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
-from jfcl.experiments import RECIPES
 from jfcl.experiments.comparison import results_rows
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
+from jfcl.experiments.recipes import RECIPES
 
 
 def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
