@@ -1,5 +1,6 @@
 """Optimisers and schedules of the command line, against equations in NumPy and against optax."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,11 +10,12 @@ import optax
 import pytest
 
 from jfcl import cli
-from jfcl.experiments import Config, run, setup
-from jfcl.experiments.config import all_options
+from jfcl.experiments import Config, from_saved, run, setup
+from jfcl.experiments.config import all_options, to_saved
 from jfcl.experiments.names import OF_OTHERS
 from jfcl.experiments.setups import make_training
 from jfcl.experiments.validation import validate
+from jfcl.simulation.folder import RunFolder
 
 LR, DECAY, STEPS = 0.3, 0.1, 6
 ONE = {"clients": 1, "clusters": 1, "heterogeneity": "none", "model": "linear", "local_steps": 2}
@@ -165,16 +167,16 @@ def test_options_that_do_not_fit_are_refused(options, words):
     assert words in str(error.value)
 
 
-def test_a_planned_rate_keeps_its_number_of_rounds(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
-    out = str(tmp_path / "run")
-    flags = ["--quiet", "--clients=4", "--clusters=2", "--model=linear", "--optimizer=adam", "--clip-norm=1"]
-    flags += ["--schedule=cosine", "--out", out]
-    assert cli.main(["run", "fedavg", *flags, "--rounds=2"]) == 0
-    assert cli.main(["run", "--config", f"{out}/config.json", "--out", out, "--quiet", "--resume"]) == 0
-    capsys.readouterr()
-    assert cli.main(["run", "fedavg", *flags, "--rounds=3", "--resume"]) == 2
-    assert "schedule_rounds: it has 2, asked for 3" in " ".join(capsys.readouterr().err.split())
+def test_a_planned_rate_keeps_its_number_of_rounds(tmp_path):
+    config = Config("fedavg", rounds=2, optimizer="adam", clip_norm=1.0, schedule="cosine")
+    saved = to_saved(config, "h")
+    assert Config(**from_saved(saved)) == dataclasses.replace(config, precision=saved["precision"])
+    RunFolder.create(tmp_path, saved).close()
+    RunFolder.reopen(tmp_path, to_saved(config, "h")).close()
+    with pytest.raises(ValueError, match="schedule_rounds: it has 2, asked for 3"):
+        RunFolder.reopen(tmp_path, to_saved(dataclasses.replace(config, rounds=3), "h"))
+    for options in ({}, {"schedule": "constant"}, {"schedule": "step", "step_rounds": 5}):  # may be longer
+        assert to_saved(Config("fedavg", **options), "h")["schedule_rounds"] is None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def _is_zero(value: Any) -> bool:
 
 OPTIMIZERS = {
     "sgd": Optimizer(
-        lambda lr, m, _: optax.sgd(lr, momentum=m or None), "gradient descent; with --momentum if given", 0.0
+        lambda lr, m, _: optax.sgd(lr, momentum=None if _is_zero(m) else m),
+        "gradient descent, with --momentum if it is given",
+        0.0,
     ),
     "momentum": Optimizer(lambda lr, m, _: optax.sgd(lr, momentum=m), "gradient descent with momentum 0.9", 0.9),
     "nesterov": Optimizer(

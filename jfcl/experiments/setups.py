@@ -100,7 +100,7 @@ def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any
     if name == "constant":
         return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
     options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
-    step = (config.step_rounds or max(config.rounds // 3, 1)) * steps
+    step = min((config.step_rounds or max(config.rounds // 3, 1)) * steps, INT32_MAX)
     return make_schedule(name, config.lr, done, step, **options)
 
 

@@ -87,6 +87,7 @@ def check_grid(grid: Mapping[str, Sequence[Value]]) -> dict[str, list[Value]]:
 
 
 def check_traced(grid: dict[str, list[Value]], traced: Collection[str] | None) -> frozenset[str]:
+    """Returns the options that are tracers, by default those of floats; `ValueError` for one that holds no numbers."""
     floats = {name for name, values in grid.items() if all(isinstance(value, float) for value in values)}
     if traced is None:
         return frozenset(floats)
@@ -106,10 +107,12 @@ def grouped(cells: list[dict[str, Value]], traced: Collection[str]) -> Iterable[
 
 
 def static_options(values: dict[str, Value], traced: Collection[str]) -> tuple[tuple[str, str, Value], ...]:
+    """Returns name, type and value of a cell's options that are no tracers; the types tell 1 from `True`."""
     return tuple((name, type(value).__name__, value) for name, value in values.items() if name not in traced)
 
 
 def make_cell(values: dict[str, Value], per_seed: list[dict[str, Any]]) -> Cell:
+    """Returns a cell with the mean and the standard deviation over its seeds."""
     if any(row["diverged"] for row in per_seed):
         return Cell(values, per_seed, {}, {})
     columns = {name: [row[name] for row in per_seed] for name in METRICS if name in per_seed[0]}

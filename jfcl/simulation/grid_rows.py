@@ -17,7 +17,6 @@ from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Algorithm, Clients, check, check_labels, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import layout, mapping, memory
-from jfcl.simulation.evaluation import finite_mean
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
 
@@ -33,6 +32,7 @@ class Shared(NamedTuple):
 
 
 def divided(row_axis: mapping.Mapping | None) -> mapping.Mapping:
+    """Returns `row_axis`, or the mapping that divides rows among all devices where it is None."""
     mesh = mapping.client_mesh()
     return row_axis or (mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto()))
 
@@ -45,7 +45,7 @@ class Group:
     """
 
     def __init__(self, make, cells, numbers, traced, data, at_once, *, row_axis, client_axis):
-        self._numbers, self._data = numbers, data
+        self._data = data
         self._axes = {"row_axis": row_axis, "client_axis": client_axis}
         self._program = {"make": make, "static": static_options(cells[numbers[0]], traced), "row_axis": row_axis}
         rows = list(itertools.product(numbers, range(len(data.keys))))
@@ -91,10 +91,12 @@ class Group:
         try:
             state = jax.eval_shape(partial(_start, **self._program), keys, values, clients)
             jax.eval_shape(partial(_advance, **self._program), keys, values, state, one, one, clients)
-        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-            names = ", ".join(self._values)
+        except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]
-            raise ValueError(f"traced must be the options that make takes as tracers, got {names} ({why})") from None
+            if not self._values or "trace" not in why.lower():
+                raise
+            names = ", ".join(self._values)
+            raise ValueError(f"traced must be options that make takes as tracers, got {names} ({why})") from None
         return state
 
     def run(
@@ -121,16 +123,13 @@ class Group:
         values = {name: column[at] for name, column in self._values.items()}
         state = _start(keys, values, clients, **self._program)
         done, block, rounds = 0, 1, self._data.num_rounds
-        diverged, ended = np.zeros(self._size, bool), False
-        while done < rounds and not (ended or diverged.all()):
+        diverged, ended = np.zeros(self._size, bool), np.zeros(self._size, bool)
+        while done < rounds and not (diverged | ended).all():  # rounds that are left out would change nothing
             length, started = min(block, rounds - done), time.perf_counter()
             first, number = np.int32(done + 1), np.int32(length)
-            state, finite, last = _advance(keys, values, state, first, number, clients, **self._program)
-            finite, last = jax.device_get((finite, last))
-            diverged |= ~finite
-            if "nonfinite" in last and "participants" in last:
-                diverged |= (last["nonfinite"] == last["participants"]) & (last["participants"] > 0)
-            ended = bool(np.all(last.get("ended", False)))
+            state, lost, ended = _advance(keys, values, state, first, number, clients, **self._program)
+            lost, ended = jax.device_get((lost, ended))
+            diverged |= lost
             took = time.perf_counter() - started
             block = int(np.clip(BLOCK_SECONDS * length / max(took, 1e-9), 1, 2**30))
             done += length
@@ -173,20 +172,21 @@ def _start(keys, values, clients, *, make, static, row_axis):
 
 @partial(jax.jit, static_argnames=("make", "static", "row_axis"), donate_argnames="state")
 def _advance(keys, values, state, first, count, clients, *, make, static, row_axis):
-    """Returns the states after `count` rounds, whether their models are finite, and metrics of the last round."""
+    """Returns the states after `count` rounds, whether one of these lost a model, and whether the method has ended."""
 
     def one(key, values, state, first, count, clients):
         algorithm = _made(make, static, values)
 
         def one_round(t, carry):
-            state, found = algorithm.step(jax.random.fold_in(key, t), carry[0], clients)
-            watched = {name: found[name] for name in ("nonfinite", "participants", "ended") if name in found}
-            return state, watched | {"loss": finite_mean(found["loss"])}
+            state, lost, _ = carry
+            state, found = algorithm.step(jax.random.fold_in(key, t), state, clients)
+            lost |= ~is_finite(state.params)
+            if "nonfinite" in found and "participants" in found:  # no client sent a finite update
+                lost |= (found["nonfinite"] == found["participants"]) & (found["participants"] > 0)
+            return state, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
 
-        like = jax.eval_shape(one_round, first, (state,))[1]
-        last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        state, last = jax.lax.fori_loop(first, first + count, one_round, (state, last))
-        return state, is_finite(state.params), last
+        no = jnp.zeros((), bool)
+        return jax.lax.fori_loop(first, first + count, one_round, (state, no, no))
 
     return row_axis(one, in_axes=(0, 0, 0, None, None, None))(keys, values, state, first, count, clients)
 
