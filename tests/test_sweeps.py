@@ -89,6 +89,21 @@ def test_a_cell_is_a_run(row_axis, runs):
     assert found.rows()[-1]["accuracy"] == scores[-1] and found.rows()[-1]["num_clusters"] == 2
 
 
+@pytest.mark.slow
+def test_a_cell_with_personal_parameters_is_a_run():
+    def personal(lr):
+        training = jfcl.local_training(optax.sgd(lr), num_steps=2)
+        return jfcl.ifca(TASK, training, num_clusters=2, personal=lambda path: path == "b")
+
+    options = {"key": KEYS, "num_rounds": ROUNDS}
+    found = jfcl.sweep(personal, {"lr": [0.05, 0.3]}, CLIENTS, held_out=HELD_OUT, **options)
+    for cell in found.cells:
+        history = jfcl.simulate(
+            personal, CLIENTS, eval_every=ROUNDS, test_clients=HELD_OUT, hyperparams=cell.values, **options
+        )
+        assert [row["loss"] for row in cell.per_seed] == pytest.approx([r["loss"] for r in history.records], abs=1e-5)
+
+
 def test_a_diverged_cell_is_marked_and_the_others_continue():
     """Regression on a constant: after T rounds of a step the loss is (1 - 2 lr)^(2 T), infinite in float32 at 1e30."""
     task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")

@@ -39,7 +39,7 @@ from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
 
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
-OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share")
+OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share", "personal")
 BOOLEANS = {"true": True, "false": False}
 MOST_SHOWN = 30  # cells in a table
 FILES = ("sweep.json", "best.toml", "heatmap.png")

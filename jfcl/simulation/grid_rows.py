@@ -136,7 +136,7 @@ class Group:
             tick(self._rows[begin][0], length * count)
         tick(self._rows[begin][0], (rounds - done) * count)
         learners = clients if self._by_loss else None
-        judged = _judge(state.params, state.cluster, held_out, learners, task=self.task, **self._axes)
+        judged = _judge(state.params, state.cluster, _personal(state), held_out, learners, task=self.task, **self._axes)
         judged, size = jax.device_get(judged), np.asarray(self._data.held_out.size)
         results = []
         for i in range(count):
@@ -180,7 +180,7 @@ def _advance(keys, values, state, first, count, clients, *, make, static, row_ax
         def one_round(t, carry):
             state, lost, _ = carry
             state, found = algorithm.step(jax.random.fold_in(key, t), state, clients)
-            lost |= ~is_finite(state.params)
+            lost |= ~is_finite((state.params, _personal(state)))
             if "nonfinite" in found and "participants" in found:  # no client sent a finite update
                 lost |= (found["nonfinite"] == found["participants"]) & (found["participants"] > 0)
             return state, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
@@ -192,12 +192,17 @@ def _advance(keys, values, state, first, count, clients, *, make, static, row_ax
 
 
 @partial(jax.jit, static_argnames=("task", "row_axis", "client_axis"))
-def _judge(params, cluster, held_out, learners, *, task, row_axis, client_axis):
+def _judge(params, cluster, personal, held_out, learners, *, task, row_axis, client_axis):
     """Returns the evaluation of every client, `[B, N]` each, of the models of `B` rows."""
 
-    def one(params, cluster, held_out, learners):
+    def one(params, cluster, personal, held_out, learners):
         if learners is not None:
-            cluster = lowest_loss(task, params, learners, client_axis=client_axis)
-        return metrics.evaluate(task, params, held_out, cluster, client_axis=client_axis)
+            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
+        return metrics.evaluate(task, params, held_out, cluster, personal=personal, client_axis=client_axis)
 
-    return row_axis(one, in_axes=(0, 0, None, None))(params, cluster, held_out, learners)
+    return row_axis(one, in_axes=(0, 0, 0, None, None))(params, cluster, personal, held_out, learners)
+
+
+def _personal(state: Any) -> Any:
+    """Returns the clients' own parameters in a state, `()` without any."""
+    return getattr(state, "personal", ())
