@@ -1,5 +1,6 @@
 """Sweeps: cells against single runs, what is held out, what a kill leaves, and what the command line refuses."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -330,6 +331,11 @@ def test_the_test_examples_are_not_read(monkeypatch):
         train, held = rows(seen["clients"], i), rows(seen["held_out"], i)
         assert train | held == rows(federation.train, i) and not train & held
         assert len(held) == len(train | held) // 4 and not (train | held) & rows(federation.test, i)
+    attacked = dataclasses.replace(config, attack="sign_flip", malicious=0.5)
+    with pytest.raises(Killed):
+        run_sweep(attacked, {"lr": [0.1]})
+    judged = jfcl.experiments.setup(attacked).federation.test.size > 0
+    assert judged.sum() == 2 and ((seen["held_out"].size > 0) == judged).all() and (seen["clients"].size > 0).all()
 
 
 def test_every_configuration_may_diverge(capsys):

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from jfcl.core import Algorithm, check, max_examples
 from jfcl.core.files import write_whole
@@ -148,8 +150,10 @@ def run_sweep(
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     loaded = load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        check_model_reads(cell, config.model in LANGUAGE_MODELS)
+        check_model_reads(cell, cells[0].model in LANGUAGE_MODELS)
     train, held_out = hold_out(loaded.federation.train, holdout, seed=config.data_seed)
+    if loaded.malicious is not None:  # as in the final test, attackers do not count
+        held_out = held_out._replace(size=np.where(loaded.malicious, 0, held_out.size).astype(np.int32))
     largest = max_examples(train)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
 
@@ -243,5 +247,6 @@ def sweep_table(found: Sweep, title: str) -> Table:
             number(scale * cell.mean[name], scale * cell.std[name] if several else None, digits) if cell.mean else "–"
             for name, (_, scale, digits) in columns.items()
         ]
-        table.add_row(*[f"{v:g}" if isinstance(v, float) else str(v) for v in cell.values.values()], *cells)
+        names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
+        table.add_row(*names, *cells)
     return table
