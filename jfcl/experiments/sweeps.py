@@ -22,6 +22,7 @@ from jfcl.core.files import write_whole
 from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, options_of
 from jfcl.data import hold_out
 from jfcl.execution import mapping
+from jfcl.experiments.comparison import number
 from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
 from jfcl.experiments.names import nearest
 from jfcl.experiments.setups import (
@@ -33,7 +34,7 @@ from jfcl.experiments.setups import (
     make_training,
     matmul_precision,
 )
-from jfcl.experiments.tables import number, numbers_table
+from jfcl.experiments.tables import numbers_table
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.grid import sweep
