@@ -45,11 +45,13 @@ from jfcl.simulation import (
     DivergedError,
     History,
     PopulationHistory,
+    Sweep,
     callbacks,
     clear_programs,
     rollout,
     simulate,
     simulate_population,
+    sweep,
 )
 
 # Import paths of users, whatever folder a module is in.
@@ -64,6 +66,7 @@ __all__ = [
     "DivergedError",
     "History",
     "PopulationHistory",
+    "Sweep",
     "Task",
     "__version__",
     "assign_newcomer",
@@ -111,6 +114,7 @@ __all__ = [
     "simulate",
     "simulate_population",
     "stack_clients",
+    "sweep",
     "targets",
     "testing",
     "theory",

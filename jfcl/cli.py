@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `plan`, `compare`, `report`, `list`, `reproduce`, `bench`, `demo`."""
+"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `reproduce`, `bench`, `demo`."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
             _compilation_cache()
         run_command(args, console)
     except KeyboardInterrupt:
-        kept = getattr(args, "out", None) if getattr(args, "command", None) == "run" else None
-        begun = kept and (Path(kept) / "config.json").exists()
+        kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
+        begun = kept and any((Path(kept) / name).exists() for name in ("config.json", "setting.json"))
         how = f"; saved in {kept}, continue with the same command and --resume" if begun else ""
         errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
         return 130

@@ -44,6 +44,7 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "bench": ["bench", "--quick", "--quiet", "--examples", "4", "--repeats", "1", "--seconds", "0.01"],
     "demo": ["demo", "--seeds", "1", "--rounds", "1"],
     "plan": ["plan", "fedavg", *TINY, "--target", "v5e:1x1"],
+    "sweep": ["sweep", "fedavg", *TINY, "--seeds", "1", "--grid", "prox=0"],
 }
 POPULATION = ["--population", "12", "--cohort", "4"]
 NEEDS = {  # flags that mean nothing without others
@@ -51,6 +52,10 @@ NEEDS = {  # flags that mean nothing without others
     "exponent": ["--partition", "power_law"],
     "labels_per_client": ["--partition", "label"],
     "distribution": ["--partition", "distribution"],
+    "lr_end": ["--schedule", "cosine"],
+    "warmup": ["--schedule", "warmup_cosine"],
+    "step_rounds": ["--schedule", "step"],
+    "step_factor": ["--schedule", "step"],
     "malicious": ["--attack", "sign_flip"],
     "attack": ["--malicious", "0.3"],
     "radius": ["--aggregator", "centered_clip"],
@@ -99,7 +104,7 @@ def kind(action: argparse.Action) -> type:
 def with_value(command: str, action: argparse.Action, value: str, *, method: str | None = None) -> list[str]:
     """A small command line in which `action` has `value`."""
     line = list(BASE[command])
-    if command in ("run", "plan"):
+    if command in ("run", "plan", "sweep"):
         takers = [name for name, m in METHODS.items() if action.dest in m.options]
         special = {
             "num_models": "ifca",
@@ -139,7 +144,9 @@ def judge(line: list[str], folder: Path, capsys, *, named: list[str] = ()) -> in
     """
     line = [str(folder.parent / "finished") if part == "RUN" else part for part in line]
     out = folder / "out"
-    if line[0] in ("run", "demo", "bench", "reproduce", "compare") and not any(p.startswith("--out") for p in line):
+    if line[0] in ("run", "sweep", "demo", "bench", "reproduce", "compare") and not any(
+        p.startswith("--out") for p in line
+    ):
         line = [*line, f"--out={out}"]
     before = contents(folder)
     capsys.readouterr()
@@ -233,7 +240,7 @@ class Computes(BaseException):
 def no_computing(monkeypatch):
     """Whatever would compile or draw raises `Computes`."""
     from jfcl import plots
-    from jfcl.experiments import RECIPES, population
+    from jfcl.experiments import RECIPES, population, sweeps
     from jfcl.experiments.run import run
 
     def computes(*args, **kwargs):
@@ -241,6 +248,7 @@ def no_computing(monkeypatch):
 
     monkeypatch.setitem(run.__globals__, "simulate", computes)
     monkeypatch.setattr(population, "simulate_population", computes)
+    monkeypatch.setattr(sweeps, "sweep", computes)
     monkeypatch.setattr(bench, "sgemm_gflops", computes)
     monkeypatch.setattr(plots, "save", computes)
     for name, recipe in RECIPES.items():
@@ -334,6 +342,7 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "models": list(models.MODELS),
     }
     names |= {"mapping": ["vmap", "chunked", "sharded", "pmap"], "linkage": ["single"], "distance": ["euclidean"]}
+    names |= {"optimizer": ["sgd", "adam", "lion"], "schedule": ["cosine", "step", "warmup_cosine"]}
     names |= {"server_optimizer": ["adam", "momentum"], "similarity": ["gradients"], "privacy": ["sign", "rotation"]}
     good = {int: ["1", "2", "3", "4"], float: ["0.3", "0.5", "1"], bool: [""], str: ["new"]}[kind(action)]
     bad = rng.sample([v for v in VALUES[kind(action)] if action.dest != "rounds" or len(v) < 4], 2)

@@ -13,6 +13,7 @@ from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from scipy.optimize import linear_sum_assignment
 
@@ -341,3 +342,49 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
     panels[0].set_ylabel("client-steps a second")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
+
+
+def heatmap(
+    values: np.ndarray, axes: Mapping[str, Sequence[Any]], *, label: str, more_is_better: bool = True
+) -> Figure:
+    """Plots a matrix of results by two options, with the number in each cell and a frame around the best.
+
+    Args:
+      values: `[A, B]`; NaN leaves a cell empty.
+      axes: the two options by name, with `A` and `B` values.
+      label: of the colours.
+      more_is_better: whether the best is the largest, which is the brightest; otherwise the smallest.
+
+    Example:
+      >>> figure = heatmap(np.array([[0.5, 0.9]]), {"lr": [0.1], "num_models": [2, 4]}, label="accuracy")
+      >>> [text.get_text() for text in figure.axes[0].texts]
+      ['0.5', '0.9']
+    """
+    values = np.asarray(values, np.float64)
+    (rows, row_values), (columns, column_values) = axes.items()
+    figure = Figure(figsize=(2.6 + 0.75 * values.shape[1], 1.6 + 0.45 * values.shape[0]))
+    panel = figure.subplots()
+    colours = colormaps["cividis" if more_is_better else "cividis_r"].with_extremes(bad="0.9")
+    image = panel.imshow(np.ma.masked_invalid(values), cmap=colours, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            shade = np.mean(colours(image.norm(value))[:3])
+            panel.text(
+                j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, color="black" if shade > 0.5 else "white"
+            )
+        else:
+            panel.text(j, i, "diverged", ha="center", va="center", fontsize=7, color="0.4")
+    if np.isfinite(values).any():
+        best = (np.nanargmax if more_is_better else np.nanargmin)(values)
+        i, j = np.unravel_index(best, values.shape)
+        panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#d7301f", lw=2.5))
+    panel.set_xticks(range(len(column_values)), [_short(value) for value in column_values])
+    panel.set_yticks(range(len(row_values)), [_short(value) for value in row_values])
+    panel.set_xlabel(columns)
+    panel.set_ylabel(rows)
+    figure.colorbar(image, ax=panel, label=label)
+    return figure
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -88,6 +88,7 @@ class Option(NamedTuple):
       default: the value where none is given.
       text: one line of help.
       metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Excludes` of the annotation.
+      traced: whether a value may be a tracer, an argument of the compiled program.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Option(NamedTuple):
     default: Any
     text: str
     metadata: tuple
+    traced: bool = False
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
@@ -145,12 +147,20 @@ def read_hint(hint: Any) -> tuple[type, bool, tuple] | None:
       >>> read_hint(typing.Annotated[int | None, Range(2, 9)])
       (<class 'int'>, True, (Range(least=2, most=9),))
     """
-    metadata = getattr(hint, "__metadata__", ())
-    hint = hint.__origin__ if metadata else hint
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if union else (hint,)
+    members, metadata = _members(hint), getattr(hint, "__metadata__", ())
     kind = next((kind for kind in CLASSES if kind in members), None)
     return None if kind is None else (kind, type(None) in members, metadata)
+
+
+def accepts_tracers(hint: Any) -> bool:
+    """Returns whether an annotation names JAX arrays beside the type of its values, as `Real` does."""
+    return jax.Array in _members(hint)
+
+
+def _members(hint: Any) -> tuple:
+    """Returns the types that an annotation accepts."""
+    hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 @functools.cache
@@ -162,7 +172,8 @@ def options_of(function: Callable) -> dict[str, Option]:
         read = read_hint(hints.get(name))
         if parameter.kind is parameter.KEYWORD_ONLY and read is not None:
             default = None if parameter.default is parameter.empty else parameter.default
-            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2])
+            traced = accepts_tracers(hints[name])
+            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], traced)
     return found
 
 

@@ -6,6 +6,7 @@ from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
 from jfcl.data.generate import generate_store, open_stores, synthetic_store
 from jfcl.data.heterogeneity import HETEROGENEITY
+from jfcl.data.hold_out import hold_out
 from jfcl.data.partition import (
     PARTITIONS,
     by_distribution,
@@ -50,6 +51,7 @@ __all__ = [
     "from_tfds",
     "from_torch",
     "generate_store",
+    "hold_out",
     "ifca_regression",
     "iid",
     "inner_dirichlet",

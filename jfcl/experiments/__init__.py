@@ -8,6 +8,7 @@ from jfcl.experiments.results import load_run, read_run
 from jfcl.experiments.run import run
 from jfcl.experiments.serving import export_model
 from jfcl.experiments.setups import load_params, setup
+from jfcl.experiments.sweeps import run_sweep
 
 __all__ = ["RECIPES", "Config", "Recipe", "export_model", "from_saved", "load_params", "load_run", "papers", "read_run"]
-__all__ += ["report", "reproduce", "run", "setup"]
+__all__ += ["report", "reproduce", "run", "run_sweep", "setup"]

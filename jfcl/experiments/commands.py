@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -14,16 +15,18 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jfcl.algorithms import METHODS
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
-from jfcl.experiments import bench, plan, read_run, report, reproduce, run, trackers
+from jfcl.experiments import bench, plan, read_run, report, reproduce, run, sweeps, trackers
 from jfcl.experiments.comparison import by_name, differences, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import read_json, write_json
+from jfcl.simulation.progress import DivergedError
 
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
@@ -116,13 +119,22 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
 def _read_options(args: argparse.Namespace) -> Config:
     """Returns the options of a run: those of `--config`, overridden by flags."""
     check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
-    known = all_options()
-    flags = {name: value for name, value in vars(args).items() if name in known}
-    options = (read_config(args.config) if args.config else {}) | flags
+    return Config(**_given_options(args))
+
+
+def _given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the method, and the options in `--config` and in flags."""
+    options = (read_config(args.config) if args.config else {}) | _flags(args)
     options |= {"method": args.method} if args.method else {}
     if "method" not in options:
         raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
-    return Config(**options)
+    return options
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of a `Config` that are given by flags."""
+    known = all_options()
+    return {name: value for name, value in vars(args).items() if name in known}
 
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
@@ -178,6 +190,38 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     if not found.fits:
         needed, limit = found.needed_bytes / 1e9, found.limit_bytes / 1e9
         raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {found.advice}")
+
+
+def command_sweep(args: argparse.Namespace, console: Console) -> None:
+    """`jfcl sweep`."""
+    # Read and check the options.
+    options = _given_options(args)
+    check_choice("method", options["method"], METHODS)
+    grid = sweeps.read_grid(args.grid, _flags(args))
+    check("seeds" in options or "seed" in options, "seeds", None, "given: the runs of each cell, such as --seeds 3")
+    config = Config(**options)
+    check_values(config)
+    _check_out(args.out)
+    own = {name: getattr(args, name) for name in sweeps.sweep_options() if hasattr(args, name)}
+    runs = config.seeds * math.prod(len(values) for values in grid.values())
+    _divide_cpu(config.devices, min(mapping.num_cores(), runs))
+    _check_platform()
+    # Run, and print the best.
+    progress = not args.quiet
+    found = sweeps.run_sweep(
+        config, grid, **own, out=args.out, resume=args.resume, data_dir=args.data_dir, progress=progress
+    )
+    title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
+    console.print(sweeps.sweep_table(found, title))
+    if len(found.cells) > sweeps.MOST_SHOWN:
+        console.print(f"and {len(found.cells) - sweeps.MOST_SHOWN} more configurations, not better than these")
+    console.print(f"{len(found.cells)} configurations, {found.seconds:.1f} s + {found.compile_seconds:.1f} s compiling")
+    if found.best is None:
+        raise DivergedError("every configuration diverged; lower learning rates usually help")
+    if args.out:
+        files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
+        console.print(f"kept in {args.out}: {files}", markup=False)
+        console.print(f"next: jfcl run {config.method} --config {Path(args.out) / 'best.toml'}", markup=False)
 
 
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
@@ -322,6 +366,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
 COMMANDS = {
     "run": command_run,
     "plan": command_plan,
+    "sweep": command_sweep,
     "compare": command_compare,
     "report": command_report,
     "list": command_list,

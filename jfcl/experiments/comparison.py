@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions")
+NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions", "schedule_rounds")
 
 
 def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:

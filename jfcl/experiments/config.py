@@ -6,7 +6,6 @@ The options of a method are declared in its factory (`jfcl.core.options`); those
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -14,25 +13,31 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
-import optax
-
 from jfcl import data, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
-from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, argument_texts, first_sentence, read_hint
+from jfcl.core.options import (
+    MOST_REPEATED,
+    Interval,
+    OneOf,
+    Option,
+    Range,
+    Real,
+    accepts_tracers,
+    argument_texts,
+    first_sentence,
+    read_hint,
+)
+from jfcl.experiments.names import nearest
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import read_json
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
-SERVER_OPTIMIZERS = {
-    "average": lambda lr: optax.sgd(lr),
-    "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
-    "adam": lambda lr: optax.adam(lr, b1=0.9, b2=0.99, eps=1e-3),
-}
 OF_PARTITION = {  # option: the partitions that take it
     name: [p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters]
     for name in ("alpha", "exponent", "labels_per_client", "distribution")
@@ -50,7 +55,9 @@ CountOrNone = Annotated[int | None, Range(1)]
 Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
 Seed = Range(0, 2**32 - 1)
 Positive = Annotated[float, Interval("(0, inf)")]
+PositiveReal = Annotated[Real, Interval("(0, inf)")]
 NotNegative = Annotated[float, Interval("[0, inf)")]
+NotNegativeReal = Annotated[Real, Interval("[0, inf)")]
 Share = Annotated[float, Interval("[0, 1)")]
 
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
@@ -127,10 +134,19 @@ class Training:
       local_steps: local steps per round; default without --local-epochs: 10, or 1 where clients send gradients.
       local_epochs: passes over the client's examples per round, instead of steps.
       batch_size: examples per local step; default: all of the client.
+      optimizer: optimiser of the clients; 'jfcl list optimizers' shows them. Default: sgd.
       lr: local learning rate.
-      momentum: local momentum; default: none (momentum_clustering: 0.9, of the clients' gradients).
+      momentum: local momentum; default: none, or 0.9 with --optimizer momentum and nesterov (momentum_clustering: 0.9,
+        of the clients' gradients).
+      schedule: course of the learning rate over the local steps of the whole run, counted for the client with the most
+        examples; 'jfcl list schedules'. Default: constant.
+      lr_end: share of the learning rate that is left at the end of --schedule cosine and warmup_cosine; default: 0.
+      warmup: share of the local steps in which --schedule warmup_cosine rises; default: 0.1.
+      step_rounds: rounds between two falls of --schedule step; default: a third of --rounds.
+      step_factor: factor of each fall of --schedule step; default: 0.1.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
-      weight_decay: weight decay added to the gradient.
+      weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
+      clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx.
       augment: random changes to training images; 'jfcl list augmentations' shows them.
       keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
@@ -154,11 +170,18 @@ class Training:
     local_steps: Steps = None
     local_epochs: Steps = None
     batch_size: CountOrNone = None
-    lr: Positive = 0.1
-    momentum: Annotated[float | None, Interval("[0, 1)")] = None
+    optimizer: Annotated[str | None, OneOf(OPTIMIZERS)] = None
+    lr: PositiveReal = 0.1
+    momentum: Annotated[Real | None, Interval("[0, 1)")] = None
+    schedule: Annotated[str | None, OneOf(SCHEDULES)] = None
+    lr_end: Annotated[float | None, Interval("[0, 1]")] = None
+    warmup: Annotated[float | None, Interval("(0, 1)")] = None
+    step_rounds: CountOrNone = None
+    step_factor: Annotated[float | None, Interval("(0, 1)")] = None
     lr_decay: Positive = 1.0
-    weight_decay: NotNegative = 0.0
-    prox: NotNegative = 0.0
+    weight_decay: NotNegativeReal = 0.0
+    clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
+    prox: NotNegativeReal = 0.0
     augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
     keep: Annotated[str | None, OneOf(KEEP)] = None
     num_models: CountOrNone = None
@@ -166,7 +189,7 @@ class Training:
     personal: str | None = None
     init_from: str | None = None
     server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
-    server_lr: Positive = 1.0
+    server_lr: PositiveReal = 1.0
     cohort: CountOrNone = None
     sampling: Annotated[str, OneOf(SAMPLING)] = "uniform"
     dropout: Share = 0.0
@@ -190,7 +213,7 @@ class Attack:
     attack: Annotated[str | None, OneOf({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS})] = None
     malicious: Share = 0.0
     aggregator: str | None = None
-    radius: Annotated[float | None, Interval("(0, inf]")] = None
+    radius: Annotated[Real | None, Interval("(0, inf]")] = None
     bucket_size: CountOrNone = None
 
 
@@ -284,11 +307,10 @@ def groups() -> dict[type, dict[str, Option]]:
     for group in (Data, Training, Attack, Run):
         hints, texts = typing.get_type_hints(group, include_extras=True), argument_texts(group)
         defaults = {field.name: field.default for field in dataclasses.fields(group)}
-        read = {name: read_hint(hints[name]) for name in defaults}
-        found[group] = {
-            name: Option(name, kind, optional, defaults[name], first_sentence(texts[name]), metadata)
-            for name, (kind, optional, metadata) in read.items()
-        }
+        found[group] = {}
+        for name, default in defaults.items():
+            (kind, optional, metadata), traced = read_hint(hints[name]), accepts_tracers(hints[name])
+            found[group][name] = Option(name, kind, optional, default, first_sentence(texts[name]), metadata, traced)
     return found
 
 
@@ -308,12 +330,6 @@ def methods_with(name: str) -> list[str]:
     """Returns the methods that take an option."""
     needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
     return [name for name, method in METHODS.items() if not needed or needed & set(method.options)]
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Returns `": did you mean 'rounds'?"` for a wrong name, or an empty text where none is near."""
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -338,6 +354,7 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     if saved["precision"] == "default":  # a run may continue on another platform
         saved["precision"] = default_precision()
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
+    saved["schedule_rounds"] = schedule_rounds(config)
     return saved | {"num_rounds": saved.pop("rounds")}
 
 
@@ -360,7 +377,8 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
       >>> from_saved({"method": "ifca", "clients": 8, "chunk": None, "num_rounds": 30})
       {'method': 'ifca', 'clients': 8, 'rounds': 30}
     """
-    others = ("num_rounds", "split_hash", "cohorts", "versions")  # cohorts: how those of a population were drawn
+    # cohorts: how those of a population were drawn
+    others = ("num_rounds", "split_hash", "cohorts", "versions", "schedule_rounds")
     options = {name: v for name, v in saved.items() if name not in others and not _is_saved_always(name, v)}
     options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
     known, common = all_options(), common_options()
@@ -370,6 +388,17 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     }
     required = {"method", *(name for name, option in common.items() if not option.optional)}
     return {name: v for name, v in options.items() if v is not None or name in required}
+
+
+def schedule_rounds(config: Config) -> int | None:
+    """Returns the rounds over which the learning rate is planned, which no resumption can change; None without a plan.
+
+    Example:
+      >>> schedule_rounds(Config("fedavg", rounds=30, schedule="cosine")), schedule_rounds(Config("fedavg", rounds=30))
+      (30, None)
+    """
+    planned = config.schedule not in (None, "constant") and config.step_rounds is None
+    return config.rounds if planned else None
 
 
 def check_options(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,8 @@ from jfcl.core import check_choice
 from jfcl.core.options import OneOf, Option, first_sentence, options_of
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+from jfcl.experiments.names import near_option
+from jfcl.experiments.sweeps import sweep_options
 from jfcl.experiments.tables import lists
 from jfcl.experiments.trackers import TRACKERS
 
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   jfcl run fedavg --clients 40 --clusters 4 --rounds 100 --seeds 5 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg
   jfcl report runs/ifca runs/fedavg --out both.html
+  jfcl sweep ifca --clients 40 --grid lr=0.05,0.1,0.2 --grid num_models=2,4 --seeds 3 --out runs/sweep
   jfcl run ifca --dataset mnist --data-dir DATA --clients 1200 --examples-per-client 200 --rounds 30 --out runs/mnist
   jfcl run fedavg --population 1000000 --cohort 1000 --sampling stratified --dropout 0.1 --rounds 50 --out runs/million
   jfcl run ifca --config experiment.toml --lr 0.05 --out runs/x        flags override the file
@@ -39,10 +41,10 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for action in _all_actions(self) for flag in action.option_strings]
+            options = [f.lstrip("-").replace("-", "_") for a in _all_actions(self) for f in a.option_strings]
             name = unknown[0].split("=")[0][:100]
-            near = difflib.get_close_matches(name, flags, n=1)
-            raise ValueError(f"unknown option {name}" + (f": did you mean {near[0]}?" if near else ""))
+            near = near_option(name.lstrip("-"), options)
+            raise ValueError(f"unknown option {name}" + (f": did you mean {flag_of(near)}?" if near else ""))
         return parsed
 
     def error(self, message):
@@ -86,6 +88,29 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
 
 def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
     """Adds the arguments of `jfcl run` to a parser: with the options of one method, or of all for None."""
+    _add_options(parser, method)
+    files = _add_files(parser, "folder for results, checkpoints and plots; default: none are kept")
+    files.add_argument(
+        "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
+    )
+    files.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"send the records to {', '.join(TRACKERS)}; may be given several times",
+    )
+    several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
+    several.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
+    )
+    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    several.add_argument("--process-id", type=int, metavar="N", help="number of this process, from 0")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, method: str | None) -> None:
+    """Adds METHOD and the options of a `Config`."""
     parser.add_argument("-h", "--help", action=_RunHelp, help="show this text")
     parser.add_argument("method", metavar="METHOD", nargs="?", help="'jfcl list methods'; default: that of --config")
     own = method_options(method) if method else {n: o for n, o in all_options().items() if n not in common_options()}
@@ -97,31 +122,19 @@ def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.
             parser.add_argument_group(title),
             [option for name, option in options.items() if method is None or method in methods_with(name)],
         )
+
+
+def _add_files(parser: argparse.ArgumentParser, out: str) -> argparse._ArgumentGroup:
+    """Adds the options of files that several commands have; `out` explains --out."""
     files = parser.add_argument_group("Files")
     files.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
-    files.add_argument("--out", metavar="DIR", help="folder for results, checkpoints and plots; default: none are kept")
-    files.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    files.add_argument("--out", metavar="DIR", help=out)
+    files.add_argument("--resume", action="store_true", help="continue what was stopped in --out")
     files.add_argument(
         "--config", metavar="FILE", help="TOML (or the config.json of a run) with the names above; flags override"
     )
-    files.add_argument(
-        "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
-    )
-    files.add_argument(
-        "--track",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"send the records to {', '.join(TRACKERS)}; may be given several times",
-    )
     files.add_argument("--quiet", action="store_true", help="no progress bar")
-    several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
-    several.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
-    )
-    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    several.add_argument("--process-id", type=int, metavar="N", help="number of this process, from 0")
-    return parser
+    return files
 
 
 class _RunHelp(argparse._HelpAction):
@@ -140,8 +153,7 @@ class _RunHelp(argparse._HelpAction):
             add_help=False,
             **PLAIN,
         )
-        add = _plan_parser if parser.prog.endswith("plan") else run_parser
-        add(of_method, method).print_help()
+        PARSERS[parser.prog.split()[-1]](of_method, method).print_help()
         parser.exit()
 
 
@@ -165,8 +177,9 @@ def run_overview(parser: argparse.ArgumentParser) -> str:
         flags = " ".join(action.option_strings[-1] for action in group._group_actions)
         indent = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
         lines += [group.title, *textwrap.wrap(flags, width, **indent)]
-    target = " --target v5e:2x4" if parser.prog.endswith("plan") else ""
-    example = f"example: {parser.prog} ifca --clients 40 --clusters 4 --seeds 5{target} --out runs/ifca"
+    command = parser.prog.split()[-1]
+    also = {"plan": " --target v5e:2x4", "sweep": " --grid lr=0.05,0.1,0.2"}.get(command, "")
+    example = f"example: {parser.prog} ifca --clients 40 --clusters 4 --seeds 5{also} --out runs/ifca"
     return "\n".join([*lines, "", example])
 
 
@@ -176,6 +189,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     run_parser(commands.add_parser("run", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     what = "compile a run for a TPU or GPU that is not there: does it fit, and how long may a round take"
     _plan_parser(commands.add_parser("plan", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
+    what = "run one method with all combinations of some options, and choose the best on held-out examples"
+    _sweep_parser(commands.add_parser("sweep", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders that 'jfcl run --out' made")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
@@ -211,6 +226,24 @@ def _plan_parser(parser: argparse.ArgumentParser, method: str | None) -> argpars
     known = "v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
     parser.add_argument_group("Target").add_argument("--target", metavar="NAME", help=known)
     return run_parser(parser, method)
+
+
+def _sweep_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
+    """Adds the arguments of `jfcl sweep` to a parser: the grid, and the options of `jfcl run`."""
+    group = parser.add_argument_group("Sweep")
+    group.add_argument(
+        "--grid",
+        action="append",
+        metavar="NAME=VALUES",
+        help="values of an option, such as lr=0.01,0.1; once for each option. All combinations are run",
+    )
+    _add(group, sweep_options().values())
+    _add_options(parser, method)
+    _add_files(parser, "folder for sweep.json, best.toml, the finished cells and a heat-map; default: none are kept")
+    return parser
+
+
+PARSERS = {"run": run_parser, "plan": _plan_parser, "sweep": _sweep_parser}
 
 
 def _add_reproduce(commands: argparse._SubParsersAction) -> None:

@@ -27,6 +27,7 @@ from jfcl.core import (
     check_choice,
     check_labels,
     client_ids,
+    is_concrete,
     max_examples,
     platform,
     shown,
@@ -35,13 +36,13 @@ from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
 from jfcl.experiments.config import (
     PRECISIONS,
-    SERVER_OPTIMIZERS,
     Config,
     as_dict,
     common_options,
     of_population,
     partition_options,
 )
+from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -60,7 +61,7 @@ class Setup(NamedTuple):
 
 
 def make_training(config: Config, largest: int) -> LocalTraining:
-    """Returns the local training; with `lr_decay`, the rate falls by that factor in a round of the `largest` client."""
+    """Returns the local training; schedules count the local steps of a client with `largest` examples."""
     defaults = METHODS[config.method].defaults
     training = local_training(
         optax.sgd(config.lr),
@@ -71,21 +72,36 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
         keep=config.keep or defaults.get("keep", "nothing"),
     )
-    lr: Any = config.lr
-    if config.lr_decay != 1:
-        if config.mixing is None:  # validation examples are not trained on
-            largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
-        done = config.rounds * most_steps(training, largest)
-        accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
-        check(done <= INT32_MAX, "rounds", config.rounds, accepted)
-        lr = optax.exponential_decay(lr, most_steps(training, largest), config.lr_decay, staircase=True)
-        if training.keep == "nothing":
-            training = training._replace(keep="schedule")
-    own = "momentum" not in METHODS[config.method].options  # else the method's, not the optimiser's
-    optimizer = optax.sgd(lr, momentum=config.momentum or None if own else None)
-    if config.weight_decay:
-        optimizer = optax.chain(optax.add_decayed_weights(config.weight_decay), optimizer)
+    lr = _learning_rate(config, training, largest)
+    if callable(lr) and training.keep == "nothing":
+        training = training._replace(keep="schedule")
+    of_method = "momentum" in METHODS[config.method].options  # the method's, not the optimiser's
+    optimizer = make_optimizer(
+        config.optimizer or "sgd",
+        lr,
+        momentum=None if of_method else config.momentum,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+    )
     return training._replace(optimizer=optimizer)
+
+
+def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any:
+    """Returns the learning rate, or its schedule over the local steps of a client with `largest` examples."""
+    name = config.schedule or "constant"
+    if name == "constant" and config.lr_decay == 1:
+        return config.lr
+    if config.mixing is None:  # validation examples are not trained on
+        largest = max(largest - int(np.float32(config.validation or 0) * np.float32(largest)), 1)
+    steps = most_steps(training, largest)
+    done = config.rounds * steps
+    accepted = f"such that the learning rate falls over at most {INT32_MAX} local steps, not {done}"
+    check(done <= INT32_MAX, "rounds", config.rounds, accepted)
+    if name == "constant":
+        return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
+    options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
+    step = min((config.step_rounds or max(config.rounds // 3, 1)) * steps, INT32_MAX)
+    return make_schedule(name, config.lr, done, step, **options)
 
 
 def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
@@ -200,7 +216,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)
-    if config.server_optimizer != "average" or config.server_lr != 1:
+    if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     if config.share is not None:
         options["shared"] = _starting_with("share", config.share, task)
@@ -240,12 +256,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
     dataset = data.load(config.dataset, data_dir=data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
-    if texts != (config.model in models.LANGUAGE_MODELS):
-        holds, reads = ("texts", "images") if texts else ("images", "texts")
-        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
-        raise ValueError(
-            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
-        )
+    check_model_reads(config, texts)
     if not texts:
         for name in ("vocab_size", "length"):
             value = getattr(config, name)
@@ -257,6 +268,16 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
     return dataset, len(vocabulary)
+
+
+def check_model_reads(config: Config, texts: bool) -> None:
+    """Raises `ValueError` for a model of images on `texts`, or a model of texts on images."""
+    if texts != (config.model in models.LANGUAGE_MODELS):
+        holds, reads = ("texts", "images") if texts else ("images", "texts")
+        fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
+        raise ValueError(
+            f"model {config.model!r} reads {reads}, but data set {config.dataset!r} holds {holds}; for those: {fitting}"
+        )
 
 
 def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int], slice]) -> data.Federation:
@@ -353,10 +374,30 @@ def assemble(
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
+        costless += tuple(SCHEDULE_OPTIONS)
         costly = {name: value for name, value in as_dict(config).items() if name not in costless}
         client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
     return Setup(federation, task, make(client_axis), seeds, client_axis, training)
+
+
+class Loaded(NamedTuple):
+    """The clients of a run; `malicious` is the mask `[N]` under an attack, `vocab_size` that of texts."""
+
+    federation: Any
+    vocab_size: int | None
+    malicious: np.ndarray | None = None
+
+
+def load_clients(config: Config, data_dir: str | None, client_axis: mapping.Mapping) -> Loaded:
+    """Returns the clients of `config` that this process holds under `client_axis`, after an attack on their data."""
+    dataset, vocab_size = load_dataset(config, data_dir)
+    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
+    if federation.num_classes is not None:
+        check_labels(federation.train, federation.num_classes)
+    if config.attack is None:
+        return Loaded(federation, vocab_size)
+    return Loaded(attack_data(config, federation), vocab_size, malicious_clients(config))
 
 
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
@@ -372,12 +413,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
-    dataset, vocab_size = load_dataset(config, data_dir)
-    federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
-    if federation.num_classes is not None:
-        check_labels(federation.train, federation.num_classes)
-    malicious = None
-    if config.attack is not None:
-        federation, malicious = attack_data(config, federation), malicious_clients(config)
+    federation, vocab_size, malicious = load_clients(config, data_dir, client_axis)
     parts = assemble(config, federation, vocab_size, max_examples(federation.train), client_axis)
     return parts._replace(malicious=malicious)

@@ -12,8 +12,9 @@ from rich.text import Text
 from jfcl import data, kernels, models
 from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
-from jfcl.experiments import RECIPES
 from jfcl.experiments.comparison import results_rows
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
+from jfcl.experiments.recipes import RECIPES
 
 
 def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
@@ -83,6 +84,8 @@ def lists() -> dict[str, dict[str, str]]:
         "models": {name: entry[1] for name, entry in models.MODELS.items()},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
+        "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},
+        "schedules": SCHEDULES,
         "augmentations": first_lines(AUGMENTATIONS),
         "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
         "aggregators": first_lines(kernels.AGGREGATORS)

@@ -16,6 +16,7 @@ from jfcl.experiments.config import (
     of_population,
     partition_options,
 )
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 
 
 def check_values(config: Config) -> None:
@@ -83,11 +84,32 @@ def _check_data(config: Config) -> None:
 def _check_training(config: Config) -> None:
     both = config.local_steps is not None and config.local_epochs is not None
     check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
+    _check_optimizer(config)
     if config.augment is not None:
         images = config.model not in models.LANGUAGE_MODELS
         check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
         fits = config.augment != "tutorial" or config.model == "cnn_cifar24"
         check(fits, "augment", config.augment, "with --model cnn_cifar24, the input of which is 24 x 24, or another")
+
+
+def _check_optimizer(config: Config) -> None:
+    """Checks the options of optimiser and schedule against each other."""
+    name, schedule = config.optimizer or "sgd", config.schedule or "constant"
+    of_method, takes = "momentum" in METHODS[config.method].options, OPTIMIZERS[name].momentum is not None
+    fits = of_method or takes or config.momentum is None
+    check(fits, "momentum", config.momentum, f"left out with --optimizer {name}, which has its own")
+    accepted = f"one without momentum: that of {config.method} is of the clients' gradients"
+    check(not (of_method and OPTIMIZERS[name].momentum), "optimizer", name, accepted)
+    decays = name != "adamw" or config.weight_decay != 0
+    check(decays, "weight_decay", config.weight_decay, "above 0 with --optimizer adamw, which is adam without it")
+    for option, (schedules, _) in SCHEDULE_OPTIONS.items():
+        value = getattr(config, option)
+        accepted = f"left out without --schedule {' or '.join(schedules)}"
+        check(value is None or schedule in schedules, option, value, accepted)
+    if schedule != "constant":
+        check(config.lr_decay == 1, "lr_decay", config.lr_decay, f"left out with --schedule {schedule}")
+        accepted = f"schedule or everything with --schedule {schedule}, which counts the steps of all rounds"
+        check(config.keep != "nothing", "keep", config.keep, accepted)
 
 
 def _check_attack(config: Config) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 
 from jfcl.analysis import metrics, parameter_tree
-from jfcl.simulation import on_device, streamed
+from jfcl.simulation import grid_rows, on_device, streamed
 
 
 def clear_programs() -> None:
-    """Drops the compiled programs of `simulate`, `simulate_population`, `evaluate` and `assign_newcomer`.
+    """Drops the compiled programs of `simulate`, `simulate_population`, `sweep`, `evaluate` and `assign_newcomer`.
 
     jax keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
     even after the last reference to the object is gone. A process that makes many of them (a search over
@@ -30,6 +30,9 @@ def clear_programs() -> None:
         on_device._init,
         on_device._advance,
         on_device._evaluate,
+        grid_rows._start,
+        grid_rows._advance,
+        grid_rows._judge,
         streamed._start,
         streamed._fresh,
         streamed._round,

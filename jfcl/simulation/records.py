@@ -35,20 +35,20 @@ def finite_or_none(value: Any) -> Any:
     return _replaced(value, plain)
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
     """Returns `value` with text for numbers that are not finite: `"inf"`, `"-inf"`, `"nan"`."""
     return _replaced(value, lambda x: str(x) if isinstance(x, float) and not math.isfinite(x) else x)
 
 
 def _numbers(value: Any) -> Any:
-    """The inverse of `_spelled`."""
+    """The inverse of `spelled`."""
     return _replaced(value, lambda x: float(x) if x in ("inf", "-inf", "nan") else x)
 
 
 def to_line(record: dict[str, Any]) -> bytes:
     """Returns the line of a record."""
     plain = {name: finite_or_none(value) for name, value in record.items()}
-    exact = {name: _spelled(value) for name, value in record.items() if plain[name] != value}
+    exact = {name: spelled(value) for name, value in record.items() if plain[name] != value}
     return (json.dumps(plain | ({EXACT: exact} if exact else {}), allow_nan=False) + "\n").encode()
 
 

@@ -1,0 +1,253 @@
+"""`jfcl sweep`: a method of `jfcl run` with all combinations of some of its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from jfcl.core import Algorithm, check, max_examples
+from jfcl.core.files import write_whole
+from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, options_of
+from jfcl.data import hold_out
+from jfcl.execution import mapping
+from jfcl.experiments.comparison import number
+from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
+from jfcl.experiments.names import nearest
+from jfcl.experiments.setups import (
+    Loaded,
+    check_model_reads,
+    load_clients,
+    make_algorithm,
+    make_task,
+    make_training,
+    matmul_precision,
+)
+from jfcl.experiments.tables import numbers_table
+from jfcl.experiments.validation import validate
+from jfcl.models import LANGUAGE_MODELS
+from jfcl.simulation.grid import sweep
+from jfcl.simulation.grid_folder import SweepFolder
+from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
+
+# Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
+OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share", "personal")
+BOOLEANS = {"true": True, "false": False}
+MOST_SHOWN = 30  # cells in a table
+FILES = ("sweep.json", "best.toml", "heatmap.png")
+
+
+def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, list[Any]]:
+    """Returns the values of every option in texts such as `"lr=0.01,0.1"`; `flags` are the options given by flags.
+
+    Raises:
+      ValueError: no text; another form; an unknown option, or one twice; a value of another type or out of range.
+
+    Example:
+      >>> read_grid(["lr=0.01,0.1", "num_clusters=2,4"], {})
+      {'lr': [0.01, 0.1], 'num_models': [2, 4]}
+    """
+    check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
+    known, grid = all_options(), {}
+    for text in texts:
+        given, _, values = text.partition("=")
+        check(given.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
+        name = given.strip().removeprefix("--").replace("-", "_")
+        name = "num_models" if name == "num_clusters" else name  # as the factories call it
+        if name not in known:
+            raise ValueError(f"grid: unknown option {given[:100]!r}{nearest(name, known)}")
+        accepted = f"an option that may differ between cells; give --{name.replace('_', '-')} for all of them"
+        check(name not in OF_ALL_CELLS, "grid", given, accepted)
+        check(name not in grid, "grid", given, f"given once: {name} has two axes")
+        check(name not in flags, name, flags.get(name), "given once: as a flag, or in --grid")
+        grid[name] = [_read_value(known[name], value.strip()) for value in values.split(",")]
+    return grid
+
+
+def _read_value(option: Option, text: str) -> Any:
+    """Returns the value of an option in a text."""
+    try:
+        value = BOOLEANS[text.lower()] if option.kind is bool else option.kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"grid: {option.name} must be of type {option.kind.__name__}, got {text[:100]!r}") from None
+    try:
+        option.check(value)
+    except ValueError as error:
+        raise ValueError(f"grid: {error}") from None
+    return value
+
+
+def run_sweep(
+    config: Config,
+    grid: dict[str, list[Any]],
+    *,
+    metric: Annotated[str | None, OneOf(METRICS)] = None,
+    holdout: Annotated[float, Interval("(0, 1)")] = 0.2,
+    at_once: Annotated[int | None, Range(1)] = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    data_dir: str | None = None,
+    progress: bool = False,
+) -> Sweep:
+    """Runs `config` with all combinations of the options in `grid`, and judges them on held-out training examples.
+
+    The test examples of `config` are not used: `jfcl run METHOD --config best.toml` trains the best configuration on
+    all training examples, and reports the accuracy on the test examples.
+
+    Args:
+      config: the options of all cells, seeds included.
+      grid: the values of each further option, by its name in `Config`. Numbers that the method takes as tracers, as its
+        declaration shows, are arguments of one program.
+      metric: result that the cells are judged by; default: accuracy, or loss where there is none.
+      holdout: share of each client's training examples that the cells are judged on, and not trained on.
+      at_once: runs on each device at once; default: 1 on a CPU, else as many as fit into memory.
+      out: folder for the results: those of `jfcl.sweep`, and `best.toml`.
+      resume: continue the sweep in `out`; finished cells are kept.
+      data_dir, progress: as in `jfcl.experiments.run`.
+
+    Raises:
+      ValueError: before anything is compiled, for options that do not fit.
+
+    Example:
+      >>> from jfcl.experiments import Config
+      >>> config = Config("fedavg", clients=4, clusters=2, model="linear", rounds=2)
+      >>> found = run_sweep(config, {"lr": [0.001, 0.1]})
+      >>> found.cells[found.best].values
+      {'lr': 0.1}
+    """
+    # Check every cell, without the data.
+    options = {"metric": metric, "holdout": holdout, "at_once": at_once}
+    for name, option in sweep_options().items():
+        option.check(options[name])
+    known = all_options()
+    for name, values in grid.items():
+        check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
+        for value in values:
+            known[name].check(value)
+    cells = [dataclasses.replace(config, **values) for values in _combinations(grid)]
+    for cell in cells:
+        validate(cell)
+    check(not of_population(config), "population", config.population, "left out: a sweep is of clients on the device")
+    accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
+    check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
+    if out is not None:
+        SweepFolder.look(out, resume)
+
+    # Data, the same for all cells, and devices.
+    inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)
+    client_axis = jax.vmap if config.mapping == "vmap" else inner
+    mesh = mapping.client_mesh(config.devices)
+    row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
+    loaded = load_clients(cells[0], data_dir, client_axis)
+    for cell in cells:
+        check_model_reads(cell, cells[0].model in LANGUAGE_MODELS)
+    train, held_out = hold_out(loaded.federation.train, holdout, seed=config.data_seed)
+    if loaded.malicious is not None:  # as in the final test, attackers do not count
+        held_out = held_out._replace(size=np.where(loaded.malicious, 0, held_out.size).astype(np.int32))
+    largest = max_examples(train)
+    seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+
+    # Run.
+    with jax.default_matmul_precision(matmul_precision(config.precision)):
+        found = sweep(
+            _maker(config, loaded, largest, client_axis),
+            grid,
+            train,
+            key=jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32)),
+            num_rounds=config.rounds,
+            held_out=held_out,
+            metric=metric,
+            traced=[name for name in grid if known[name].traced],
+            seeds=seeds,
+            serve=config.serve,
+            row_axis=row_axis,
+            at_once=at_once,
+            client_axis=client_axis,
+            out=out,
+            resume=resume,
+            config=to_saved(config, loaded.federation.split_hash) | {"holdout": holdout},
+            progress=progress,
+        )
+    if out is not None and found.best is not None:
+        write_whole(Path(out) / "best.toml", best_toml(config, found).encode())
+    return found
+
+
+@functools.cache
+def sweep_options() -> dict[str, Option]:
+    """Returns the options of `run_sweep` that have flags of their own."""
+    names = ("metric", "holdout", "at_once")
+    found = options_of(run_sweep)
+    return {name: found[name]._replace(text=first_sentence(found[name].text)) for name in names}
+
+
+def _combinations(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    count = math.prod(len(values) for values in grid.values())
+    check(count <= MOST_CELLS, "grid", f"{count} combinations", f"of at most {MOST_CELLS}")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _maker(config: Config, loaded: Loaded, largest: int, client_axis: mapping.Mapping) -> Callable[..., Algorithm]:
+    """Returns the function that makes the algorithm of a cell; its options may be tracers."""
+
+    @functools.cache
+    def task(model: str):
+        return make_task(dataclasses.replace(config, model=model), loaded.federation, loaded.vocab_size)
+
+    def make(**values) -> Algorithm:
+        cell = dataclasses.replace(config, **values)
+        return make_algorithm(cell, task(cell.model), make_training(cell, largest), loaded.federation, client_axis)
+
+    return make
+
+
+def best_toml(config: Config, found: Sweep) -> str:
+    """Returns the file with the options of the best cell that are not the defaults, as `jfcl run --config` reads it."""
+    best = found.cells[found.best]
+    chosen = dataclasses.replace(config, **best.values)
+    common = {name: (getattr(chosen, name), option.default) for name, option in common_options().items()}
+    options = {"method": chosen.method} | {name: value for name, (value, default) in common.items() if value != default}
+    options |= chosen.options | ({"seeds": chosen.seeds} if chosen.seed is None else {})
+    metric = found.metric.replace("_", " ")
+    score = f"{metric} {best.mean[found.metric]:.4g} on held-out training examples"
+    lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}.", *map(_line, options.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _line(entry: tuple[str, Any]) -> str:
+    """Returns a line of TOML."""
+    name, value = entry
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, (str, bool)) else value
+    return f"{name} = {text}"
+
+
+def sweep_table(found: Sweep, title: str) -> Table:
+    """Returns the table of the best cells, in 80 columns: mean ± standard deviation over seeds."""
+    texts = not any("accuracy" in cell.mean for cell in found.cells)
+    columns = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
+    columns = ({} if texts else columns) | {"loss": ("loss", 1, 3)}
+    if found.metric not in columns:
+        columns[found.metric] = (found.metric.replace("_", "\n"), 1, 3)
+    table = numbers_table(title, list(found.grid), [head for head, *_ in columns.values()])
+    sign = -1 if METRICS[found.metric] else 1
+    order = sorted(found.cells, key=lambda cell: sign * cell.mean[found.metric] if cell.mean else math.inf)
+    for cell in order[:MOST_SHOWN]:
+        several = len(cell.per_seed) > 1
+        cells = [
+            number(scale * cell.mean[name], scale * cell.std[name] if several else None, digits) if cell.mean else "–"
+            for name, (_, scale, digits) in columns.items()
+        ]
+        names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
+        table.add_row(*names, *cells)
+    return table

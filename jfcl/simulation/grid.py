@@ -1,0 +1,184 @@
+"""`sweep`: a method for all combinations of its options, judged on examples that no client trains on.
+
+The combinations are the *cells* of a grid. Cells that differ in traced numbers alone, and all seeds, are *rows* of one
+compiled program; the others are compiled one after another. A call of the program advances some rows, so that finished
+cells are kept while others still run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jfcl.analysis import plots
+from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
+from jfcl.data import hold_out
+from jfcl.execution import mapping
+from jfcl.simulation.evaluation import SERVE
+from jfcl.simulation.grid_folder import SweepFolder
+from jfcl.simulation.grid_results import (
+    METRICS,
+    Sweep,
+    Value,
+    best_of,
+    check_grid,
+    check_traced,
+    grouped,
+    make_cell,
+    picture,
+)
+from jfcl.simulation.grid_rows import Group, Shared, divided
+from jfcl.simulation.progress import CompileClock
+
+
+def sweep(
+    make: Callable[..., Algorithm],
+    grid: Mapping[str, Sequence[Value]],
+    clients: Clients,
+    *,
+    key: jax.Array,
+    num_rounds: int,
+    held_out: Clients | None = None,
+    share: float = 0.2,
+    metric: str | None = None,
+    traced: Collection[str] | None = None,
+    seeds: list[int] | None = None,
+    serve: str = "loss",
+    row_axis: mapping.Mapping | None = None,
+    at_once: int | None = None,
+    client_axis: mapping.Mapping | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    config: dict[str, Any] | None = None,
+    progress: bool = False,
+) -> Sweep:
+    """Runs a method with every combination of options, and judges each on held-out examples after the last round.
+
+    Options with numbers that may be tracers, and seeds, are arguments of one compiled program; every combination of the
+    other options is compiled by itself. All cells have the same keys, clients and held-out examples. A cell that
+    diverges is marked, and the others continue.
+
+    Args:
+      make: `(**options) -> Algorithm`, with the names of `grid`. The task of the algorithms should be made once,
+        outside of it. With the default `row_axis`, the algorithms must not use `jfcl.sharded`.
+      grid: the values of each option: numbers, texts and booleans.
+      clients: training data.
+      key: one key, or `[R]` of them: the seeds of each cell.
+      num_rounds: `T`.
+      held_out: examples to judge on, row `i` of client `i`, which must be neither trained on nor those of the final
+        test; default: `jfcl.data.hold_out(clients, share)`, and the clients train on the rest.
+      share: the share of every client's examples that is held out where `held_out` is None.
+      metric: a name in `METRICS`; default: `"accuracy"`, or `"loss"` for a task without.
+      traced: the options that are tracers in `make`; default: those with floats only.
+      seeds: names of the `R` keys; default `0 .. R-1`.
+      serve: as in `jfcl.simulate`.
+      row_axis: mapping over cells and seeds of one program; default: divided among all devices, and on each `jax.vmap`,
+        on a CPU one after another.
+      at_once: rows on each device in one call of the program; default: 1 on a CPU, else as many as fit into memory.
+      client_axis: mapping of evaluations over clients; default: `jfcl.auto()`.
+      out: a folder for the results: `cells/NUMBER.json` for each finished cell, `sweep.json`, and for two options or
+        more `heatmap.png`.
+      resume: continue the sweep in `out`. Finished cells are verified and kept, the others run again from round 1.
+      config: JSON-like description of clients and options, kept in `out`; a resumption with another one is refused.
+      progress: show a bar.
+
+    Returns:
+      `Sweep`. Cost: cells times seeds times a run; memory: `at_once` states and temporaries on a device.
+
+    Raises:
+      ValueError: bad input, before anything is compiled: an empty axis, a value twice, values that `make` refuses, an
+        option in `traced` that `make` cannot take as a tracer, a folder with another sweep.
+      KeyboardInterrupt: on Ctrl-C; finished cells are kept.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 5), np.float32), "y": np.ones((2, 5), np.float32)}, np.full(2, 5))
+      >>> def make(lr, num_clusters):
+      ...     return jfcl.ifca(task, jfcl.local_training(optax.sgd(lr), num_steps=1), num_clusters=num_clusters)
+      >>> grid = {"lr": [0.1, 0.25, 0.5], "num_clusters": [1, 2]}
+      >>> found = jfcl.sweep(make, grid, clients, key=jax.random.key(0), num_rounds=2)
+      >>> found.cells[found.best].values, [round(cell.mean["loss"], 2) for cell in found.cells[::2]]
+      ({'lr': 0.5, 'num_clusters': 1}, [0.41, 0.06, 0.0])
+    """
+    # Check the options, without the data.
+    check_key(key)
+    check_count("num_rounds", num_rounds)
+    check_choice("serve", serve, SERVE)
+    check(metric is None or metric in METRICS, "metric", metric, f"one of {', '.join(METRICS)}")
+    check(out is not None or not resume, "out", out, "the folder of the sweep to resume")
+    check(jax.process_count() == 1, "sweep", f"{jax.process_count()} processes", "run by one process")
+    keys = key[None] if key.ndim == 0 else key
+    seeds = list(range(len(keys))) if seeds is None else list(seeds)
+    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
+    grid = check_grid(grid)
+    traced = check_traced(grid, traced)
+    if at_once is not None:
+        check_count("at_once", at_once)
+    if out is not None:
+        SweepFolder.look(out, resume)
+
+    # The data.
+    split = None if held_out is not None else share
+    check_clients(clients)
+    if held_out is None:
+        clients, held_out = hold_out(clients, share)
+    check_clients(held_out, name="held_out", allow_empty=True)
+    count, n = num_clients(held_out), num_clients(clients)
+    check(count == n, "held_out", f"{count} clients", f"of as many clients as there are in training, {n}")
+
+    # One group of rows for each combination of options that are no tracers. Everything that `make` refuses shows here.
+    axes = {"row_axis": divided(row_axis), "client_axis": mapping.or_auto(client_axis)}
+    data = Shared(clients, held_out, keys, num_rounds, serve)
+    cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    groups = [Group(make, cells, numbers, traced, data, at_once, **axes) for numbers in grouped(cells, traced)]
+    task = groups[0].task
+    metric = metric or ("loss" if task.correct is None else "accuracy")
+    known = metric == "loss" or (task.perplexity if metric == "perplexity" else task.correct is not None)
+    check(known, "metric", metric, "one that the task has")
+
+    # Run.
+    setting = {"grid": grid, "traced": sorted(traced), "num_rounds": num_rounds, "seeds": seeds, "share": split}
+    setting |= {"metric": metric, "serve": serve, "config": config}
+    setting |= {"key": np.asarray(jax.random.key_data(keys)).tolist()}
+    found: dict[int, list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as opened:
+        folder = None
+        if out is not None:
+            folder = opened.enter_context(SweepFolder.open(out, setting, resume))
+            found = folder.finished(cells, seeds)
+        began, clock = time.perf_counter(), opened.enter_context(CompileClock())
+        tick = opened.enter_context(_bar(progress, len(cells) * len(keys) * num_rounds))
+        for group in groups:
+            for cell, per_seed in group.run(found, seeds, tick):
+                found[cell] = per_seed
+                if folder is not None:
+                    folder.keep(cell, cells[cell], per_seed)
+        compiling = clock.seconds
+        seconds = time.perf_counter() - began - compiling
+        judged = [make_cell(values, found[i]) for i, values in enumerate(cells)]
+        result = Sweep(grid, judged, metric, best_of(judged, metric), seconds, compiling)
+        if folder is not None:
+            drawn = plots.png(picture(result)) if len(grid) > 1 else None
+            folder.finish(result.best, [cell._asdict() for cell in judged], drawn)
+    return result
+
+
+@contextlib.contextmanager
+def _bar(progress: bool, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Yields `(cell, rounds) -> None`, which moves the progress bar."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    is_shown = progress and (console.is_interactive or console.is_jupyter)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown, transient=True) as bar:
+        line = bar.add_task("compiling", total=total)
+        yield lambda cell, rounds: bar.update(line, description=f"cell {cell + 1}", advance=rounds)

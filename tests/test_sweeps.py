@@ -1,0 +1,418 @@
+"""Sweeps: cells against single runs, what is held out, what a kill leaves, and what the command line refuses."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jfcl
+from jfcl import cli
+from jfcl.algorithms import METHODS
+from jfcl.core import files
+from jfcl.experiments import Config, run_sweep, sweeps
+from jfcl.experiments.config import method_options
+from jfcl.simulation.grid_rows import Group
+from jfcl.testing import problem
+
+PROBLEM = problem("classification")
+CLIENTS, HELD_OUT = jfcl.data.hold_out(PROBLEM.clients, 0.3)
+TASK = PROBLEM.task
+KEYS = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
+ROUNDS = 3
+
+
+def make(lr, num_clusters=2, weights="size"):
+    training = jfcl.local_training(optax.sgd(lr), num_steps=2)
+    return jfcl.ifca(TASK, training, num_clusters=num_clusters, weights=weights)
+
+
+def sweep(grid, **options) -> jfcl.Sweep:
+    return jfcl.sweep(make, grid, CLIENTS, key=KEYS, num_rounds=ROUNDS, held_out=HELD_OUT, **options)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[list[dict]]:
+    """The last records of single runs: two rates, one model and two."""
+    found = []
+    for k, lr in itertools.product((1, 2), (0.05, 0.3)):
+        history = jfcl.simulate(
+            MAKERS[k],
+            CLIENTS,
+            key=KEYS,
+            num_rounds=ROUNDS,
+            eval_every=ROUNDS,
+            test_clients=HELD_OUT,
+            hyperparams={"lr": lr},
+        )
+        found.append(history.records)
+    return found
+
+
+MAKERS = {k: functools.partial(make, num_clusters=k) for k in (1, 2)}
+
+
+@pytest.mark.parametrize("row_axis", [jax.vmap, None], ids=["vmap", "devices"])
+def test_a_cell_is_a_run(row_axis, runs):
+    """Cells that are one program equal runs of their own, evaluated on the held-out examples."""
+    grid = {"num_clusters": [1, 2] if row_axis else [2], "lr": [0.05, 0.3]}
+    found = sweep(grid, row_axis=row_axis, at_once=3 if row_axis else None)
+    assert [(cell.values["num_clusters"], cell.values["lr"]) for cell in found.cells] == [
+        (k, lr) for k in grid["num_clusters"] for lr in grid["lr"]
+    ]
+    for cell, records in zip(found.cells, runs[-len(found.cells) :], strict=True):
+        for row, record in zip(cell.per_seed, records, strict=True):
+            assert row["seed"] == record["seed"] and not row["diverged"]
+            for name in ("loss", "accuracy", "worst_client_accuracy", "pooled_accuracy"):
+                assert row[name] == pytest.approx(record[name], abs=1e-5), (cell.values, name)
+        losses = [row["loss"] for row in cell.per_seed]
+        assert cell.mean["loss"] == pytest.approx(np.mean(losses)) and cell.std["loss"] == pytest.approx(np.std(losses))
+    scores = [cell.mean["accuracy"] for cell in found.cells]
+    assert found.metric == "accuracy" and found.best == int(np.argmax(scores))
+    assert found.rows()[-1]["accuracy"] == scores[-1] and found.rows()[-1]["num_clusters"] == 2
+
+
+@pytest.mark.slow
+def test_a_cell_with_personal_parameters_is_a_run():
+    def personal(lr):
+        training = jfcl.local_training(optax.sgd(lr), num_steps=2)
+        return jfcl.ifca(TASK, training, num_clusters=2, personal=lambda path: path == "b")
+
+    options = {"key": KEYS, "num_rounds": ROUNDS}
+    found = jfcl.sweep(personal, {"lr": [0.05, 0.3]}, CLIENTS, held_out=HELD_OUT, **options)
+    for cell in found.cells:
+        history = jfcl.simulate(
+            personal, CLIENTS, eval_every=ROUNDS, test_clients=HELD_OUT, hyperparams=cell.values, **options
+        )
+        assert [row["loss"] for row in cell.per_seed] == pytest.approx([r["loss"] for r in history.records], abs=1e-5)
+
+
+def test_a_diverged_cell_is_marked_and_the_others_continue():
+    """Regression on a constant: after T rounds of a step the loss is (1 - 2 lr)^(2 T), infinite in float32 at 1e30."""
+    task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+    clients = jfcl.Clients({"x": np.zeros((3, 5), np.float32), "y": np.ones((3, 5), np.float32)}, np.full(3, 5))
+
+    def mean(lr):
+        return jfcl.fedavg(task, jfcl.local_training(optax.sgd(lr), num_steps=1))
+
+    rates = [1e30, 0.1, 0.4]
+    found = jfcl.sweep(mean, {"lr": rates}, clients, key=jax.random.key(0), num_rounds=4)
+    assert [cell.per_seed[0]["diverged"] for cell in found.cells] == [True, False, False]
+    assert found.cells[0].mean == {} and found.metric == "loss" and found.best == 2
+    for lr, cell in list(zip(rates, found.cells, strict=True))[1:]:
+        assert cell.mean["loss"] == pytest.approx((1 - 2 * lr) ** 8, rel=1e-4)
+    lost = jfcl.sweep(mean, {"lr": [1e30]}, clients, key=jax.random.key(0), num_rounds=4, out="lost")
+    assert lost.best is None and json.loads(Path("lost/sweep.json").read_text())["best"] is None
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda sizes: max(sizes) > 1),
+    share=st.floats(0.01, 0.99),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 3),
+)
+def test_what_is_held_out(sizes, share, padding, seed):
+    n, m = len(sizes), max(sizes) + padding
+    x = np.arange(n * m, dtype=np.float32).reshape(n, m) + 1
+    clients = jfcl.Clients({"x": x, "y": 10 * x[:, :, None]}, np.array(sizes, np.int32))
+    parts = jfcl.data.hold_out(clients, share, seed=seed)
+    for i, size in enumerate(sizes):
+        held = 0 if size == 1 else min(max(int(share * size), 1), size - 1)
+        assert [part.size[i] for part in parts] == [size - held, held]
+        kept = [part.examples["x"][i] for part in parts]
+        real = np.concatenate([values[: part.size[i]] for values, part in zip(kept, parts, strict=True)])
+        assert sorted(real.tolist()) == x[i, :size].tolist()  # each once
+        for values, part in zip(kept, parts, strict=True):
+            assert (np.diff(values[: part.size[i]]) > 0).all() and not values[part.size[i] :].any()
+            np.testing.assert_array_equal(part.examples["y"][i, :, 0], 10 * values)
+    alone = (
+        jfcl.data.hold_out(
+            jfcl.Clients(jax.tree.map(lambda a: a[-1:], clients.examples), clients.size[-1:], np.array([n - 1])), 0.5
+        )
+        if sizes[-1] > 1
+        else None
+    )
+    if alone is not None:  # other clients have no effect
+        together = jfcl.data.hold_out(clients, 0.5)
+        for part, whole in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(
+                part.examples["x"][0, : part.size[0]], whole.examples["x"][-1, : whole.size[-1]]
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The folder.
+
+GRID = {"num_clusters": [1, 2], "lr": [0.05, 0.1, 0.3]}
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch, tmp_path):
+    sweep(GRID, out="whole")
+    whole = {name: Path("whole", name).read_bytes() for name in ("sweep.json", "heatmap.png")}
+    assert sorted(p.name for p in Path("whole").iterdir()) == [
+        "cells",
+        "heatmap.png",
+        "lock",
+        "setting.json",
+        "sweep.json",
+    ]
+    replace, run_rows, calls, left = os.replace, Group._run_rows, [], [0]
+
+    def killed(*args):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        return replace(*args)
+
+    def counted(self, *args):
+        calls.append(1)
+        return run_rows(self, *args)
+
+    monkeypatch.setattr(Group, "_run_rows", counted)
+    for writes in range(1, 8):  # setting.json, six cells, then the heat-map
+        left[0] = writes
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(files.os, "replace", killed)
+            sweep(GRID, out="killed")
+        done = len(list(Path("killed", "cells").glob("?????.json")))
+        assert done == writes - 1 and not Path("killed/sweep.json").exists()
+        calls.clear()
+        again = sweep(GRID, out="killed", resume=True)
+        assert len(calls) == 6 - done  # two devices: a call is the two seeds of a cell
+        assert {name: Path("killed", name).read_bytes() for name in whole} == whole
+        assert len(again.cells) == 6
+        shutil.rmtree("killed")
+
+
+def test_finished_cells_are_verified():
+    sweep(GRID, out="out")
+    whole, cell = Path("out/sweep.json").read_bytes(), Path("out/cells/00002.json")
+    kept = cell.read_bytes()
+    changed = json.loads(kept)
+    changed["per_seed"][0]["accuracy"] = 1.0
+    for damage in (kept[:50], json.dumps(changed).encode(), Path("out/cells/00001.json").read_bytes()):
+        cell.write_bytes(damage)
+        with pytest.warns(UserWarning, match=r"00002\.json .*the cell runs again"):
+            sweep(GRID, out="out", resume=True)
+        assert cell.read_bytes() == kept and Path("out/sweep.json").read_bytes() == whole
+
+
+def test_other_sweeps_are_refused_and_nothing_changes():
+    sweep({"lr": [0.1]}, out="out")
+    before = {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()}
+    for change, words in [
+        ({"grid": {"lr": [0.2]}}, r"another sweep \(grid.lr: it has \[0.1\], asked for \[0.2\]\)"),
+        ({"metric": "loss"}, "metric: it has 'accuracy', asked for 'loss'"),
+        ({"config": {"data": "other"}}, "config.data: it has None, asked for 'other'"),
+        ({"resume": False}, r"already holds a sweep: resume it \(--resume"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            sweep(**{"grid": {"lr": [0.1]}, "out": "out", "resume": True} | change)
+        assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
+    with pytest.raises(ValueError, match="holds no sweep to resume"):
+        sweep({"lr": [0.1]}, out="nowhere", resume=True)
+    Path("run").mkdir()
+    Path("run/config.json").write_text("{}")
+    with pytest.raises(ValueError, match="run holds a run"):
+        sweep({"lr": [0.1]}, out="run")
+
+
+@pytest.mark.parametrize(
+    ("grid", "options", "words"),
+    [
+        ({}, {}, "grid must be a dict of options and their values, not empty"),
+        ({"lr": []}, {}, "grid: lr must be a list of at least one value"),
+        ({"lr": 0.1}, {}, "grid: lr must be a list of at least one value, got 0.1"),
+        ({"lr": [0.1, 0.1]}, {}, "grid: lr must be given once, got 0.1"),
+        ({"lr": [float("nan")]}, {}, "grid: lr must be no NaN"),
+        ({"lr": [optax.sgd(0.1)]}, {}, "grid: lr must be numbers, texts or booleans"),
+        ({"lr": [0.1], "weights": ["sizes"]}, {}, "unknown weights 'sizes': did you mean 'size'?"),
+        ({"lr": [0.1], "num_clusters": [99]}, {}, "num_clusters must be at most"),
+        (
+            {"lr": [0.1], "num_clusters": [1, 2]},
+            {"traced": ["lr", "num_clusters"]},
+            "traced must be options that make takes",
+        ),
+        ({"lr": [0.1]}, {"traced": ["rl"]}, "unknown traced 'rl': did you mean 'lr'?"),
+        ({"lr": [0.1], "weights": ["size"]}, {"traced": ["weights"]}, "traced: weights must be numbers"),
+        ({"lr": [0.1]}, {"metric": "perplexity"}, "metric must be one that the task has"),
+        ({"lr": [0.1]}, {"metric": "acuracy"}, "metric must be one of accuracy"),
+        ({"lr": [0.1]}, {"held_out": jfcl.Clients(HELD_OUT.examples, HELD_OUT.size[:1])}, "held_out.size must be"),
+        ({"lr": [0.1]}, {"seeds": [1]}, "seeds must be one name for each of the 2 keys"),
+        ({"lr": [0.1]}, {"at_once": 0}, "at_once must be an integer, at least 1, got 0"),
+        ({"lr": [0.1]}, {"resume": True}, "out must be the folder of the sweep to resume"),
+    ],
+)
+def test_bad_input_of_the_function(grid, options, words, monkeypatch):
+    monkeypatch.setattr(Group, "_run_rows", None)
+    given = {"held_out": HELD_OUT} | options
+    with pytest.raises(ValueError) as error:
+        jfcl.sweep(make, grid, CLIENTS, key=KEYS, num_rounds=ROUNDS, **given)
+    assert words in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The command line.
+
+QUICK = ["--clients=4", "--clusters=2", "--model=linear", "--local-steps=2", "--quiet"]
+
+
+def test_the_best_configuration_runs(capsys):
+    command = ["sweep", "fedavg", *QUICK, "--seeds=2", "--rounds=3", "--out=out"]
+    grid = ["--grid", "lr=0.001,0.2", "--grid", "momentum=0,0.9"]
+    assert cli.main([*command, *grid]) == 0
+    printed = capsys.readouterr().out
+    assert "4 configurations" in printed and "jfcl run fedavg --config out/best.toml" in printed
+    assert Path("out/heatmap.png").read_bytes()[1:4] == b"PNG"
+    saved = json.loads(Path("out/sweep.json").read_text())
+    best = saved["cells"][saved["best"]]
+    assert saved["traced"] == ["lr", "momentum"] and best["values"]["lr"] == 0.2
+    assert best["mean"]["accuracy"] == max(cell["mean"]["accuracy"] for cell in saved["cells"])
+    chosen = tomllib.loads(Path("out/best.toml").read_text())
+    assert chosen == best["values"] | {
+        "method": "fedavg",
+        "seeds": 2,
+        "rounds": 3,
+        "clients": 4,
+        "clusters": 2,
+        "model": "linear",
+        "local_steps": 2,
+    }
+    assert cli.main(["run", "fedavg", "--config", "out/best.toml", "--quiet", "--out", "run"]) == 0
+    config = json.loads(Path("run/config.json").read_text())
+    assert {name: config[name] for name in best["values"]} == best["values"]
+    # The test examples of the run are none that the sweep trained on or judged by.
+    assert config["split_hash"] == saved["config"]["split_hash"]
+    before = Path("out/sweep.json").read_bytes()
+    assert cli.main([*command, *grid, "--resume"]) == 0 and Path("out/sweep.json").read_bytes() == before
+    assert cli.main([*command, *grid[2:], "--grid", "lr=0.2", "--resume"]) == 2
+    assert "out holds another sweep" in capsys.readouterr().err
+
+
+def test_the_test_examples_are_not_read(monkeypatch):
+    seen = {}
+
+    def kept(make, grid, clients, *, held_out, **options):
+        seen.update(clients=clients, held_out=held_out)
+        raise Killed
+
+    monkeypatch.setattr(sweeps, "sweep", kept)
+    config = Config("fedavg", clients=4, clusters=2, model="linear")
+    with pytest.raises(Killed):
+        run_sweep(config, {"lr": [0.1]}, holdout=0.25)
+    federation = jfcl.experiments.setup(config).federation
+
+    def rows(clients, i):
+        return {x.tobytes() for x in np.asarray(clients.examples["x"])[i, : clients.size[i]]}
+
+    for i in range(4):
+        train, held = rows(seen["clients"], i), rows(seen["held_out"], i)
+        assert train | held == rows(federation.train, i) and not train & held
+        assert len(held) == len(train | held) // 4 and not (train | held) & rows(federation.test, i)
+    attacked = dataclasses.replace(config, attack="sign_flip", malicious=0.5)
+    with pytest.raises(Killed):
+        run_sweep(attacked, {"lr": [0.1]})
+    judged = jfcl.experiments.setup(attacked).federation.test.size > 0
+    assert judged.sum() == 2 and ((seen["held_out"].size > 0) == judged).all() and (seen["clients"].size > 0).all()
+
+
+def test_every_configuration_may_diverge(capsys):
+    command = ["sweep", "fedavg", *QUICK, "--seed=3", "--rounds=2", "--out=out", "--grid=lr=1e38,1e37"]
+    assert cli.main([*command, "--optimizer=sgd", "--prox=0"]) == 1
+    printed = capsys.readouterr()
+    assert "every configuration diverged" in printed.err and "–" in printed.out
+    assert not Path("out/best.toml").exists() and Path("out/sweep.json").exists()
+
+
+TRACED = [(method, name) for method in METHODS for name, o in method_options(method).items() if o.traced]
+TRACED += [("fedavg", name) for name in ("lr", "momentum", "weight_decay", "clip_norm", "prox", "server_lr")]
+TRACED += [("federated_clustering", "radius"), ("momentum_clustering", "momentum"), ("fedavg", "warmup_cosine")]
+NEEDED = {"byzantine_cfl": {"attack": "sign_flip", "malicious": 0.3}, "eps_1": {"eps_2": 0.2}, "eps_2": {"eps_1": 0.2}}
+NEEDED |= {"eps_1": {"eps_2": 1.0}, "eps_2": {"eps_1": 0.1}, "gamma_max": {"eps_1": 0.1, "eps_2": 1.0}}
+NEEDED |= {"federated_clustering": {"quantile": 0.5}, "myopic_clustering": {"quantile": 0.5}}
+NEEDED |= {"momentum_clustering": {"quantile": 0.5}, "warmup_cosine": {"schedule": "warmup_cosine"}}
+
+
+@pytest.mark.parametrize(("method", "name"), TRACED, ids=lambda value: str(value))
+def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
+    monkeypatch.setattr(Group, "run", lambda *args: (_ for _ in ()).throw(Killed))
+    needed = NEEDED.get(method, {}) | NEEDED.get(name, {})
+    option = "lr" if name == "warmup_cosine" else name
+    needed = {n: v for n, v in needed.items() if n != option and not (option == "radius" and n == "quantile")}
+    config = Config(method, clients=4, clusters=2, model="linear", local_steps=1, **needed)
+    with pytest.raises(Killed), jax.numpy_dtype_promotion("standard"):  # which schedules of optax rely on
+        run_sweep(config, {option: [0.5, 0.75]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "grid must be given: --grid NAME=VALUE,VALUE,..."),
+        (["--grid", "lr"], "grid must be NAME=VALUE,VALUE,..., such as lr=0.01,0.1, got 'lr'"),
+        (["--grid", "learning_rate=0.1"], "grid: unknown option 'learning_rate': did you mean 'lr'?"),
+        (["--grid", "wieghts=size"], "grid: unknown option 'wieghts': did you mean 'weights'?"),
+        (["--grid", "lr=0.1,-1"], "grid: lr must be positive, got -1.0"),
+        (["--grid", "lr=0.1,fast"], "grid: lr must be of type float, got 'fast'"),
+        (["--grid", "lr=0.1,"], "grid: lr must be of type float, got ''"),
+        (["--grid", "lr=0.1,0.1"], "grid: lr must be given once, got 0.1"),
+        (["--grid", "optimizer=sgd,adm"], "grid: unknown optimizer 'adm': did you mean 'adam'?"),
+        (["--grid", "lr=0.1", "--grid", "lr=0.2"], "grid must be given once: lr has two axes, got 'lr'"),
+        (["--grid", "num_models=2", "--grid", "num_clusters=2"], "grid must be given once: num_models has two axes"),
+        (["--grid", "lr=0.1", "--lr", "0.2"], "lr must be given once: as a flag, or in --grid, got 0.2"),
+        (["--grid", "eps_1=0.1"], "method fedavg has no option eps_1 (only cfl)"),
+        (["--grid", "clients=4,8"], "grid must be an option that may differ between cells; give --clients for all"),
+        (["--grid", "seeds=1,2"], "give --seeds for all of them"),
+        (["--grid", "momentum=0.1", "--optimizer", "adam"], "momentum must be left out with --optimizer adam"),
+        (["--grid", "lr=0.1", "--metric", "acc"], "unknown metric 'acc': did you mean 'accuracy'?"),
+        (["--grid", "lr=0.1", "--holdout", "1"], "holdout must be in (0, 1), got 1.0"),
+        (["--grid", "lr=0.1", "--mapping", "sharded"], "mapping must be vmap or chunked, or left out"),
+        (["--grid", "lr=0.1", "--population", "100"], "population must be left out"),
+        (["--grid", "lr=0.1", "--coordinator", "auto"], "unknown option --coordinator"),
+        (["--grid", "lr=0.1", "--resume"], "out must be the folder of the sweep to resume"),
+        (["--grid", "lr=0.1", "--resume", "--out", "new"], "new holds no sweep to resume"),
+        (["--grid", "model=linear,lstm"], "model 'lstm' reads texts, but data set 'digits' holds images"),
+    ],
+)
+def test_bad_input_of_the_command(flags, words, capsys, monkeypatch):
+    monkeypatch.setattr(Group, "_run_rows", None)
+    others = [flag for flag in QUICK if "model" not in flag or "model=" not in "".join(flags)]
+    assert cli.main(["sweep", "fedavg", *others, "--seeds", "1", *flags]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not list(Path().iterdir())
+
+
+def test_seeds_are_needed(capsys):
+    assert cli.main(["sweep", "fedavg", *QUICK, "--grid", "lr=0.1"]) == 2
+    assert "seeds must be given: the runs of each cell, such as --seeds 3" in capsys.readouterr().err
+
+
+def test_texts_of_best_toml_are_read_back():
+    config = Config("ifca", dataset='a"b\\c\n\x7fé漢🙂', share="Dense_0", relative=None, seed=3, lr=0.1)
+    cell = jfcl.simulation.grid_results.Cell({"lr": 0.25}, [], {"loss": 1.0}, {})
+    found = jfcl.Sweep({"lr": [0.25]}, [cell], "loss", 0, 0.0, 0.0)
+    read = tomllib.loads(sweeps.best_toml(config, found))
+    assert read == {"method": "ifca", "dataset": config.dataset, "share": "Dense_0", "lr": 0.25, "seed": 3}
+    texts = sweeps.best_toml(Config("cfl", eps_1=float("inf"), eps_2=1.0, recursive=True), found)
+    assert tomllib.loads(texts)["eps_1"] == float("inf") and tomllib.loads(texts)["recursive"] is True
