@@ -273,7 +273,7 @@ def test_models_that_look_up_their_inputs_run_on_several_devices(name):
     clients = jfcl.Clients({"x": words, "y": labels}, np.full(7, 6, np.int32))
     task = jfcl.models.task(
         lambda key: {"e": jax.random.normal(key, (5, 2)), "b": jnp.zeros(2)},
-        lambda p, x: p["e"][x].sum(axis=1) + p["b"],
+        lambda p, x: p["e"][x].sum(axis=1) + p["b"][None],
         kind="classification",
     )
     own = {"personal": lambda path: path == "e"} if name in {"fedper", "fedrep", "lg_fedavg"} else {}
