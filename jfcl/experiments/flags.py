@@ -86,20 +86,18 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
         )
 
 
-def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
+def run_parser(
+    parser: argparse.ArgumentParser, method: str | None, *, trackers: bool = True
+) -> argparse.ArgumentParser:
     """Adds the arguments of `jfcl run` to a parser: with the options of one method, or of all for None."""
     _add_options(parser, method)
     files = _add_files(parser, "folder for results, checkpoints and plots; default: none are kept")
     files.add_argument(
         "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
     )
-    files.add_argument(
-        "--track",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"send the records to {', '.join(TRACKERS)}; may be given several times",
-    )
+    if trackers:
+        known = f"send the records to {', '.join(TRACKERS)}; may be given several times"
+        files.add_argument("--track", action="append", default=[], metavar="NAME", help=known)
     several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
     several.add_argument(
         "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
@@ -225,7 +223,7 @@ def _plan_parser(parser: argparse.ArgumentParser, method: str | None) -> argpars
     """Adds the arguments of `jfcl plan` to a parser: the target, and those of `jfcl run`."""
     known = "v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
     parser.add_argument_group("Target").add_argument("--target", metavar="NAME", help=known)
-    return run_parser(parser, method)
+    return run_parser(parser, method, trackers=False)
 
 
 def _sweep_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:

@@ -124,9 +124,10 @@ def simulate(
 
     # Keys, and hyperparameters with types that do not depend on Python's.
     single = key.ndim == 0
+    count = 1 if single else len(key)
+    seeds = list(range(count)) if seeds is None else list(seeds)
+    check(len(seeds) == count, "seeds", seeds, f"one name for each of the {count} keys")
     keys = key[None] if single else key
-    seeds = list(range(len(keys))) if seeds is None else list(seeds)
-    check(len(seeds) == len(keys), "seeds", seeds, f"one name for each of the {len(keys)} keys")
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
     mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
