@@ -46,17 +46,20 @@ def _padded(x, padding):
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pair, 0) for pair in padding), (0, 0, 0)))
 
 
-def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
-    """Returns the windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
-    x = _padded(x, padding)
+def _windows(x, kernel: tuple[int, int], strides: tuple[int, int]) -> list[jax.Array]:
+    """Returns, for each place of the kernel, row by row, what it is multiplied with: `kh * kw` of `[B, H', W', C]`."""
     (kh, kw), (sh, sw) = kernel, strides
     height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
-    shifted = [
+    return [
         x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw]
         for i in range(kh)
         for j in range(kw)
     ]
-    return jnp.concatenate(shifted, axis=-1)
+
+
+def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
+    """Returns the windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
+    return jnp.concatenate(_windows(_padded(x, padding), kernel, strides), axis=-1)
 
 
 def _forward_patches(x, w, strides, padding):
@@ -197,16 +200,11 @@ def _pointwise(x, w, strides, padding):
 
 def _depthwise(x, w, strides, padding):
     """Returns the convolution in which output `o` has the channel `o // m` alone, `w` `[kh, kw, 1, C * m]`."""
-    (kh, kw, _, outputs), (sh, sw) = w.shape, strides
 
     def shifted(x, w):
-        x = jnp.repeat(_padded(x, padding), outputs // x.shape[-1], axis=-1)
-        height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
-        return sum(
-            x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw] * w[i, j, 0].reshape(1, 1, 1, -1)
-            for i in range(kh)
-            for j in range(kw)
-        )
+        x = jnp.repeat(_padded(x, padding), w.shape[-1] // x.shape[-1], axis=-1)
+        factors = w.reshape(-1, 1, 1, 1, w.shape[-1])
+        return sum(part * factor for part, factor in zip(_windows(x, w.shape[:2], strides), factors, strict=True))
 
     def grouped(x, w):
         return _plain(x, w, strides, padding, feature_group_count=x.shape[-1])
