@@ -10,6 +10,8 @@ import pytest
 
 import jfcl
 from jfcl.core import divided
+from jfcl.data import DATASETS, Dataset
+from jfcl.experiments import RECIPES, Config, reproduce, setup
 from jfcl.models import (
     GPT,
     LANGUAGE_MODELS,
@@ -245,8 +247,14 @@ def block_size(width):
 
 MOBILE = [(32, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), *[(512, 512)] * 5]
 MOBILE += [(512, 1024), (1024, 1024)]
+STAGES = [(16, 16), (16, 32), (32, 64), (64, 128)]  # channels before and in a stage, a quarter of ResNet-18's
 SIZES = {
     "resnet18_gn": 11_173_962,  # 11.17 M
+    # Stem; of each stage 4 convolutions of 3 x 3 with a norm each, and a shortcut's but in the first; 129 a class.
+    "resnet18_narrow": 29 * 16
+    + sum(9 * (i + 3 * o) * o + 8 * o for i, o in STAGES)
+    + sum(i * o + 2 * o for i, o in STAGES[1:])
+    + 129 * 10,
     "resnet18_bn": 11_173_962,
     # 27 * 32 weights and 2 * 32 of the norm; 9 a channel, then a product of channels, with two norms; 1,025 a class.
     "mobilenet_gn": 27 * 32 + 2 * 32 + sum(9 * i + i * o + 2 * i + 2 * o for i, o in MOBILE) + 1025 * 10,
@@ -331,6 +339,27 @@ def test_pointwise_and_depthwise_convolutions_are_laxs(size, channels, outputs, 
             alone = reference(x[i], kernel)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):
                 np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)
+
+
+def test_configurations_name_them(monkeypatch):
+    texts = np.array(["a cat saw a dog", "a dog saw the cat"] * 6, object)
+    made = Dataset("pets", {"x": texts, "y": np.arange(12, dtype=np.int32) % 2}, None, 2, None, "")
+    monkeypatch.setitem(DATASETS, "pets", (lambda data_dir: made, ""))
+    few = {"clients": 2, "clusters": 1, "heterogeneity": "none"}
+    task = setup(Config("fedavg", model="gpt", dataset="pets", length=4, **few)).task
+    assert task.perplexity and jax.eval_shape(task.init, jax.random.key(0))["positions"].shape == (3, 128)
+    assert setup(Config("fedavg", model="resnet18_bn", **few)).task.train_loss is not None
+
+
+@pytest.mark.slow
+def test_the_recipe_with_a_small_width(monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "resnet18_narrow", (partial(ResNet, width=2), ""))
+    recipe = RECIPES["ifca.resnet18"]
+    changes = {"dataset": "digits", "clients": 2, "examples_per_client": 6, "batch_size": 3, "rounds": 1}
+    tiny = {"x": recipe._replace(small=recipe.small | changes | {"eval_every": 1})}
+    rows = reproduce("x", recipes=tiny, out=tmp_path)["rows"]
+    assert [row["method"] for row in rows] == ["ifca", "fedavg", "oracle"]
+    assert rows[-1]["right cluster %"] == 100 and all(0 <= row["accuracy %"] <= 100 for row in rows)
 
 
 @pytest.mark.parametrize(

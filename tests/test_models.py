@@ -212,7 +212,7 @@ SIZES = {
     "vgg16": 14_714_688 + 2 * 513 * 512 + 513 * 10,  # torchvision's 13 convolutions; dense layers of 512
     "vgg8": 28 * 64 + 577 * 128 + 1153 * 256 + 2305 * 512 + 4609 * 512 + 2 * 513 * 512 + 513 * 10,
 }
-DEEP = {"resnet18_gn", "resnet18_bn", "mobilenet_gn", "mobilenet_bn", "vit"}  # narrow ones: tests/test_deep_models.py
+DEEP = {"resnet18_gn", "resnet18_narrow", "resnet18_bn", "mobilenet_gn", "mobilenet_bn", "vit"}  # test_deep_models.py
 INPUTS = {"cnn_cifar": (24, 24, 3), "cnn5": (32, 32, 3), "vgg": (32, 32, 3), "vgg16": (32, 32, 3), "vgg8": (32, 32, 3)}
 
 
