@@ -353,7 +353,7 @@ def test_configurations_name_them(monkeypatch):
 
 @pytest.mark.slow
 def test_the_recipe_with_a_small_width(monkeypatch, tmp_path):
-    monkeypatch.setitem(MODELS, "resnet18_narrow", (partial(ResNet, width=2), ""))
+    monkeypatch.setitem(MODELS, "resnet18_narrow", (partial(ResNet, width=2, stages=(1, 1)), ""))
     recipe = RECIPES["ifca.resnet18"]
     changes = {"dataset": "digits", "clients": 2, "examples_per_client": 6, "batch_size": 3, "rounds": 1}
     tiny = {"x": recipe._replace(small=recipe.small | changes | {"eval_every": 1})}

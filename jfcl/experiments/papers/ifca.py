@@ -299,8 +299,8 @@ def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     full={"dataset": "cifar10", "model": "resnet18_gn", "clients": 20, "clusters": 2, "examples_per_client": 5000}
     | {"local_epochs": 1, "batch_size": 50, "lr": 0.1, "augment": "crop_flip", "restarts": 3, "restart_rounds": 2}
     | {"rounds": 100, "seeds": 1, "eval_every": 10},
-    small={"model": "resnet18_narrow", "examples_per_client": 100, "batch_size": 20, "restarts": 2, "rounds": 3}
-    | {"restart_rounds": 1, "eval_every": 3},
+    small={"model": "resnet18_narrow", "examples_per_client": 100, "batch_size": 20, "rounds": 3}
+    | {"restarts": None, "restart_rounds": None, "eval_every": 3},
 )
 def resnet_18(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """IFCA, rotated CIFAR-10 as in table 1, with ResNet-18 (group norm) and 20 clients: ours.
