@@ -20,6 +20,7 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/rounds.py
 	$(BIN)/python benchmarks/against_peers.py
+	$(BIN)/python benchmarks/models.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/federated_clustering.py
 	$(BIN)/python benchmarks/cfl_round.py

@@ -132,6 +132,11 @@ def test_every_public_function_has_an_example(module):
     assert not without
 
 
+def test_every_model_is_on_its_page():
+    text = (DOCS / "howto" / "model.md").read_text()
+    assert [name for name in jfcl.models.MODELS if f"`{name}`" not in text] == []
+
+
 def test_the_api_has_every_public_module():
     text = (DOCS / "_ext" / "jfcl_pages.py").read_text()
     modules = [name for name in jfcl.__all__ if inspect.ismodule(getattr(jfcl, name))]

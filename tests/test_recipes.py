@@ -270,6 +270,7 @@ TINY = {
     "federated_clustering.figure6": {"rounds": 2, "clients": 20, "examples_per_client": 10, "model": "linear"},
     "federated_clustering.table1": {"clients": 20, "subgroup_size": 4, "epochs": 1, "epochs_of_fc": 1},
     "ifca.figure4": {"mnist": [(8, 20)], "rounds": 2},
+    "ifca.resnet18": _FEW | {"model": "linear", "clients": 4},
     "ifca.table1": {"mnist": [(1200, 200)], "rounds": 1, "local_rounds": 1},
     "ifca.table2": {"clients": 20, "cohort": 4, "rounds": 2, "local_rounds": 1, "model": "linear"},
     "byzantine_cfl.table1": {"rounds": 2, "examples_per_client": 2, "clients": 10, "datasets": ["mnist"], "seeds": 1},

@@ -113,8 +113,10 @@ def placed(client_axis: mapping.Mapping, arguments: tuple[jax.Array, Any, Client
     return key, state, mapping.place(client_axis, clients)
 
 
-def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
+def multiply_adds(module: nn.Module, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> list[int]:
     """What one example's forward pass multiplies in each dense layer and convolution, from first to last.
+
+    `input_shape` and `dtype` are those of one input. Products of attention, of two activations, are not counted.
 
     Example:
       >>> import jfcl
@@ -127,7 +129,7 @@ def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
 
     def note(call, args, kwargs, context):
         out = call(*args, **kwargs)
-        if isinstance(context.module, (nn.Dense, Conv)) and context.method_name == "__call__":
+        if isinstance(context.module, (nn.Dense, nn.Conv, Conv)) and context.method_name == "__call__":
             kernel = context.module.variables["params"]["kernel"]
             pooled = 4 if getattr(context.module, "pool", False) else 1  # values of which one is left
             found.append(pooled * math.prod(out.shape[1:]) * math.prod(kernel.shape[:-1]))
@@ -135,7 +137,7 @@ def multiply_adds(module: nn.Module, input_shape: tuple[int, ...]) -> list[int]:
 
     def forward():
         with nn.intercept_methods(note):
-            return module.init_with_output(jax.random.key(0), jnp.zeros((1, *input_shape)))
+            return module.init_with_output(jax.random.key(0), jnp.zeros((1, *input_shape), dtype))
 
     jax.eval_shape(forward)
     return found

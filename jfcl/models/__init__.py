@@ -5,7 +5,9 @@ from functools import partial
 from jfcl.models.conv import conv, max_pool
 from jfcl.models.language import check_tokens, language_model
 from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
+from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
+from jfcl.models.transformers import GPT, ViT
 
 MODELS = {
     "linear": (Linear, "softmax regression: one dense layer"),
@@ -25,12 +27,20 @@ MODELS = {
         partial(VGG, blocks=((64,), (128,), (256,), (512,), (512,)), dense=(512, 512)),
         "5 conv, 2 fc 512 (for FC's VGG-8 on CIFAR-100, of unknown widths)",
     ),
+    "resnet18_gn": (ResNet, "ResNet-18 in its CIFAR form, group norm (11.17 M parameters)"),
+    "resnet18_narrow": (partial(ResNet, width=16), "the same with a quarter of the channels, for a CPU (0.70 M)"),
+    "resnet18_bn": (ResNetBatchNorm, "ResNet-18 with batch norm, as published"),
+    "mobilenet_gn": (MobileNet, "MobileNet in its CIFAR form, depthwise-separable convolutions, group norm (3.22 M)"),
+    "mobilenet_bn": (MobileNetBatchNorm, "the same with batch norm, as published"),
+    "vit": (ViT, "vision transformer: patches of 4x4, 6 blocks of 192, the mean over patches (2.69 M)"),
     "lstm": (LSTMLanguageModel, "two LSTM layers of 128 that predict the next word (CFL's AG News model; text)"),
+    "gpt": (GPT, "decoder in the form of GPT-2: 6 blocks of 128, causal attention (3.76 M at 10,000 words; text)"),
 }
-LANGUAGE_MODELS = ("lstm",)  # these take a vocabulary's size and texts; all others a number of classes and images
+LANGUAGE_MODELS = ("lstm", "gpt")  # these take a vocabulary's size and texts; all others a number of classes and images
 
 __all__ = [
     "CNN5",
+    "GPT",
     "LANGUAGE_MODELS",
     "MLP",
     "MODELS",
@@ -40,6 +50,11 @@ __all__ = [
     "CNNMnist",
     "LSTMLanguageModel",
     "Linear",
+    "MobileNet",
+    "MobileNetBatchNorm",
+    "ResNet",
+    "ResNetBatchNorm",
+    "ViT",
     "check_tokens",
     "classification",
     "conv",

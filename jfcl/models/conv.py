@@ -12,6 +12,10 @@ computes the same numbers in a form that depends on the platform, and on a CPU o
 * Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
 * On an accelerator it is `lax.conv_general_dilated` with the gradients of JAX. The compilers predict that a group per
   client is the fastest form there: patches move many times as many bytes.
+
+Two kinds need none of this. A 1 x 1 convolution is a matrix product, on every platform and under every mapping. A
+depthwise convolution (a kernel per channel) multiplies no matrices: on a CPU, where XLA has no fast kernel for its
+groups, it is a sum of shifted images, each times a number per channel.
 """
 
 from __future__ import annotations
@@ -42,17 +46,20 @@ def _padded(x, padding):
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pair, 0) for pair in padding), (0, 0, 0)))
 
 
-def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
-    """Returns the windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
-    x = _padded(x, padding)
+def _windows(x, kernel: tuple[int, int], strides: tuple[int, int]) -> list[jax.Array]:
+    """Returns, for each place of the kernel, row by row, what it is multiplied with: `kh * kw` of `[B, H', W', C]`."""
     (kh, kw), (sh, sw) = kernel, strides
     height, width = (x.shape[1] - kh) // sh + 1, (x.shape[2] - kw) // sw + 1
-    shifted = [
+    return [
         x[:, i : i + (height - 1) * sh + 1 : sh, j : j + (width - 1) * sw + 1 : sw]
         for i in range(kh)
         for j in range(kw)
     ]
-    return jnp.concatenate(shifted, axis=-1)
+
+
+def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], padding: Padding) -> jax.Array:
+    """Returns the windows of `x` `[B, H, W, C]` that a convolution multiplies: `[B, H', W', kh * kw * C]`."""
+    return jnp.concatenate(_windows(_padded(x, padding), kernel, strides), axis=-1)
 
 
 def _forward_patches(x, w, strides, padding):
@@ -186,6 +193,25 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
     return convolve
 
 
+def _pointwise(x, w, strides, padding):
+    """Returns the convolution with a 1 x 1 kernel: a matrix product."""
+    return _padded(x, padding)[:, :: strides[0], :: strides[1]] @ w[0, 0]
+
+
+def _depthwise(x, w, strides, padding):
+    """Returns the convolution in which output `o` has the channel `o // m` alone, `w` `[kh, kw, 1, C * m]`."""
+
+    def shifted(x, w):
+        x = jnp.repeat(_padded(x, padding), w.shape[-1] // x.shape[-1], axis=-1)
+        factors = w.reshape(-1, 1, 1, 1, w.shape[-1])
+        return sum(part * factor for part, factor in zip(_windows(x, w.shape[:2], strides), factors, strict=True))
+
+    def grouped(x, w):
+        return _plain(x, w, strides, padding, feature_group_count=x.shape[-1])
+
+    return by_platform(x, w, cpu=shifted, accelerator=grouped)
+
+
 def conv(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -201,14 +227,16 @@ def conv(
 ) -> jax.Array:
     """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
-    Two-dimensional NHWC x HWIO convolutions without dilation or groups take the forms described above; all others are
-    those of `lax`. Reverse-mode derivatives only (as every `custom_vjp`).
+    Two-dimensional NHWC x HWIO convolutions without dilation, and without groups or with one per input channel, take
+    the forms described above, with any strides; all others are those of `lax`. Reverse-mode derivatives only (as every
+    `custom_vjp`), but for 1 x 1 and depthwise ones.
 
     Args:
       lhs: `[B, H, W, C]`; rhs: `[kh, kw, C, O]`; window_strides, padding, ...: as in `lax.conv_general_dilated`.
 
     Returns:
-      `[B, H', W', O]`. Cost: the convolution's own; under `vmap` with own weights, `kh * kw` copies of the input.
+      `[B, H', W', O]`. Cost: the convolution's own; under `vmap` with own weights, `kh * kw` copies of the input (none
+      for 1 x 1 and depthwise kernels).
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -221,7 +249,9 @@ def conv(
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     canonical = spatial == 2 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
     plain_types = precision is None and preferred_element_type is None and lhs.dtype == rhs.dtype
-    if not canonical or dilated or feature_group_count != 1 or batch_group_count != 1 or not plain_types:
+    depthwise = feature_group_count == lhs.shape[-1] > 1
+    grouped = (feature_group_count != 1 and not depthwise) or batch_group_count != 1
+    if not canonical or dilated or grouped or not plain_types:
         return lax.conv_general_dilated(
             lhs,
             rhs,
@@ -239,6 +269,10 @@ def conv(
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
     pads = tuple((int(a), int(b)) for a, b in padding)
+    if depthwise:
+        return _depthwise(lhs, rhs, strides, pads)
+    if tuple(rhs.shape[:2]) == (1, 1):
+        return _pointwise(lhs, rhs, strides, pads)
     return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
 
 

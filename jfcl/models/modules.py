@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
+from flax import errors, traverse_util
 
 from jfcl.core import PyTree, check
 
@@ -105,12 +106,14 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     if not training and set(shapes) > {"params"}:
         raise ValueError(_no_flag(name))
     head = denses[-1] if denses else None
+    if set(shapes) <= {"params"} and _is_same_program(module, shapes, input_shape, dtype, evaluating, training):
+        training = {}  # such as dropout of 0
     if not training:
         return Network(
             name,
             lambda key: variables(key)["params"],
-            lambda params, x: module.apply({"params": params}, x),
-            represent=_representation(module, lambda params: {"params": params}, {}),
+            lambda params, x: module.apply({"params": params}, x, **evaluating),
+            represent=_representation(module, lambda params: {"params": params}, evaluating),
             head=head,
         )
     _, collections = _joined_collections(shapes, name)
@@ -153,6 +156,21 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         names.__contains__ if names else None,
         head,
     )
+
+
+def _is_same_program(
+    module: nn.Module, shapes: PyTree, input_shape: tuple[int, ...], dtype: Any, evaluating: dict, training: dict
+) -> bool:
+    """Returns whether a module without other state than parameters computes the same in training as in evaluation."""
+
+    def program(flag):
+        inputs = jax.ShapeDtypeStruct((2, *input_shape), dtype)
+        return re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(lambda v, x: module.apply(v, x, **flag))(shapes, inputs)))
+
+    try:
+        return evaluating == training or program(evaluating) == program(training)
+    except errors.InvalidRngError:
+        return False
 
 
 def _needs_flag(error: Exception) -> bool:
