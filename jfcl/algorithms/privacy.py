@@ -319,7 +319,7 @@ def epsilon(
       ε by Rényi accounting (the moments accountant of McMahan et al.), from the package dp-accounting. Neighbouring
       data sets differ by one client that joins or leaves. For `sampling="fixed"` below `N` they differ by one client
       that is replaced by another, so that the sums change by `2 C`, and the bound on sampling without replacement is
-      used, if it is the smaller. A Poisson cohort adds at most `10⁻¹² T` to δ, as its rows are limited.
+      used, if it is the smaller. A Poisson cohort adds at most `(1 + e^ε) 10⁻¹² T` to δ, as its rows are limited.
 
     Raises:
       ValueError: no noise, or values out of range.

@@ -31,8 +31,8 @@ def check_private_run(config: Config) -> None:
     """Checks the options of private training against the others.
 
     Raises:
-      ValueError: options without the one that they need; an attack or an aggregator that voids the guarantee; cohorts
-        that the accountant does not know; no accountant.
+      ValueError: options without the one that they need; an attack, an aggregator or early stopping, which void the
+        guarantee; cohorts that the accountant does not know; no accountant.
     """
     if config.dp_clip is None:
         for name in OPTIONS:
@@ -44,6 +44,8 @@ def check_private_run(config: Config) -> None:
     check(config.attack not in attacks.UPDATE_ATTACKS, "attack", config.attack, accepted)
     accepted = "left out with --dp-clip: the guarantee is that of a mean"
     check(config.aggregator is None, "aggregator", config.aggregator, accepted)
+    accepted = "left out with --dp-clip: the round in which it ends a run follows from results without noise"
+    check(config.patience is None, "patience", config.patience, accepted)
     if of_population(config):
         accepted = "fixed with --population, the cohorts of which have a fixed size"
         check(config.dp_sampling != "poisson", "dp_sampling", config.dp_sampling, accepted)
