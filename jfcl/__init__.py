@@ -29,6 +29,7 @@ from jfcl.algorithms import (
     myopic_clustering,
     one_shot,
     oracle,
+    privacy,
     theory,
     with_restarts,
 )
@@ -55,7 +56,7 @@ from jfcl.simulation import (
 )
 
 # Import paths of users, whatever folder a module is in.
-for _module in (attacks, augment, callbacks, hosts, mapping, metrics, parameter_tree, plots, targets, theory):
+for _module in (attacks, augment, callbacks, hosts, mapping, metrics, parameter_tree, plots, privacy, targets, theory):
     sys.modules[f"jfcl.{_module.__name__.rpartition('.')[2]}"] = _module
 
 __all__ = [
@@ -109,6 +110,7 @@ __all__ = [
     "plan",
     "plots",
     "pmapped",
+    "privacy",
     "rollout",
     "sharded",
     "simulate",

@@ -39,6 +39,7 @@ MODULES = {
         "jfcl.execution.plan": "the result of `jfcl.plan`",
         "jfcl.attacks": "attacks on updates and on data",
         "jfcl.callbacks": "code that a run calls: early stopping, trackers of one's own",
+        "jfcl.privacy": "differential privacy of clients, and its accounting",
         "jfcl.metrics": "evaluation, and recovery of the clusters",
         "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
         "jfcl.plots": "figures of records and trees",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfcl.algorithms import privacy
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import (
     add_updates,
@@ -45,6 +46,7 @@ from jfcl.core import (
     num_clients,
     parameter_names,
     path_flags,
+    server_key,
     trained_part,
 )
 from jfcl.execution import mapping
@@ -70,6 +72,7 @@ class AveragingState(NamedTuple):
       server: the server optimiser's state for each model, `[K, ...]`.
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
       personal: the personal parameters `[N, ...]`, with `None` in the place of the others; `()` without any.
+      clip: `[]`, the clipping norm of the next round under adaptive clipping (`dp`), else `()`.
     """
 
     params: PyTree
@@ -79,6 +82,7 @@ class AveragingState(NamedTuple):
     server: PyTree
     client: PyTree
     personal: PyTree = ()
+    clip: jax.Array | tuple[()] = ()
 
 
 class Report(NamedTuple):
@@ -92,6 +96,7 @@ class Report(NamedTuple):
       num_steps: int32.
       opt_state: as in `AveragingState.client`.
       personal: as in `AveragingState.personal`.
+      inside: bool, whether the norm of its update is at most the clipping norm (`dp`), else `()`.
     """
 
     cluster: jax.Array
@@ -101,6 +106,7 @@ class Report(NamedTuple):
     num_steps: jax.Array
     opt_state: PyTree
     personal: PyTree
+    inside: jax.Array | tuple[()] = ()
 
 
 def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
@@ -135,6 +141,7 @@ class Averaging(NamedTuple):
       aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; clients
         then have equal weights. Statistics keep the mean. With it or an adversary a round holds all updates: `O(N D)`
         memory.
+      dp: differential privacy of the clients, see `jfcl.privacy`.
       client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
     """
 
@@ -153,6 +160,7 @@ class Averaging(NamedTuple):
     init_params: PyTree | None = None
     adversary: Adversary | None = None
     aggregator: Callable[..., PyTree] | None = None
+    dp: privacy.GaussianDP | None = None
     client_axis: mapping.Mapping | None = None
 
 
@@ -161,11 +169,12 @@ def averaging(rules: Averaging) -> Algorithm:
 
     Returns:
       An `Algorithm` with the metrics `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
-      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`.
+      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`; with `dp` also
+      `clip`, the clipping norm of the round, and `released`, the number of models that changed.
 
     Raises:
       ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
-        with `shared` or another divisor than `"cluster"`; as from `check_scopes`.
+        with `shared` or another divisor than `"cluster"`; as from `check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
     check_count("num_clusters", rules.num_clusters)
@@ -180,6 +189,8 @@ def averaging(rules: Averaging) -> Algorithm:
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
     check(fits, "aggregator", rules.aggregator, accepted)
+    apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
+    privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
     optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
     rules = rules._replace(server_optimizer=optimizer, client_axis=mapping.or_auto(rules.client_axis))
     return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))
@@ -227,13 +238,15 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         server=noise.as_data(jax.vmap(rules.server_optimizer.init)(trained_part(rules.task, params))),
         client=opt_states,
         personal=own,
+        clip=privacy.first_clip(rules.dp),
     )
 
 
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
     # Select the cohort.
-    cohort = phases.select_cohort(key, clients, rules.cohort)
+    select = privacy.poisson_cohort if privacy.draws_each(rules.dp, rules.cohort) else phases.select_cohort
+    cohort = select(key, clients, rules.cohort)
     kept = state.cluster, state.unchanged, (state.client, state.personal)
     last, unchanged, own = phases.take_rows(cohort, kept)
     real = jnp.asarray(cohort.clients.size) > 0
@@ -249,7 +262,13 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
         sent = updates, cluster, counts * usable.astype(jnp.float32)
 
-    # Aggregate.
+    # Aggregate. With `dp` all that follows is computed from sums with noise.
+    clip = state.clip
+    if rules.dp is not None:
+        expected = privacy.expected_participants(clients, rules.cohort)
+        arguments = rules.dp, server_key(cohort.key), clip
+        clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
+        sent = privacy.release(*arguments, *sent, expected)
     mean, changed, weight = aggregate(rules, state.params, sent, clients.size)
 
     # Update the server's models.
@@ -260,11 +279,13 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
     cluster, unchanged, (opt_states, own) = phases.put_rows(cohort, kept, (report.cluster, unchanged, own))
     server = where_rows(weight > 0, server, state.server)
-    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own)
+    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own, clip)
 
     # Report.
     up, down = bytes_sent(rules, state.params, report.compared)
     metrics = phases.round_metrics(real, report.loss, usable, report.num_steps, up, down)
+    if rules.dp is not None:
+        metrics |= privacy.metrics(rules.dp, state.clip, weight)
     return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
 
 
@@ -285,10 +306,13 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         rest = examples, size, opt_state, state.round
         how = rules.task, rules.training, rules.personal_steps
         trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, products=products)
-        finite = is_finite((update, own))
+        finite, inside = is_finite((update, own)), ()
+        if rules.dp is not None:
+            update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
+            chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
         weight = phases.client_weight(rules.weights, size) * finite.astype(jnp.float32)
         return (update, chosen, weight), Report(
-            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own
+            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside
         )
 
     return client

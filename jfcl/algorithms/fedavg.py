@@ -8,6 +8,7 @@ import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
 from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task
 from jfcl.execution.mapping import Mapping
@@ -25,6 +26,7 @@ def fedavg(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Trains one global model: each round the cohort's clients train it, and the server averages their models.
@@ -44,6 +46,8 @@ def fedavg(
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
       aggregator: `(updates, mask=...) -> update`, a robust one from `jfcl.kernels` in place of the mean; clients then
         have equal weights.
+      dp: differential privacy of each client, such as `jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)`, with
+        `weights="equal"`: clipped updates and Gaussian noise on their sums.
       client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: `jfcl.mapping.auto()`.
 
     Returns:
@@ -51,7 +55,8 @@ def fedavg(
 
     Raises:
       ValueError: unknown `weights`, a cohort that is not in `1..N`, `init_params` of another shape; a `personal`
-        that holds for no parameter or for all; `personal_steps` without it.
+        that holds for no parameter or for all; `personal_steps` without it; `dp` with an adversary, an aggregator,
+        weights by size or batch statistics that are sent.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -79,6 +84,7 @@ def fedavg(
             init_params=init_params,
             adversary=adversary,
             aggregator=aggregator,
+            dp=dp,
             client_axis=client_axis,
         )
     )

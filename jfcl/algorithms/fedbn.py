@@ -9,6 +9,7 @@ import optax
 
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, parameter_names
 from jfcl.execution.mapping import Mapping
@@ -24,12 +25,13 @@ def fedbn(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Runs FedAvg on all layers but those of batch normalisation, which each client keeps.
 
     Args:
-      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
         `jfcl.fedavg`.
 
     Returns:
@@ -70,5 +72,6 @@ def fedbn(
         init_params=init_params,
         adversary=adversary,
         aggregator=aggregator,
+        dp=dp,
         client_axis=client_axis,
     )

@@ -8,6 +8,7 @@ import optax
 
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, in_head
 from jfcl.execution.mapping import Mapping
@@ -24,6 +25,7 @@ def fedper(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Trains a common body by FedAvg, while each client keeps and trains its own head (personalisation layers).
@@ -31,7 +33,7 @@ def fedper(
     Args:
       personal: takes a parameter's path, e.g. `"Dense_1/kernel"`; true for the personal ones. Default: the last dense
         layer.
-      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
         `jfcl.fedavg`.
 
     Returns:
@@ -67,5 +69,6 @@ def fedper(
         init_params=init_params,
         adversary=adversary,
         aggregator=aggregator,
+        dp=dp,
         client_axis=client_axis,
     )

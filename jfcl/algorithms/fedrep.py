@@ -8,6 +8,7 @@ import optax
 
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Rounds, Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check_count, in_head
 from jfcl.execution.mapping import Mapping
@@ -25,6 +26,7 @@ def fedrep(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Trains in turn, in every round of a client, its own head and the common representation.
@@ -36,7 +38,8 @@ def fedrep(
       personal_steps: `τ`, local steps on the head in every round.
       personal: takes a parameter's path; true for those of the head. Default: the last dense layer.
       training: of the representation. Its optimiser and batch size are those of the head too.
-      task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
+      task, weights, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
+        `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with an `AveragingState` as that of `jfcl.fedper`. Cost of a round: `personal_steps` and the steps of
@@ -73,5 +76,6 @@ def fedrep(
         init_params=init_params,
         adversary=adversary,
         aggregator=aggregator,
+        dp=dp,
         client_axis=client_axis,
     )

@@ -13,9 +13,10 @@ from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.client.losses import lowest_loss
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, random_order
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, random_order
 from jfcl.core.options import MOST_REPEATED, Range
 from jfcl.execution import mapping
 
@@ -35,6 +36,7 @@ def hypcluster(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """Runs IFCA's model averaging with clients weighted by size, usually with epochs, a cohort and a warm start.
@@ -44,14 +46,14 @@ def hypcluster(
       warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
         differ and are of some use to every client. Their cost is in the metrics of the first round. Default: none.
       task, training, weights, shared, personal, personal_steps, server_optimizer, cohort, init_params, adversary,
-        aggregator, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of warm
-        start.
+        aggregator, dp, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of
+        warm start.
 
     Returns:
       `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
 
     Raises:
-      ValueError: as in `jfcl.ifca`.
+      ValueError: warm rounds with `dp`; as in `jfcl.ifca`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -66,6 +68,8 @@ def hypcluster(
     """
     local.check_parts(task, training)
     check_count("warm_rounds", warm_rounds, least=0)
+    fits = dp is None or warm_rounds == 0
+    check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
     client_axis = mapping.or_auto(client_axis)
     common = {
         "num_clusters": num_clusters,
@@ -77,6 +81,7 @@ def hypcluster(
         "cohort": cohort,
         "adversary": adversary,
         "aggregator": aggregator,
+        "dp": dp,
         "client_axis": client_axis,
     }
     algorithm = ifca(task, training, init_params=init_params, **common)

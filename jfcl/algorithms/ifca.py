@@ -11,6 +11,7 @@ import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import PersonalSteps, Rounds, Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client.local import LocalTraining, check_parts, draw_batch
@@ -54,6 +55,7 @@ def ifca(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """Trains `K` models: each round every client trains the one of lowest loss on its data; the server averages them.
@@ -79,7 +81,7 @@ def ifca(
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         Their cost is in the metrics of the first round (see `with_restarts`).
       restart_rounds: see `restarts`.
-      personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+      personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
         `jfcl.fedavg`. A client compares the models with its own parameters in each. `init_params` may be `K` stacked
         models.
 
@@ -91,7 +93,8 @@ def ifca(
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
-        `"gradients"`, a shortcut that could begin while restarts are still compared, and as in `jfcl.fedavg`.
+        `"gradients"`, a shortcut that could begin while restarts are still compared, restarts or the shortcut with
+        `dp`, and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -118,6 +121,9 @@ def ifca(
         check_count("stable_rounds", stable_rounds)
         late = restarts == 1 or stable_rounds > restart_rounds
         check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
+    if dp is not None:
+        both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
+        check(both == (1, None), "restarts, stable_rounds", both, accepted)
     client_axis = mapping.or_auto(client_axis)
     estimate = training
     if identity_batch is not None:
@@ -175,6 +181,7 @@ def ifca(
         init_params=init_params,
         adversary=adversary,
         aggregator=aggregator,
+        dp=dp,
         client_axis=client_axis,
     )
     algorithm = averaging(rules)._replace(by_loss=True)

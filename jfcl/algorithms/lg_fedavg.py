@@ -8,6 +8,7 @@ import optax
 
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, in_head
 from jfcl.execution.mapping import Mapping
@@ -24,6 +25,7 @@ def lg_fedavg(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Trains a common head by FedAvg on representations that each client keeps for itself.
@@ -31,7 +33,7 @@ def lg_fedavg(
     Args:
       personal: takes a parameter's path; true for the parameters of the representation. Default: all but the last dense
         layer.
-      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in
+      task, training, weights, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
         `jfcl.fedavg`.
 
     Returns:
@@ -74,5 +76,6 @@ def lg_fedavg(
         init_params=init_params,
         adversary=adversary,
         aggregator=aggregator,
+        dp=dp,
         client_axis=client_axis,
     )

@@ -10,6 +10,7 @@ import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.execution.mapping import Mapping
@@ -30,6 +31,7 @@ def oracle(
     init_params: PyTree | None = None,
     adversary: Adversary | None = None,
     aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
     client_axis: Mapping | None = None,
 ) -> Algorithm:
     """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
@@ -39,7 +41,7 @@ def oracle(
       num_clusters: `K`; default: the largest of `cluster` plus one.
       shared: as in `jfcl.ifca`.
       task, training, weights, personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator,
-        client_axis: as in `jfcl.fedavg`.
+        dp, client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
@@ -87,6 +89,7 @@ def oracle(
             init_params=init_params,
             adversary=adversary,
             aggregator=aggregator,
+            dp=dp,
             client_axis=client_axis,
         )
     )

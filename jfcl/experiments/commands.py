@@ -23,6 +23,7 @@ from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import bench, plan, read_run, report, reproduce, run, sweeps, trackers
 from jfcl.experiments.comparison import by_name, differences, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
+from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import read_json, write_json
@@ -234,6 +235,8 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}, products in"
         f" {default_precision() if config.precision == 'default' or platform() == 'cpu' else config.precision}"
     )
+    if "privacy" in summary:
+        console.print(privacy_text(summary["privacy"]))
     if summary["num_rounds"] < config.rounds:
         console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: {summary['ended']}")
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:

@@ -32,6 +32,7 @@ from jfcl.core.options import (
 )
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import read_json
@@ -73,6 +74,7 @@ STANDS_FOR = {
     "radius": ("aggregator", "radius"),
     "bucket_size": ("aggregator",),
     "track_gap": ("true_cluster",),
+    **{f"dp_{name}": ("dp",) for name in ("clip", "noise", "quantile", "min_size", "sampling", "delta")},
 }
 
 
@@ -253,7 +255,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class Config(Data, Training, Attack, Run):
+class Config(Data, Training, Attack, Privacy, Run):
     """All options that decide the result of a run: `Config("cfl", clients=20, eps_1=0.4)`.
 
     The options that are common to the methods are fields; `options` holds those of the method that are given. Both are
@@ -302,9 +304,9 @@ def common_options() -> dict[str, Option]:
 
 @functools.cache
 def groups() -> dict[type, dict[str, Option]]:
-    """Returns the common options of each group: `Data`, `Training`, `Attack` and `Run`."""
+    """Returns the common options of each group: `Data`, `Training`, `Attack`, `Privacy` and `Run`."""
     found = {}
-    for group in (Data, Training, Attack, Run):
+    for group in (Data, Training, Attack, Privacy, Run):
         hints, texts = typing.get_type_hints(group, include_extras=True), argument_texts(group)
         defaults = {field.name: field.default for field in dataclasses.fields(group)}
         found[group] = {}

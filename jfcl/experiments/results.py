@@ -20,6 +20,7 @@ from jfcl.core import PyTree, check, client_ids, path_name
 from jfcl.execution import hosts
 from jfcl.experiments import serving
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
+from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.simulation import folder as runs
 from jfcl.simulation.folder import RunFolder, environment, finite_or_none, read_json
@@ -69,6 +70,10 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "split_hash": parts.federation.split_hash,
         **over_seeds,
     }
+    if config.dp_clip is not None:
+        clusters = np.asarray(history.clients["cluster"])[0]
+        clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)
+        summary["privacy"] = privacy_of(config, config.clients, history.rounds, clusters, clip)
     return finite_or_none(summary)
 
 

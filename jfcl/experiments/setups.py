@@ -43,6 +43,7 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
+from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -206,6 +207,9 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     # Options with the same name and type in the factory.
     common = {name: getattr(config, name) for name in ("cohort", "momentum", "radius")}
     given = dict(method.defaults) | config.options | {name: v for name, v in common.items() if v is not None}
+    if config.dp_clip is not None:
+        options["dp"] = mechanism(config)
+        given = {"weights": "equal"} | given
     options |= {name: value for name, value in given.items() if name in method.options}
     if of_population(config) and not config.remember:
         options.pop("cohort", None)  # all clients that are on the device

@@ -17,6 +17,7 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
+from jfcl.experiments.privacy import check_private_run
 
 
 def check_values(config: Config) -> None:
@@ -53,6 +54,7 @@ def validate(config: Config) -> None:
     _check_training(config)
     _check_attack(config)
     _check_own(config)
+    check_private_run(config)
     _check_run(config)
 
 
