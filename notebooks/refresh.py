@@ -1,0 +1,96 @@
+"""Brings the notebooks up to date: the badge and the first cell that they share, and outputs from a new execution.
+
+    python notebooks/refresh.py                   # all notebooks
+    python notebooks/refresh.py 02_cfl_splits     # some
+    python notebooks/refresh.py --no-run          # the shared parts alone
+
+`REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks with
+this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = "OWNER/jfcl"  # on GitHub; after a change, run this file with --no-run
+BRANCH = "main"
+FOLDER = Path(__file__).resolve().parent
+METADATA = {
+    "colab": {"provenance": []},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+SHOWN = ("image/png", "text/html", "text/plain")  # the types of outputs that are stored
+
+# The code cell below the title. An accelerator's plug-in must have the version of JAX, which pip may replace: the extra
+# of JAX for the plug-in that is there makes pip install the two together.
+INSTALL = f"""\
+JFCL = "jfcl"  # before the first release: "git+https://github.com/{REPOSITORY}"; also the folder of a copy
+
+try:
+    import jfcl
+except ImportError:
+    from importlib.util import find_spec
+
+    plugins = {{"libtpu": "tpu", "jax_cuda13_plugin": "cuda13", "jax_cuda12_plugin": "cuda12"}}
+    JAX = next((f"jax[{{extra}}]" for plugin, extra in plugins.items() if find_spec(plugin)), "jax")
+    %pip install -q "{{JFCL}}" "{{JAX}}"
+    import jfcl"""
+
+
+def badge(name: str) -> str:
+    """Returns the Open-in-Colab badge of the notebook `name` in Markdown."""
+    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/notebooks/{name}.ipynb"
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
+
+
+def set_shared_parts(notebook: Any, name: str) -> None:
+    """Sets the badge below the title, the cell that installs jfcl, the names of cells and the metadata."""
+    title, _, text = notebook.cells[0].source.partition("\n")
+    lines = [line for line in text.strip().splitlines() if not line.startswith("[![Open in Colab]")]
+    notebook.cells[0].source = "\n\n".join([title, badge(name), "\n".join(lines).strip()])
+    notebook.cells[1].source = INSTALL
+    notebook.metadata.clear()
+    notebook.metadata.update(METADATA)
+    for i, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{i:02}"
+        cell.metadata.clear()
+
+
+def execute(notebook: Any) -> None:
+    """Runs the notebook and keeps outputs that read the same on every machine: no times, no paths, no warnings."""
+    from nbclient import NotebookClient
+
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False).execute()
+    notebook.metadata.clear()  # with the version of the kernel
+    notebook.metadata.update(METADATA)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+            for output in cell.outputs:
+                if "data" in output:
+                    output.metadata = {}
+                    output.data = {kind: value for kind, value in output.data.items() if kind in SHOWN}
+
+
+def main() -> None:
+    import nbformat
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks, such as 02_cfl_splits; default: all")
+    parser.add_argument("--no-run", action="store_true", help="keep the outputs that are there")
+    arguments = parser.parse_args()
+    for name in arguments.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
+        path = FOLDER / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        set_shared_parts(notebook, name)
+        if not arguments.no_run:
+            print(f"{name} ...", flush=True)
+            execute(notebook)
+        nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main()
