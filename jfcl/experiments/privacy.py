@@ -97,6 +97,6 @@ def privacy_text(found: dict[str, Any]) -> str:
     noise = ", ".join(f"{row['noise']:.2g}" for row in found["clusters"])
     return (
         f"private: epsilon {found['epsilon']:.3g} at delta {found['delta']:.2g} after {found['num_rounds']} rounds, for"
-        f" each client of any cluster\nnoise on the mean update of a cluster, by coordinate: {noise} (of members that"
-        f" send at most {found['clip']:.3g} in norm)"
+        f" each client of any cluster\nnoise on each coordinate of a cluster's mean update: {noise}; an update has norm"
+        f" {found['clip']:.3g} at most"
     )
