@@ -32,7 +32,7 @@ def frozen(
     the program, as any array from outside is: JAX 0.10 then holds a copy in each program.)
 
     Frozen batch statistics do not move, and their layers normalise with them in training too, as in evaluation. This
-    holds for the batch normalisation of flax modules; what the `train` of `jfcl.models.task` does is its own affair.
+    holds for the batch normalisation of flax modules; a `train` function of `jfcl.models.task` is called as it is.
     Dropout in the frozen part is as in training.
 
     Args:
