@@ -184,7 +184,7 @@ def test_memory_is_refused_with_the_compilers_bytes(monkeypatch, text, size):
     state = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], algorithm.init(jax.random.key(0), clients)))
     monkeypatch.setattr(memory, "free_memory", lambda: 4000.0)
     with monkeypatch.context() as patched:
-        patched.setattr(memory.jax, "jit", lambda *_: Refuses())
+        patched.setattr(memory, "jitted", lambda *_: Refuses())
         with pytest.raises(
             ValueError, match=rf"memory must be at most the 0.0 GB that are free.*{size * 1.0737:.1f} GB"
         ):

@@ -17,6 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
 from jfcl.core import Clients, PyTree, Task, of_rest
 from jfcl.execution import mapping
+from jfcl.execution.jitted import jitted
 
 
 def evaluate(
@@ -54,7 +55,7 @@ def evaluate(
     return _evaluate(params, clients, cluster, personal, task=task, client_axis=mapping.or_auto(client_axis))
 
 
-@partial(jax.jit, static_argnames=("task", "client_axis"))
+@partial(jitted, static_argnames=("task", "client_axis"))
 def _evaluate(params, clients, cluster, personal, *, task, client_axis):
     of_all = task
 

@@ -42,6 +42,7 @@ from jfcl.core import (
     trained_part,
 )
 from jfcl.execution import mapping
+from jfcl.execution.jitted import jitted
 from jfcl.kernels import OPERATORS
 
 
@@ -258,7 +259,7 @@ def assign_newcomer(
     return _assign(state, newcomers, key, task=task, training=training, **options)
 
 
-@partial(jax.jit, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))
+@partial(jitted, static_argnames=("task", "training", "privacy", "privacy_seed", "client_axis"))
 def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, client_axis):
     tree, m, dim = state.tree, max_examples(newcomers), state.tree.updates.shape[2]
     size = jnp.asarray(newcomers.size)

@@ -132,4 +132,5 @@ def of_rest(task: Task, fixed: Any) -> Task:
         represent=whole(task.represent),
         train_loss=None if task.train_loss is None else train_loss,
         dense_start=None,
+        merge=None if task.merge is None else lambda params: task.merge(joined(params, fixed)),
     )

@@ -94,6 +94,10 @@ class Task(NamedTuple):
         robust aggregation. `None`: there are none.
       head: the path of the model's last dense layer, such as `"Dense_1"`; `None`: not known.
       reads: the names of the arrays that it reads in a batch, which `jfcl.simulate` checks; empty: not known.
+      merge: `(params) -> params` of the task that this one was made from: with the frozen parameters, and with adapters
+        added to their kernels (see `jfcl.models.merged`). `None`: the parameters are all there are.
+      features: `(inputs [B, ...]) -> [B, H]`, what the batches of this task have in place of the inputs (see
+        `jfcl.models.cache_features`). `None`: the inputs themselves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,6 +125,8 @@ class Task(NamedTuple):
     statistics: Callable[[str], bool] | None = None
     head: str | None = None
     reads: tuple[str, ...] = ()
+    merge: Callable[[PyTree], PyTree] | None = None
+    features: Callable[[jax.Array], jax.Array] | None = None
 
 
 class Algorithm(NamedTuple):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_clients
 from jfcl.execution import hosts, mapping
+from jfcl.execution.jitted import jitted
 
 # Bytes of a round's temporaries for each byte of the models and examples that train at once. On a CPU, only many models
 # at once need much; on an accelerator, all layers' outputs of all clients are held, in padded layouts.
@@ -94,7 +95,7 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.M
     state = jax.tree.map(partial(shape, rows_of=tuple), jax.eval_shape(algorithm.init, key, shapes))
     data = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes)) // devices
     try:
-        compiled = jax.jit(algorithm.step).lower(key, state, shapes).compile()
+        compiled = jitted(algorithm.step).lower(key, state, shapes).compile()
     except jax.errors.JaxRuntimeError as error:
         needed = exhausted(error)
         if needed is None:

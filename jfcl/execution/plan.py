@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients
 from jfcl.execution import layout, mapping, targets
 from jfcl.execution.cost import Cost, price
+from jfcl.execution.jitted import jitted
 from jfcl.execution.memory import Memory, exhausted, memory_of
 from jfcl.execution.targets import Target
 
@@ -271,7 +272,7 @@ class _Work:
             return (state, *out[1:]) if type(out) is tuple else state
 
         try:
-            return jax.jit(placed).lower(*args)
+            return jitted(placed).lower(*args)
         except NotImplementedError as error:  # its message names the primitive
             raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
 

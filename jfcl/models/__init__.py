@@ -2,9 +2,12 @@
 
 from functools import partial
 
+from jfcl.models.adapters import lora
 from jfcl.models.conv import conv, max_pool
+from jfcl.models.features import cache_features
 from jfcl.models.language import check_tokens, language_model
 from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
+from jfcl.models.pretrained import from_flax, frozen, merged, to_flax
 from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
 from jfcl.models.transformers import GPT, ViT
@@ -55,13 +58,19 @@ __all__ = [
     "ResNet",
     "ResNetBatchNorm",
     "ViT",
+    "cache_features",
     "check_tokens",
     "classification",
     "conv",
+    "from_flax",
+    "frozen",
     "in_bfloat16",
     "language_model",
+    "lora",
     "max_pool",
+    "merged",
     "parameter_paths",
     "regression",
     "task",
+    "to_flax",
 ]

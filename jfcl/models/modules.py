@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import re
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from flax import errors, traverse_util
 from jfcl.core import PyTree, check
 
 IS_TRAINING = ("train", "training", "is_training")
+# The paths of layers with frozen statistics: in training too, they normalise with their running statistics.
+FROZEN_LAYERS = contextvars.ContextVar("frozen_layers", default=frozenset())
 IS_NOT_TRAINING = ("deterministic", "use_running_average", "inference")
 
 
@@ -129,12 +132,12 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         real = some_real(real)
 
         def masked(call, args, kwargs, context):
-            """Gives batch normalisation the rows that are no padding."""
-            if (
-                isinstance(context.module, nn.BatchNorm)
-                and context.method_name == "__call__"
-                and len(args[0]) == len(x)
-            ):
+            """Gives batch normalisation the rows that are no padding, or its running statistics if they are frozen."""
+            if not isinstance(context.module, nn.BatchNorm) or context.method_name != "__call__":
+                return call(*args, **kwargs)
+            if "/".join(context.module.path) in FROZEN_LAYERS.get():
+                return _with_running_average(context.module, call, args, kwargs)
+            if len(args[0]) == len(x):
                 kwargs = {"mask": real.reshape(-1, *[1] * (args[0].ndim - 1)), **kwargs}
             return call(*args, **kwargs)
 
@@ -171,6 +174,16 @@ def _is_same_program(
         return evaluating == training or program(evaluating) == program(training)
     except errors.InvalidRngError:
         return False
+
+
+def _with_running_average(layer: nn.BatchNorm, call: Callable, args: tuple, kwargs: dict) -> jax.Array:
+    """Returns the outputs of a layer as in evaluation, whatever its attribute or its argument says."""
+    given = layer.use_running_average
+    object.__setattr__(layer, "use_running_average", None)  # flax accepts the attribute or the argument, not both
+    try:
+        return call(args[0], **{**kwargs, "use_running_average": True})
+    finally:
+        object.__setattr__(layer, "use_running_average", given)
 
 
 def _needs_flag(error: Exception) -> bool:

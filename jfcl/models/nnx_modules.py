@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jfcl.core import check
-from jfcl.models.modules import Network, module_name, some_real, training_flag
+from jfcl.models.modules import FROZEN_LAYERS, Network, module_name, some_real, training_flag
 
 _REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
 
@@ -79,8 +79,10 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
     def train(key, params, x, real):
         whole = model(params, key)
         whole.train()
-        for _, part in nnx.iter_modules(whole):
-            if type(part) is nnx.BatchNorm:
+        for path, part in nnx.iter_modules(whole):
+            if isinstance(part, nnx.BatchNorm) and "/".join(map(str, path)) in FROZEN_LAYERS.get():
+                part.use_running_average = True
+            elif type(part) is nnx.BatchNorm:
                 object.__setattr__(part, "__class__", _MaskedBatchNorm)
         token = _REAL.set(some_real(real))
         try:

@@ -276,12 +276,16 @@ def in_bfloat16(task: Task) -> Task:
     examples multiplies the first layer in the default precision of the platform instead.
 
     Args:
-      task: from `classification` or `regression`, or your own with batches `{"x": ..., "y": ...}`.
+      task: from `classification` or `regression`, or your own with batches `{"x": ..., "y": ...}`. (For `frozen` and
+        `lora`, this function comes first.)
 
     Returns:
       `Task`, the same object for the same argument. An activation has 8 significant bits instead of 24, and half the
       bytes. It is meant for GPUs: on a TPU, products of float32 numbers are products of bfloat16 ones already, and its
       compiler predicts a slower round with this task.
+
+    Raises:
+      ValueError: a task of `frozen` or `lora`.
 
     Example:
       >>> import jax, jfcl
@@ -290,6 +294,8 @@ def in_bfloat16(task: Task) -> Task:
       >>> params["Dense_0"]["kernel"].dtype, task.predict(params, jnp.ones((1, 8, 8, 1))).dtype
       (dtype('float32'), dtype('float32'))
     """
+    accepted = "one with all its parameters: give in_bfloat16(task) to frozen or lora, instead of their result"
+    check(task.merge is None, "task", "one with frozen parameters", accepted)
 
     def narrow(tree):
         floats = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731

@@ -15,6 +15,7 @@ from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Algorithm, Clients, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
+from jfcl.execution.jitted import jitted
 from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
@@ -43,7 +44,7 @@ def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> N
     return NamedSharding(client_axis.mesh, spec)
 
 
-@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"))
+@partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"))
 def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     algorithm = build(algorithm, hyperparams)
     state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
@@ -62,7 +63,7 @@ def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, j
     return new, low + ((high - (new - part)) + (x - part))
 
 
-@partial(jax.jit, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
+@partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
 def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """Runs `count` rounds from round `first` on.
 
@@ -95,7 +96,7 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
     return _constrained(state, clients, client_axis), *results
 
 
-@partial(jax.jit, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
+@partial(jitted, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
 def _evaluate(params, cluster, personal, clients, learners, *, task, seed_axis, client_axis, by_loss):
     """Evaluates the models `params[cluster]`, or those of lowest loss, with the clients' `personal` parameters.
 

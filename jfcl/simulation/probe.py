@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
+from jfcl.execution.jitted import jitted
 from jfcl.simulation.folder import environment, write_json
 
 LEAST_CLIENTS = 64  # number of timed clients, if there are more than twice as many
@@ -53,8 +54,8 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
         some, n = own.stop - own.start, few
     few_clients = layout.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
     placed = mapping.place(client_axis, few_clients, n)
-    step = jax.jit(algorithm.step)
-    state = jax.jit(algorithm.init)(jax.random.key(0), placed)
+    step = jitted(algorithm.step)
+    state = jitted(algorithm.init)(jax.random.key(0), placed)
     jax.block_until_ready(step(jax.random.key(1), state, placed))
     seconds = []
     for t in range(2):

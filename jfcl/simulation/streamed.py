@@ -19,6 +19,7 @@ from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check_state, is_finite
 from jfcl.data.store import ClientStore
 from jfcl.execution import layout
+from jfcl.execution.jitted import jitted
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort, CohortStream
 from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
@@ -50,7 +51,7 @@ def _with(clients: Clients, remembered: Any) -> Clients:
     return Clients(jax.tree.map(extend, clients.examples), extend(clients.size), ids)
 
 
-@partial(jax.jit, static_argnames=("init", "split"))
+@partial(jitted, static_argnames=("init", "split"))
 def _start(key, clients, remembered, *, init, split):
     """Returns the first state, apart."""
     clients = _with(clients, remembered)
@@ -59,13 +60,13 @@ def _start(key, clients, remembered, *, init, split):
     return _strong(split.apart(state))
 
 
-@partial(jax.jit, static_argnames=("join", "split"))
+@partial(jitted, static_argnames=("join", "split"))
 def _fresh(key, clients, remembered, *, join, split):
     """Returns the first rows of clients. XLA removes all other computations of `join`."""
     return _strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
-@partial(jax.jit, static_argnames=("step", "split"), donate_argnames="common")
+@partial(jitted, static_argnames=("step", "split"), donate_argnames="common")
 def _round(key, t, common, rows, clients, remembered, *, step, split):
     """Returns `(common, rows, values, finite)` after round `t`; per-client metrics as means over participants."""
     clients = _with(clients, remembered)
@@ -121,7 +122,7 @@ class Streamed:
                 self._learners = jax.device_put(hold(store.gather(evaluated)))
             true = None if store.cluster is None else store.cluster[evaluated]
         self._losses = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
-        self._refresh = jax.jit(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
+        self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         test_size = None if self._tests is None else np.asarray(self._tests.size)
         is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
         self.subjects = Subjects([seed], test_size, None, true, is_listed)

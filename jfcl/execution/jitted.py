@@ -1,0 +1,113 @@
+"""`jax.jit` that does not write large arrays into the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfcl.execution import hosts
+
+LARGE = 2**16  # bytes of an array from outside that becomes an argument
+
+
+@partial(jax.jit, static_argnames=("jaxpr", "is_large", "donated", "structure"), donate_argnames="given")
+def _run(large, given, kept, small, *, jaxpr, is_large, donated, structure):
+    def together(flags, yes, no):
+        yes, no = iter(yes), iter(no)
+        return [next(yes if flag else no) for flag in flags]
+
+    results = jax.core.eval_jaxpr(jaxpr, together(is_large, large, small), *together(donated, given, kept))
+    return jax.tree.unflatten(structure, results)
+
+
+class jitted:
+    """As `jax.jit`, but with large arrays that the function closes over as arguments of the program.
+
+    `jax.jit` writes such an array, for example a frozen backbone, into the program as a constant. Every program then
+    has its own copy in memory, compilation handles each number several times, and the compiler's count of memory does
+    not have it. Here every program takes the same array. (Arrays that a `jax.jit` inside the function closes over stay
+    constants; functions of this class that are called inside are inlined.)
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np
+      >>> weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 200)), jnp.float32)
+      >>> product = jitted(lambda x: x @ weights)
+      >>> compiled = product.lower(jnp.ones(200)).compile()
+      >>> compiled.memory_analysis().argument_size_in_bytes == 4 * (200 * 200 + 200)
+      True
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, static_argnames: Sequence[str] = (), donate_argnames: str | Sequence[str] = ()
+    ):
+        self._fn, self._static = fn, frozenset(static_argnames)
+        self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), donate_argnames=donate_argnames)
+        self._placed = {}  # large arrays, and these on all devices of a mesh
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, self._arrays(options)))):
+            return self._fn(*args, **options)
+        found = self._with_arguments(args, options, self._on_devices)
+        return self._jit(*args, **options) if found is None else _run(*found[0], **found[1])
+
+    def lower(self, *args: Any, **options: Any) -> jax.stages.Lowered:
+        """Returns the program of these arguments, or of their shapes; a call finds it when it is compiled."""
+        found = self._with_arguments(args, options, _shapes)
+        return self._jit.lower(*args, **options) if found is None else _run.lower(*found[0], **found[1])
+
+    def clear_cache(self) -> None:
+        """Drops the compiled programs of the function, and those of all functions of this class with large arrays."""
+        self._placed.clear()
+        self._jit.clear_cache()
+        _run.clear_cache()
+
+    def _arrays(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name not in self._static}
+
+    def _with_arguments(self, args: tuple, options: dict[str, Any], place: Callable) -> tuple[tuple, dict] | None:
+        """Returns the arguments and options of `_run`, or None without large arrays, which `place` places."""
+        traced = self._jit.trace(*args, **options)  # the same jaxpr for the same arguments
+        jaxpr, arrays = traced.jaxpr.jaxpr, traced.jaxpr.consts
+        is_large = tuple(isinstance(x, jax.Array) and x.nbytes >= LARGE for x in arrays)
+        if not any(is_large):
+            return None
+        leaves = jax.tree.leaves((args, self._arrays(options)))
+        donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+        large, small = _divided(is_large, arrays)
+        given, kept = _divided(donated, leaves)
+        static = {"jaxpr": jaxpr, "is_large": is_large, "donated": donated, "structure": traced.out_tree}
+        return (place(large, _mesh_of(leaves)), given, kept, small), static
+
+    def _on_devices(self, arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.Array]:
+        """Returns the arrays on every device of `mesh`, copied there once."""
+        if mesh is None:
+            return arrays
+        for x in arrays:
+            if (id(x), mesh) not in self._placed:
+                whole = hosts.replicate(x, mesh) if hosts.several() else jax.device_put(x, _everywhere(mesh))
+                self._placed[id(x), mesh] = x, whole  # with `x`, so that no other array has its id
+        return [self._placed[id(x), mesh][1] for x in arrays]
+
+
+def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list]:
+    """Returns the values with a true flag, and the others."""
+    return tuple([x for x, flag in zip(values, flags, strict=True) if flag == wanted] for wanted in (True, False))
+
+
+def _mesh_of(leaves: list[Any]) -> Mesh | None:
+    """Returns the mesh of several devices on which an array lies."""
+    shardings = (getattr(x, "sharding", None) for x in leaves)
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
+
+
+def _everywhere(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _shapes(arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
+    sharding = None if mesh is None else _everywhere(mesh)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]

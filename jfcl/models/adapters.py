@@ -1,0 +1,217 @@
+"""Low-rank adapters of dense kernels (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models")."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name
+from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
+
+ADAPTERS = zlib.crc32(b"adapters")  # folded into the key of a model
+
+
+def lora(
+    task: Task,
+    params: PyTree,
+    *,
+    rank: int,
+    targets: Callable[[str], bool] | None = None,
+    alpha: float | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    fresh: bool = False,
+    spread: float = 0.0,
+) -> Task:
+    """Returns the task of low-rank adapters of a frozen model: `W + (alpha / rank) A B` in place of a kernel `W`.
+
+    `A` `[d, rank]` is Gaussian with variance `1 / d` at the start, and `B` `[rank, H]` is zero (Hu et al. 2021, section
+    4.1), so that every model starts as `params`. The adapters of `"Dense_0/kernel"` are the parameters
+    `"Dense_0/kernel/a"` and `"Dense_0/kernel/b"`: they are stacked, averaged, clustered, compared, counted as bytes or
+    kept by a client (`personal=`) as any parameter is. All others are as in `jfcl.models.frozen`: kept once, with
+    frozen statistics.
+
+    Args:
+      task, params: as in `jfcl.models.frozen`.
+      rank: from 1 to the smaller side of the smallest adapted kernel.
+      targets: takes a parameter's path, true for the matrices that are adapted; default: all that are named "kernel".
+      alpha: the scale; default: `rank`, so that the factor is 1.
+      trainable: takes a parameter's path, true for parameters that are trained as they are, such as those of a new
+        head.
+      fresh: whether each model draws these by `task.init` instead of taking them from `params`.
+      spread: the standard deviation of `B` at the start. With 0, as in the paper, all `K` models of a method compute
+        the same at the start, and clients that choose by loss (`jfcl.ifca`, `jfcl.hypcluster`) all choose the first
+        one: give them a small number, such as 0.01, or a fresh head.
+
+    Returns:
+      `Task`. `merged(task, params)` returns the whole model, with the adapters added to their kernels. In dense layers
+      of flax.linen modules an adapter is `(x A) B` beside `x W`: for each example and adapter `rank (d + H)`
+      multiplications, and no copy of `W` is made. Where a matrix is used otherwise (flax.nnx, recurrent layers, your
+      own functions), the sum is computed in each step, `[d, H]` for each client that trains at that time.
+
+    Raises:
+      ValueError: `rank` below 1 or larger than a kernel; `targets` that hold for no parameter, or for one that is no
+        matrix, with the list of matrices; a parameter in both `targets` and `trainable`; `alpha` that is not positive;
+        `spread` below 0; `params` as in `frozen`.
+
+    Example:
+      >>> import jax, jfcl
+      >>> task = jfcl.models.classification(jfcl.models.MLP(10), (8, 8, 1), 10)
+      >>> adapted = lora(task, task.init(jax.random.key(0)), rank=2, targets=lambda path: path == "Dense_0/kernel")
+      >>> jfcl.models.parameter_paths(adapted)
+      ['Dense_0/kernel/a', 'Dense_0/kernel/b']
+    """
+    params = fitting(task, params)
+    shapes = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    names = _targets(task, shapes, targets)
+    _check_numbers(rank, alpha, spread, {name: shapes[name] for name in names})
+    if trainable is not None:
+        check_trainable(task, params, "trainable", trainable)
+        both = [name for name in names if trainable(name)]
+        check(not both, "targets, trainable", ", ".join(both), "true in one of them at most for a parameter")
+    whole, fixed = parts(path_flags(trainable or (lambda path: False), params), params)
+    scale = (rank if alpha is None else float(alpha)) / rank
+    is_target = path_flags(lambda path: path in names, params)
+
+    def init(key):
+        """Returns adapters in the place of their kernels, and the parameters that are trained as they are."""
+        drawn = task.init(key) if fresh else whole
+
+        def one(path, wanted, base, start):
+            if not wanted:
+                return start if base is None else None
+            number = names.index(path_name(path))
+            of_a, of_b = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, ADAPTERS), number))
+            d, h = base.shape
+            a = jax.random.normal(of_a, (d, rank), base.dtype) / math.sqrt(d)
+            b = spread * jax.random.normal(of_b, (rank, h), base.dtype) if spread else jnp.zeros((rank, h), base.dtype)
+            return {"a": a, "b": b}
+
+        return jax.tree_util.tree_map_with_path(one, is_target, fixed, drawn)
+
+    def merge(own, but=()):
+        """Returns the whole model; the kernels of the layers in `but` without their adapters."""
+
+        def one(path, base, part):
+            if part is None or base is None:
+                return part if base is None else base
+            if path_name(path) in but:
+                return base
+            return base + scale * (part["a"] @ part["b"]).astype(base.dtype)
+
+        return jax.tree_util.tree_map_with_path(one, fixed, own, is_leaf=_is_none)
+
+    def kept(own, new):
+        """Returns the trained part of `new`, a whole model after a training step, which changes statistics alone."""
+        return jax.tree.map(lambda base, part, x: x if base is None else part, fixed, own, new, is_leaf=_is_none)
+
+    base = with_frozen_statistics(task, whole)
+    beside = _beside({name: shapes[name] for name in names}, merge, scale) if task.head is not None else None
+
+    def adapted(function):
+        """Returns `function` `(params, ...)` of whole models as one of adapters."""
+        if function is None:
+            return None
+        return lambda own, *rest: function(merge(own), *rest) if beside is None else beside(function, own, *rest)
+
+    def train_loss(key, own, batch, real):
+        losses, new = adapted(lambda p, *rest: base.train_loss(key, p, *rest))(own, batch, real)
+        return losses, kept(own, new)
+
+    before = task.merge or (lambda params: params)
+    return base._replace(
+        init=init,
+        loss=adapted(base.loss),
+        predict=adapted(base.predict),
+        correct=adapted(base.correct),
+        represent=adapted(base.represent),
+        train_loss=None if base.train_loss is None else train_loss,
+        dense_start=None,
+        merge=lambda own: before(merge(own)),
+    )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _targets(task: Task, shapes: dict[str, tuple], targets: Callable[[str], bool] | None) -> list[str]:
+    """Returns the names of the adapted kernels."""
+    is_statistic = task.statistics or (lambda path: False)
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_statistic(name)]
+    listed = ", ".join(f"{name} {shapes[name]}" for name in matrices) or "none in this model"
+    if targets is None:
+        kernels = [name for name in matrices if name.rpartition("/")[2] == "kernel"]
+        check(bool(kernels), "targets", None, f"given for a model without dense kernels; its matrices are: {listed}")
+        return kernels
+    check(callable(targets), "targets", targets, "a function of a parameter's path, such as 'Dense_0/kernel'")
+    names = [name for name in shapes if targets(name)]
+    check(bool(names), "targets", "a predicate that holds for no parameter", f"true for some of the matrices: {listed}")
+    others = [name for name in names if name not in matrices]
+    what = ", ".join(f"{name} {shapes[name]}" for name in others)
+    check(not others, "targets", what, f"true for matrices alone, which are: {listed}")
+    return names
+
+
+def _check_numbers(rank: int, alpha: float | None, spread: float, shapes: dict[str, tuple]) -> None:
+    check_count("rank", rank)
+    for name, shape in shapes.items():
+        check(rank <= min(shape), "rank", rank, f"at most {min(shape)}, the smaller side of {name} {shape}")
+    positive = alpha is None or (0 < alpha < math.inf)
+    check(positive, "alpha", alpha, "positive and finite, or left out for the rank")
+    check(0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
+
+
+def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
+    """Returns `(function, own, ...) -> function(model, ...)` with adapters beside the dense layers of flax.linen.
+
+    Args:
+      shapes: of the adapted kernels, by their names.
+      merge: `(own, but) -> params`, adds the other adapters to their kernels.
+    """
+    found = {}  # the names of the kernels that dense layers use
+
+    def kernel_of(context, args, kwargs):
+        """Returns the input of a dense layer with an adapter and the name of its kernel; None for other calls."""
+        layer = context.module
+        if not isinstance(layer, nn.Dense) or context.method_name != "__call__":
+            return None
+        (x,) = (*args, *kwargs.values())
+        name = "/".join((*layer.path, "kernel"))
+        return (x, name) if shapes.get(name) == (x.shape[-1], layer.features) else None
+
+    def kernels(function, own, *rest):
+        names = set()
+
+        def note(call, args, kwargs, context):
+            used = kernel_of(context, args, kwargs)
+            if used is not None:
+                names.add(used[1])
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(note):
+            jax.eval_shape(lambda own, *rest: function(merge(own), *rest), own, *rest)
+        return names
+
+    def run(function, own, *rest):
+        if "kernels" not in found:
+            found["kernels"] = kernels(function, own, *rest)
+        names = found["kernels"]
+        factors = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(own)}
+
+        def add(call, args, kwargs, context):
+            out, used = call(*args, **kwargs), kernel_of(context, args, kwargs)
+            if used is None or used[1] not in names:
+                return out
+            a, b = (factors[f"{used[1]}/{part}"].astype(out.dtype) for part in "ab")
+            return out + scale * ((used[0].astype(out.dtype) @ a) @ b)
+
+        with nn.intercept_methods(add):
+            return function(merge(own, names), *rest)
+
+    return run

@@ -1,0 +1,225 @@
+"""Models that start from given parameters: frozen parts, flax variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from flax.core import unfreeze
+
+from jfcl.core import PyTree, Task, check, check_finite, joined, of_rest, parameter_names, parts, path_flags, shown
+from jfcl.models.features import of_features
+from jfcl.models.modules import FROZEN_LAYERS
+
+
+def frozen(
+    task: Task,
+    params: PyTree,
+    *,
+    trainable: Callable[[str], bool],
+    fresh: bool = False,
+    cache_features: bool = False,
+) -> Task:
+    """Returns the task of a part of a model's parameters; the others are frozen, and kept once for all clients.
+
+    A method's `state.params` then has the trained parameters alone, `[K, ...]`, with `None` in the place of the others;
+    only they are sent, averaged, compared and counted as bytes. `jfcl.simulate` and the other functions of the library
+    pass the frozen arrays to their compiled programs as arguments. (Inside your own `jax.jit` they are constants of
+    the program, as any array from outside is: JAX 0.10 then holds a copy in each program.)
+
+    Frozen batch statistics do not move, and their layers normalise with them in training too, as in evaluation. This
+    holds for the batch normalisation of flax modules; a `train` function of `jfcl.models.task` is called as it is.
+    Dropout in the frozen part is as in training.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      params: all parameters of one model, such as a pretrained one's; `from_flax` makes them from flax's variables.
+      trainable: takes a parameter's path (`jfcl.models.parameter_paths(task)`), true for those that are trained.
+        Statistics for which it is true move with the batches.
+      fresh: whether each of the `K` models draws its trained parameters by `task.init`, as for a new head; default:
+        they are those in `params`, equal in all models. Methods that choose a model by its loss, as IFCA does, need
+        models that differ at the start.
+      cache_features: whether the task takes, in place of inputs, the inputs of the model's last dense layer, which
+        `jfcl.models.cache_features(task, clients)` computes once for all rounds. `trainable` must then be true for the
+        parameters of that layer and for no others. The features are those of evaluation, without dropout.
+
+    Returns:
+      `Task`, without `dense_start`. Make it once: programs are compiled for each task object. `jfcl.models.merged`
+      returns whole models.
+
+    Raises:
+      ValueError: `params` of another structure, other shapes, or not finite; `trainable` that holds for no parameter
+        but statistics, or for all; `cache_features` with other trainable parameters than those of the last dense
+        layer, for a model of which that layer or the input's shape is not known, or that computes more from its inputs.
+
+    Example:
+      >>> import jax, jfcl
+      >>> task = jfcl.models.classification(jfcl.models.MLP(10), (8, 8, 1), 10)
+      >>> params = task.init(jax.random.key(0))
+      >>> head = jfcl.models.frozen(task, params, trainable=lambda path: path.startswith("Dense_1/"))
+      >>> jfcl.models.parameter_paths(head)
+      ['Dense_1/bias', 'Dense_1/kernel']
+    """
+    params = fitting(task, params)
+    check_trainable(task, params, "trainable", trainable)
+    flags = path_flags(trainable, params)
+    chosen, fixed = parts(flags, params)
+    made = of_rest(with_frozen_statistics(task, chosen), fixed)
+    before = task.merge or (lambda params: params)
+    made = made._replace(merge=lambda p: before(joined(p, fixed)))
+    if not fresh:
+        made = made._replace(init=lambda key: chosen)
+    return of_features(task, made, params, chosen, fixed) if cache_features else made
+
+
+def merged(task: Task, params: PyTree) -> PyTree:
+    """Returns whole models: the parameters of the task that `frozen` or `lora` was given.
+
+    Args:
+      task: from `frozen` or `lora`.
+      params: of one model, as `jax.tree.map(lambda p: p[k], state.params)`, or under `jax.vmap` those of several.
+
+    Returns:
+      Parameters with the structure of the `params` that the task was made with, adapters added to their kernels.
+      Cost: a copy of the adapted kernels.
+
+    Raises:
+      ValueError: another task.
+
+    Example:
+      >>> import jax, jfcl
+      >>> task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
+      >>> params = task.init(jax.random.key(0))
+      >>> adapted = jfcl.models.lora(task, params, rank=1)
+      >>> whole = merged(adapted, adapted.init(jax.random.key(1)))
+      >>> whole["Dense_0"]["kernel"].shape, bool((whole["Dense_0"]["kernel"] == params["Dense_0"]["kernel"]).all())
+      ((4, 3), True)
+    """
+    check(task.merge is not None, "task", "one with all its parameters", "made by jfcl.models.frozen or lora")
+    return task.merge(params)
+
+
+def from_flax(variables: PyTree) -> PyTree:
+    """Returns the parameters of a jfcl task from flax's variables.
+
+    Args:
+      variables: nested dict of the collections of a flax.linen module, `{"params": ..., "batch_stats": ...}`.
+
+    Returns:
+      One nested dict, with the statistics of a layer beside its parameters (`BatchNorm_0/mean`).
+
+    Raises:
+      ValueError: no "params"; the same path in two collections.
+
+    Example:
+      >>> from_flax({"params": {"BatchNorm_0": {"scale": 1}}, "batch_stats": {"BatchNorm_0": {"mean": 0}}})
+      {'BatchNorm_0': {'scale': 1, 'mean': 0}}
+    """
+    variables = unfreeze(variables)
+    is_flax = isinstance(variables, dict) and "params" in variables
+    check(is_flax, "variables", _keys(variables), 'a dict of flax\'s collections, with "params" among them')
+    flat = {}
+    for tree in variables.values():
+        for path, leaf in traverse_util.flatten_dict(tree).items():
+            check(path not in flat, "variables", "/".join(path), "of one collection each")
+            flat[path] = leaf
+    return traverse_util.unflatten_dict(flat)
+
+
+def to_flax(task: Task, params: PyTree) -> PyTree:
+    """Returns flax's variables of a model: the inverse of `from_flax`.
+
+    Args:
+      task: `params` are its own; for a task of `frozen` or `lora`, call `merged` first and give the task before.
+      params: nested dict of one model.
+
+    Returns:
+      `{"params": ..., "batch_stats": ...}`; the latter only where the task has statistics.
+
+    Example:
+      >>> import jax, jfcl
+      >>> task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
+      >>> list(to_flax(task, task.init(jax.random.key(0))))
+      ['params']
+    """
+    is_statistic = task.statistics or (lambda path: False)
+    trees = {"params": {}}
+    for path, leaf in traverse_util.flatten_dict(params).items():
+        collection = "batch_stats" if is_statistic("/".join(map(str, path))) else "params"
+        trees.setdefault(collection, {})[path] = leaf
+    return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What `frozen` and `lora` share.
+
+
+def fitting(task: Task, params: PyTree) -> PyTree:
+    """Returns `params` as JAX arrays of the task's types.
+
+    Raises:
+      ValueError: another structure than that of the task's parameters, other shapes; NaN or infinity.
+    """
+    params = unfreeze(params)
+    like = jax.eval_shape(task.init, jax.random.key(0))
+    wanted, found = ({n: np.shape(x) for n, x in _named(tree).items()} for tree in (like, params))
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong += [f"{name} is not one of them" for name in found if name not in wanted]
+    wrong += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
+    fits = not wrong and jax.tree.structure(like) == jax.tree.structure(params)
+    if not fits:
+        is_flax = isinstance(params, dict) and "params" in params and "params" not in like
+        hint = "; jfcl.models.from_flax(variables) makes them from flax's variables" if is_flax else ""
+        what = "; ".join(wrong[:4]) or "other containers"
+        raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
+    check_finite(params, "params")
+    return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
+
+
+def check_trainable(task: Task, params: PyTree, argument: str, predicate: Any) -> None:
+    """Checks that a predicate holds for some parameters, not statistics alone, and not for all.
+
+    Raises:
+      ValueError: it does not; with the list of paths.
+    """
+    check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
+    is_statistic = task.statistics or (lambda path: False)
+    names = parameter_names(params)
+    matched = [name for name in names if predicate(name)]
+    listed = ", ".join(names)
+    moves = any(not is_statistic(name) for name in matched)
+    check(moves, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
+    check(
+        len(matched) < len(names), argument, "a predicate that holds for all parameters", f"false for some of {listed}"
+    )
+
+
+def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
+    """Returns `task` with running statistics, also in training, in layers with statistics that `trained` is without."""
+    if task.statistics is None:
+        return task
+    moving = set(parameter_names(trained))
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+    layers = frozenset(n.rpartition("/")[0] for n in names if task.statistics(n) and n not in moving)
+    remain = any(task.statistics(name) for name in moving)
+
+    def train_loss(*args):
+        token = FROZEN_LAYERS.set(FROZEN_LAYERS.get() | layers)
+        try:
+            return task.train_loss(*args)
+        finally:
+            FROZEN_LAYERS.reset(token)
+
+    return task._replace(train_loss=train_loss, statistics=task.statistics if remain else None)
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    return dict(zip(parameter_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _keys(tree: Any) -> str:
+    return shown(list(tree)) if isinstance(tree, dict) else type(tree).__name__

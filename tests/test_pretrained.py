@@ -1,0 +1,490 @@
+"""Frozen models, low-rank adapters and cached features, against NumPy and against training of the whole model."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfcl
+from jfcl.core import parameter_names
+from jfcl.execution.jitted import jitted
+from jfcl.execution.memory import memory_of
+from jfcl.testing import count_compilations
+
+N, M, D, H, C = 4, 6, 3, 5, 2
+SIZES = np.array([6, 4, 6, 3], np.int32)
+TRAINING = jfcl.local_training(optax.sgd(0.2), num_steps=3)
+CPU = jfcl.client_mesh(2)
+
+
+def data(sizes=SIZES, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(N, M, D)).astype(np.float32)
+    return jfcl.Clients({"x": x, "y": rng.integers(0, C, (N, M)).astype(np.int32)}, np.asarray(sizes, np.int32))
+
+
+class Net(nn.Module):
+    normal: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(H)(x)
+        if self.normal:
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dense(C)(jnp.tanh(x))
+
+
+class Called(Net):
+    """The same with the flag as an argument of the layer's call."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.BatchNorm(momentum=0.5)(nn.Dense(H)(x), use_running_average=not train)
+        return nn.Dense(C)(jnp.tanh(x))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(D, H, rngs=rngs)
+        self.norm = nnx.BatchNorm(H, momentum=0.5, rngs=rngs)
+        self.last = nnx.Linear(H, C, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.first(x))))
+
+
+PLAIN = jfcl.models.classification(Net(), (D,), C)
+NORMAL = jfcl.models.classification(Net(True), (D,), C)
+OF_NNX = jfcl.models.classification(Nnx, (D,), C)
+PAIR = jfcl.models.task(
+    lambda key: {"w": jax.random.normal(key, (D, H)), "v": jnp.ones((H, C))},
+    lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"],
+    kind="classification",
+)
+
+
+def pretrained(task, seed=1):
+    """Returns parameters, none of which is as at the start."""
+    params, rng = task.init(jax.random.key(seed)), np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.uniform(0.1, 0.3, x.shape), x.dtype), params)
+
+
+def is_head(path):
+    return path.startswith(("Dense_1/", "last/"))
+
+
+def moved(task, params, seed=2):
+    """Returns adapters with a B that is not zero."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+
+
+# Low-rank adapters.
+
+
+@pytest.mark.parametrize("which", ["first", "both"])
+def test_adapters_are_those_of_numpy(which):
+    """The loss, and the gradient of the mean loss with respect to A, B and a bias, of the paper's equation."""
+    params, alpha, rank = pretrained(PLAIN), 3.0, 2
+    targets = (lambda path: path == "Dense_0/kernel") if which == "first" else (lambda path: path.endswith("kernel"))
+    task = jfcl.models.lora(
+        PLAIN, params, rank=rank, targets=targets, alpha=alpha, trainable=lambda path: path == "Dense_1/bias"
+    )
+    own = moved(task, task.init(jax.random.key(0)))
+    batch = {k: v[0] for k, v in data().examples.items()}
+    loss, grads = jax.value_and_grad(lambda p: task.loss(p, batch).mean())(own)
+
+    def f64(tree):
+        return {
+            name: np.asarray(x, np.float64)
+            for name, x in zip(parameter_names(tree), jax.tree.leaves(tree), strict=True)
+        }
+
+    base, p, scale = f64(params), f64(own), alpha / rank
+    w = {k: base[f"{k}/kernel"] for k in ("Dense_0", "Dense_1")}
+    for k in w:
+        if f"{k}/kernel/a" in p:
+            w[k] = w[k] + scale * p[f"{k}/kernel/a"] @ p[f"{k}/kernel/b"]
+    x, y = np.asarray(batch["x"], np.float64), batch["y"]
+    h = np.tanh(x @ w["Dense_0"] + base["Dense_0/bias"])
+    o = h @ w["Dense_1"] + p["Dense_1/bias"]
+    e = np.exp(o - o.max(1, keepdims=True))
+    e /= e.sum(1, keepdims=True)
+    d_o = (e - np.eye(C)[y]) / M
+    d_w = {"Dense_1": h.T @ d_o, "Dense_0": x.T @ ((d_o @ w["Dense_1"].T) * (1 - h**2))}
+    wanted = {"Dense_1/bias": d_o.sum(0)}
+    for k in w:
+        if f"{k}/kernel/a" in p:
+            wanted[f"{k}/kernel/a"] = scale * d_w[k] @ p[f"{k}/kernel/b"].T
+            wanted[f"{k}/kernel/b"] = scale * p[f"{k}/kernel/a"].T @ d_w[k]
+    np.testing.assert_allclose(loss, -np.log(e[np.arange(M), y]).mean(), rtol=1e-5)
+    found = f64(grads)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("task", [PLAIN, NORMAL, OF_NNX, PAIR], ids=["linen", "normal", "nnx", "functions"])
+def test_merged_models_predict_the_same(task):
+    params, x = pretrained(task), data().examples["x"][0]
+    adapted = jfcl.models.lora(task, params, rank=1, targets=(lambda path: True) if task is PAIR else None)
+    start = adapted.init(jax.random.key(0))
+    np.testing.assert_allclose(adapted.predict(start, x), task.predict(params, x), rtol=1e-5, atol=1e-6)
+    own = moved(adapted, start)
+    whole = jfcl.models.merged(adapted, own)
+    assert jax.tree.structure(whole) == jax.tree.structure(params)
+    np.testing.assert_allclose(adapted.predict(own, x), task.predict(whole, x), rtol=1e-4, atol=1e-5)
+    assert np.abs(np.asarray(task.predict(whole, x) - task.predict(params, x))).max() > 1e-2
+    if task.head is not None:  # adapters of adapters, and a part of them
+        inner = jfcl.models.frozen(adapted, own, trainable=lambda path: path.endswith("/b"))
+        part = inner.init(None)
+        twice = jfcl.models.merged(inner, part)
+        np.testing.assert_allclose(twice["Dense_0"]["kernel"], whole["Dense_0"]["kernel"], rtol=1e-6)
+
+
+def test_the_start_of_adapters():
+    params = pretrained(PLAIN)
+    task = jfcl.models.lora(PLAIN, params, rank=2, targets=lambda path: path == "Dense_0/kernel", spread=0.5)
+    draws = jax.vmap(task.init)(jax.random.split(jax.random.key(0), 500))["Dense_0"]["kernel"]
+    assert draws["a"].shape == (500, D, 2) and draws["b"].shape == (500, 2, H)
+    np.testing.assert_allclose(draws["a"].std(), D**-0.5, rtol=0.05)
+    np.testing.assert_allclose(draws["b"].std(), 0.5, rtol=0.05)
+    fresh = jfcl.models.lora(PLAIN, params, rank=1, targets=lambda p: "Dense_0/k" in p, trainable=is_head, fresh=True)
+    heads = [np.asarray(fresh.init(jax.random.key(k))["Dense_1"]["kernel"]) for k in (0, 1)]
+    assert np.abs(heads[0] - heads[1]).max() > 1e-2
+    np.testing.assert_array_equal(heads[0], PLAIN.init(jax.random.key(0))["Dense_1"]["kernel"])
+
+
+def test_adapters_copy_no_kernel():
+    """Beside a dense layer, no array of the kernel's size is made for a client."""
+    task = jfcl.models.classification(jfcl.models.MLP(C, hidden=(31,)), (29,), C)
+    adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=1)
+    own = jax.vmap(adapted.init)(jax.random.split(jax.random.key(0), 3))
+    batch = {"x": np.ones((3, 2, 29), np.float32), "y": np.zeros((3, 2), np.int32)}
+    grads = jax.vmap(jax.grad(lambda p, b: adapted.loss(p, b).mean()))
+    shapes = {v.aval.shape for eqn in jax.make_jaxpr(grads)(own, batch).eqns for v in eqn.outvars}
+    assert (3, 2, 31) in shapes and (3, 29, 31) not in shapes and (3, 31, 29) not in shapes
+
+
+# Frozen parts.
+
+
+@pytest.mark.parametrize("task", [PLAIN, NORMAL], ids=["plain", "normal"])
+def test_frozen_is_training_with_a_learning_rate_of_zero(task):
+    """Also with batch normalisation behind, of which the statistics move with the parameters of its layer."""
+    params, clients = pretrained(task), data()
+
+    def trains(path):
+        return not path.startswith("Dense_0/")
+
+    part = jfcl.models.frozen(task, params, trainable=trains)
+    rates = {"moves": optax.sgd(0.2), "stays": optax.set_to_zero()}
+
+    def label(tree):
+        return jax.tree_util.tree_map_with_path(lambda p, _: "moves" if trains(p[0].key + "/") else "stays", tree)
+
+    whole_training = jfcl.local_training(optax.multi_transform(rates, label), num_steps=3)
+    states = []
+    for algorithm in (
+        jfcl.fedavg(task, whole_training, init_params=params),
+        jfcl.fedavg(part, TRAINING),
+    ):
+        state = algorithm.init(jax.random.key(0), clients)
+        for t in range(2):
+            state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
+        states.append(state.params)
+    whole, rest = states
+    assert parameter_names(rest) == [name for name in parameter_names(whole) if trains(name)]
+    named = dict(zip(parameter_names(whole), jax.tree.leaves(whole), strict=True))
+    for name, x in zip(parameter_names(rest), jax.tree.leaves(rest), strict=True):
+        np.testing.assert_allclose(x, named[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert metrics["bytes_up"] == N * 4 * sum(x[0].size for x in jax.tree.leaves(rest)), "what is trained is sent"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [NORMAL, jfcl.models.classification(Called(), (D,), C), OF_NNX],
+    ids=["attribute", "argument", "nnx"],
+)
+def test_frozen_statistics_do_not_move(task):
+    params = pretrained(task)
+    part = jfcl.models.frozen(task, params, trainable=is_head)
+    batch = {k: v[0] for k, v in data().examples.items()}
+    own, real = part.init(None), jnp.arange(M) < 4
+    losses, new = part.train_loss(jax.random.key(0), own, batch, real)
+    np.testing.assert_allclose(losses, task.loss(params, batch), rtol=1e-5)
+    assert jax.tree.structure(new) == jax.tree.structure(own) and part.statistics is None
+    losses, _ = task.train_loss(jax.random.key(0), params, batch, real)
+    assert np.abs(np.asarray(losses - task.loss(params, batch))).max() > 1e-3, "the whole model normalises by batches"
+
+
+# Methods, mappings and memory.
+
+
+def adapters_of(task, **options):
+    return jfcl.models.lora(task, pretrained(task), rank=1, spread=0.5, **options)
+
+
+METHODS = {
+    "ifca": partial(jfcl.ifca, num_clusters=2),
+    "cfl": partial(jfcl.cfl, eps_1=np.inf, eps_2=1e-6, relative=False, max_clusters=2, tree_dim=4),
+    "fedper": jfcl.fedper,
+}
+AXES = (jfcl.sharded(CPU), jfcl.chunked(1), jax.vmap)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_train_adapters_alone(name):
+    task, clients = adapters_of(NORMAL), data()
+    states = []
+    for axis in AXES if name == "ifca" else AXES[:2]:
+        algorithm = METHODS[name](task, TRAINING, client_axis=axis)
+        state = algorithm.init(jax.random.key(0), clients)
+        state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+        states.append(state)
+    for other in states[1:]:
+        for a, b in zip(jax.tree.leaves(states[0].params), jax.tree.leaves(other.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+        np.testing.assert_array_equal(states[0].cluster, other.cluster)
+    sent = D + H + (0 if name == "fedper" else H + C)  # A and B of two kernels, of rank 1
+    assert sum(x[0].size for x in jax.tree.leaves(state.params)) == sent
+    assert metrics["bytes_up"] == N * 4 * sent
+    if name == "fedper":
+        assert {x.shape for x in jax.tree.leaves(state.personal)} == {(N, H, 1), (N, 1, C)}
+
+
+def test_ifca_recovers_clusters_by_adapters():
+    """Two clusters with opposite labels; the head is the backbone's."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 40, D)).astype(np.float32)
+    y = (x[:, :, 0] > 0).astype(np.int32)
+    y[4:] = 1 - y[4:]
+    clients = jfcl.Clients({"x": x, "y": y}, np.full(8, 40, np.int32))
+    task = jfcl.models.lora(PLAIN, pretrained(PLAIN), rank=2, spread=0.3)
+    training = jfcl.local_training(optax.sgd(0.5), num_steps=10)
+    true = np.repeat([0, 1], 4)
+    axis = jfcl.sharded(CPU)
+    history = jfcl.simulate(
+        jfcl.ifca(task, training, num_clusters=2, client_axis=axis),
+        clients,
+        key=jax.random.key(1),
+        num_rounds=6,
+        eval_every=6,
+        test_clients=clients,
+        true_cluster=true,
+        client_axis=axis,
+    )
+    assert history.records[-1]["cluster_accuracy"] == 1.0 and history.records[-1]["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (jfcl.models.MLP(2, hidden=(3000, 3000)), (100,)),
+        pytest.param(jfcl.models.MODELS["resnet18_gn"][0](2), (32, 32, 3), marks=pytest.mark.slow),
+    ],
+    ids=["mlp", "resnet18"],
+)
+def test_a_frozen_backbone_is_in_memory_once(module, shape):
+    """At most 1.2 times one backbone plus the stacked adapters of 100 clients, by the compiler's count."""
+    task = jfcl.models.classification(module, shape, 2)
+    adapted = jfcl.models.lora(task, pretrained(task), rank=1)
+    x, y = np.ones((100, 2, *shape), np.float32), np.zeros((100, 2), np.int32)
+    clients = jfcl.Clients({"x": x, "y": y}, np.full(100, 2, np.int32))
+    algorithm = jfcl.local_only(adapted, TRAINING, client_axis=jfcl.chunked(1))
+    key = jax.random.key(0)
+    state = jax.eval_shape(algorithm.init, key, clients)
+    shapes = jax.eval_shape(lambda: clients)
+
+    def size(tree):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    step = jitted(algorithm.step, donate_argnames="state")
+    lowered = step.lower(key, state, shapes)
+    assert len(lowered.as_text()) < 1e6, "the kernels are not written into the program"
+    found = memory_of(lowered.compile())
+    backbone, adapters = size(jax.eval_shape(task.init, key)), size(state.params)
+    assert backbone <= found.arguments, "the compiler counts the backbone"
+    assert found.total - size(shapes) <= 1.2 * backbone + adapters
+
+
+def test_programs_share_large_arrays():
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(150, 150)), jnp.float32)
+    small = jnp.arange(150.0)
+
+    def product(x, start, *, times, shift=None):
+        step = lambda i, c: jnp.tanh(c @ weights) + small  # noqa: E731
+        return {"y": jax.lax.fori_loop(0, times, step, x) + (0.0 if shift is None else shift), "s": start + 1}
+
+    inner = jitted(product, static_argnames=("times",), donate_argnames="start")
+    outer = jitted(lambda x: inner(x, jnp.zeros(2), times=2)["y"])
+    x = jnp.ones(150)
+    wanted = np.ones(150)
+    for _ in range(2):
+        wanted = np.tanh(wanted @ np.asarray(weights, np.float64)) + np.arange(150)
+    start = jnp.zeros(2)
+    found = inner(x, start, times=2, shift=jnp.ones(()))
+    np.testing.assert_allclose(found["y"], wanted + 1, rtol=1e-3)
+    assert start.is_deleted() and found["s"].tolist() == [1, 1]
+    np.testing.assert_allclose(outer(x), wanted, rtol=1e-3)
+    for program in (inner.lower(x, jnp.zeros(2), times=2), outer.lower(x)):
+        assert program.compile().memory_analysis().argument_size_in_bytes >= weights.nbytes
+    with count_compilations() as compiled:
+        inner(x, jnp.zeros(2), times=2, shift=jnp.ones(()))
+        outer(x)
+    assert compiled.count == 0
+    sharding = jax.sharding.NamedSharding(CPU, jax.sharding.PartitionSpec("clients"))
+    np.testing.assert_allclose(outer(jax.device_put(x, sharding)), wanted, rtol=1e-3)
+    inner.clear_cache()
+    np.testing.assert_allclose(outer(x), wanted, rtol=1e-3)
+
+
+# Cached features.
+
+
+def test_cached_features_give_the_same_results(tmp_path):
+    clients, params = data(), pretrained(NORMAL)
+    make = partial(jfcl.models.frozen, NORMAL, params, trainable=is_head)
+    plain, cached = make(), make(cache_features=True)
+    features = jfcl.models.cache_features(cached, clients, batch_size=7)
+    assert features.examples["x"].shape == (N, M, H) and (features.examples["x"][3, 3:] == 0).all()
+    results = []
+    for task, c in ((plain, clients), (cached, features)):
+        history = jfcl.simulate(
+            jfcl.fedavg(task, TRAINING), c, key=jax.random.key(0), num_rounds=3, eval_every=3, test_clients=c
+        )
+        results.append((history.state.params, history.records[-1]["loss"], history.records[-1]["accuracy"]))
+    for a, b in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    model = jax.tree.map(lambda p: p[0], results[1][0])
+    whole = jfcl.models.merged(cached, model)
+    np.testing.assert_allclose(
+        NORMAL.predict(whole, clients.examples["x"][0]),
+        jax.jit(cached.predict)(model, features.examples["x"][0]),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+    store = jfcl.data.ClientStore.from_clients(clients, cluster=[0, 1, 0, 1], num_classes=C)
+    stored = jfcl.models.cache_features(cached, store, path=tmp_path / "features")
+    again = stored.gather(np.arange(N))
+    np.testing.assert_allclose(again.examples["x"], features.examples["x"], rtol=1e-6)
+    np.testing.assert_array_equal(again.size, clients.size)
+    assert stored.cluster.tolist() == [0, 1, 0, 1] and stored.about["num_classes"] == C
+    run = jfcl.simulate_population(
+        jfcl.fedavg(cached, TRAINING), stored, key=jax.random.key(0), num_rounds=1, cohort=2, test_store=stored
+    )
+    assert np.isfinite(run.records[-1]["loss"])
+
+
+class Twice(nn.Module):
+    """Outputs that depend on more than the last layer's inputs."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.tanh(nn.Dense(H)(x))
+        return nn.Dense(C)(h) + x[:, :C]
+
+
+# Flax's variables, and errors.
+
+
+def test_flax_variables():
+    module, x = Net(True), data().examples["x"][0]
+    variables = module.init(jax.random.key(3), x)
+    params = jfcl.models.from_flax(variables)
+    np.testing.assert_array_equal(NORMAL.predict(params, x), module.apply(variables, x))
+    back = jfcl.models.to_flax(NORMAL, params)
+    assert set(back) == {"params", "batch_stats"}
+    jax.tree.map(np.testing.assert_array_equal, back, variables)
+
+
+PARAMS = pretrained(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=0), "rank must be an integer, at least 1"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=3), r"at most 2, the smaller side of Dense_1/kernel \(5, 2\)"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, alpha=-1.0), "alpha must be positive"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, spread=-1.0), "spread must be 0 or more"),
+        (
+            lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, targets=lambda p: "bias" in p),
+            r"targets must be true for matrices alone, which are: Dense_0/kernel \(3, 5\), Dense_1.*got 'Dense_0/bias",
+        ),
+        (
+            lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, targets=lambda p: p == "Dense_7/kernel"),
+            "true for some of the matrices: Dense_0/kernel.*holds for no parameter",
+        ),
+        (lambda: jfcl.models.lora(PAIR, pretrained(PAIR), rank=1), r"targets must be given.*v \(5, 2\), w \(3, 5\)"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, trainable=is_head), "targets, trainable must be true in one"),
+        (
+            lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable=lambda p: "x" in p),
+            "true for some of Dense_0/bias.*no parameter",
+        ),
+        (
+            lambda: jfcl.models.frozen(NORMAL, pretrained(NORMAL), trainable=lambda p: "/mean" in p),
+            "trainable must be true for some of BatchNorm_0/bias.*no parameter",
+        ),
+        (
+            lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable=lambda p: True),
+            "false for some of Dense_0/bias.*all parameters",
+        ),
+        (lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable="Dense_1"), "trainable must be a function"),
+        (
+            lambda: jfcl.models.frozen(PLAIN, {"Dense_0": PARAMS["Dense_0"]}, trainable=is_head),
+            "params must have the structure.*Dense_1/bias is missing",
+        ),
+        (
+            lambda: jfcl.models.frozen(PLAIN, {"params": PARAMS}, trainable=is_head),
+            "jfcl.models.from_flax.*Dense_0/bias is missing",
+        ),
+        (
+            lambda: jfcl.models.lora(PLAIN, jax.tree.map(lambda x: x[:1], PARAMS), rank=1),
+            r"Dense_0/bias has shape \(1,\), not \(5,\)",
+        ),
+        (lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda x: x / 0, PARAMS), trainable=is_head), "finite"),
+        (
+            lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable=lambda p: "kernel" in p, cache_features=True),
+            "trainable must be true for the last dense layer's parameters.*Dense_1/bias, Dense_1/kernel",
+        ),
+        (
+            lambda: jfcl.models.frozen(OF_NNX, pretrained(OF_NNX), trainable=is_head, cache_features=True),
+            "cache_features must be False: the last dense layer",
+        ),
+        (
+            lambda: (lambda task: jfcl.models.frozen(task, pretrained(task), trainable=is_head, cache_features=True))(
+                jfcl.models.classification(Twice(), (D,), C)
+            ),
+            "cache_features must be False: the model's outputs depend on more",
+        ),
+        (lambda: jfcl.models.cache_features(PLAIN, data()), "task must be made by jfcl.models.frozen"),
+        (
+            lambda: jfcl.models.in_bfloat16(jfcl.models.lora(PLAIN, PARAMS, rank=1)),
+            r"task must be one with all its parameters: give in_bfloat16\(task\) to frozen or lora",
+        ),
+        (lambda: jfcl.models.merged(PLAIN, PARAMS), "task must be made by jfcl.models.frozen or lora"),
+        (lambda: jfcl.models.from_flax({"Dense_0": {}}), 'variables must be a dict of flax.*"params" among'),
+        (
+            lambda: jfcl.simulate(
+                jfcl.fedavg(
+                    jfcl.models.frozen(PLAIN, PARAMS, trainable=is_head, cache_features=True),
+                    TRAINING,
+                ),
+                data(),
+                key=jax.random.key(0),
+                num_rounds=1,
+            ),
+            r"the shape of x must be \(B, 5\), features that jfcl.models.cache_features.*got \(6, 3\)",
+        ),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
