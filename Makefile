@@ -39,8 +39,9 @@ gpu: .venv/dev
 	$(BIN)/pip install --quiet -e ".[cuda]"
 	$(BIN)/python benchmarks/gpu.py
 
+# Runs the notebooks and stores their outputs; `make test-slow` runs them on small settings and stores nothing.
 notebooks: .venv/dev
-	$(BIN)/python -m pytest -m slow tests/test_notebooks.py
+	$(BIN)/python notebooks/refresh.py
 
 # The site: docs/_build/html/index.html. A warning is an error.
 docs: .venv/docs

@@ -4,8 +4,8 @@
     python notebooks/refresh.py 02_cfl_splits     # some
     python notebooks/refresh.py --no-run          # the shared parts alone
 
-`REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks with
-this file.
+`REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks
+with this file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def set_shared_parts(notebook: Any, name: str) -> None:
 
 
 def execute(notebook: Any) -> None:
-    """Runs the notebook and keeps outputs that read the same on every machine: no times, no paths, no warnings."""
+    """Runs the notebook, without the warnings, times and versions that the client and the kernel add to it."""
     from nbclient import NotebookClient
 
     NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False).execute()
