@@ -4,6 +4,7 @@
     python notebooks/refresh.py 02_cfl_splits     # some
     python notebooks/refresh.py --no-run          # the shared parts alone
 
+04_thousand_clients_on_a_tpu shows a plan where the extra plan-tpu is installed and JAX_PLATFORMS=cpu is set.
 `REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks
 with this file.
 """
