@@ -79,6 +79,7 @@ def test_no_device_gathers_the_data_of_others(name):
 # Those that share their round with one of the others, or compile for longest; make test-slow runs them.
 SLOW = {"momentum_clustering", "myopic_clustering", "fesem", "one_shot", "flhc", "knn_per", "byzantine_cfl"} | {
     "fedper",
+    "fedrep",
     "lg_fedavg",
     "fedbn",
 }
@@ -261,7 +262,7 @@ def served_under(name, axis):
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in {"ifca", "hypcluster", "knn_per", "fedper"} else pytest.param(n, marks=pytest.mark.slow)
+        n if n in {"ifca", "hypcluster", "knn_per"} else pytest.param(n, marks=pytest.mark.slow)
         for n in METHODS
         if n != "fedbn"  # for models with batch normalisation
     ],
