@@ -29,6 +29,10 @@ from jfcl.experiments.validation import check_values, validate
 from jfcl.simulation.folder import read_json, write_json
 from jfcl.simulation.progress import DivergedError
 
+FIRST_COMMANDS = """
+  jfcl run ifca --clients 40 --clusters 4 --rounds 50 --restarts 5 --out runs/ifca
+  jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
+  jfcl compare runs/ifca runs/fedavg"""
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
@@ -128,7 +132,8 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     options = (read_config(args.config) if args.config else {}) | _flags(args)
     options |= {"method": args.method} if args.method else {}
     if "method" not in options:
-        raise ValueError("METHOD must be given, or stand in --config; 'jfcl list methods' shows them")
+        given = "METHOD must be given, or stand in --config; 'jfcl list methods' shows them"
+        raise ValueError(f"{given}\n{FIRST_COMMANDS}")
     return options
 
 
