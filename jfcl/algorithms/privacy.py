@@ -3,7 +3,7 @@
 DP-FedAvg (McMahan, Ramage, Talwar, Zhang 2018) for `K` models. In a round each participant computes its update with the
 released models and its own data, and clips it to the L2 norm `C`. The server releases, for every cluster,
 
-    S_k = Σ_{i in k} min(1, C / ‖Δ_i‖) Δ_i + N(0, (σ C)² I)
+    S_k = sum_{i in k} min(1, C / norm(Δ_i)) Δ_i + N(0, (σ C)^2 I)
 
 and computes everything else from these sums. A client is part of one sum, whichever it is, so that all `K` sums
 together change by a vector of norm `C` at most when one client joins or leaves: they are one Gaussian mechanism with
