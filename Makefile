@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench peers gpu notebooks docs wheel oldest clean
+.PHONY: demo test test-slow lint bench peers gpu notebooks docs links wheel oldest clean
 
 demo: .venv/package
 	$(BIN)/jfcl demo --out runs/demo
@@ -43,9 +43,14 @@ gpu: .venv/dev
 notebooks: .venv/dev
 	$(BIN)/python notebooks/refresh.py
 
-# The site: docs/_build/html/index.html. A warning is an error.
+# The site: docs/_build/html/index.html. A warning is an error. Notebooks of changed code are executed first.
 docs: .venv/docs
+	$(BIN)/python notebooks/refresh.py --stale
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+# Asks every address that the site links to.
+links: .venv/docs
+	$(BIN)/sphinx-build -b linkcheck --quiet docs docs/_build/links
 
 # dist/: the wheel and the source distribution, checked, and the wheel tried in an environment of its own.
 wheel: .venv/bin/python

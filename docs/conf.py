@@ -24,7 +24,7 @@ extensions = [
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # the notebooks are shown with their committed outputs; `make notebooks` runs them
+nb_execution_mode = "off"  # the committed outputs are shown; `make docs` first executes notebooks of changed code
 
 smartquotes = False  # `--` begins a flag
 default_role = "py:obj"  # `name` in a docstring is code, and a link where it names something public

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jfcl.client.local import LocalTraining, local_training
-from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients
+from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients, personal_part
 from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import classification
 from jfcl.models import task as make_task
@@ -235,8 +235,10 @@ def _check_padding(
     models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
     _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=of_clients)
     _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
-    kept = jax.tree.map(lambda x: x[:n], _personal(more))
-    _assert_equal(_personal(whole), kept, "padding clients must not change personal parameters", tolerance=of_clients)
+    kept = jax.tree.map(lambda x: x[:n], personal_part(more))
+    _assert_equal(
+        personal_part(whole), kept, "padding clients must not change personal parameters", tolerance=of_clients
+    )
     if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
         divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
         _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
@@ -249,13 +251,8 @@ def _check_order(compiled: Algorithm, key: jax.Array, whole: Any, clients: Clien
     first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
     second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
     _assert_equal(first, second, "clients in another order", tolerance=1e-4)
-    own = jax.tree.map(lambda x: x[order], _personal(whole))
-    _assert_equal(own, _personal(shuffled), "personal parameters in another order", tolerance=1e-4)
-
-
-def _personal(state: Any) -> Any:
-    """Returns the personal parameters of a state, `[N, ...]`; `()` where it has none."""
-    return getattr(state, "personal", ())
+    own = jax.tree.map(lambda x: x[order], personal_part(whole))
+    _assert_equal(own, personal_part(shuffled), "personal parameters in another order", tolerance=1e-4)
 
 
 def _check_seeds(

@@ -3,6 +3,10 @@
     python notebooks/refresh.py                   # all notebooks
     python notebooks/refresh.py 02_cfl_splits     # some
     python notebooks/refresh.py --no-run          # the shared parts alone
+    python notebooks/refresh.py --stale           # those with other code, or of another version, than was executed
+
+The outputs in a notebook are a cache: its metadata hold a digest of the code that they are of, and of jfcl's version.
+`make docs` executes what is stale.
 
 04_thousand_clients_on_a_tpu shows a plan where the extra plan-tpu is installed and JAX_PLATFORMS=cpu is set.
 `REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks
@@ -12,8 +16,11 @@ with this file.
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 from typing import Any
+
+from jfcl import __version__
 
 REPOSITORY = "OWNER/jfcl"  # on GitHub; after a change, run this file with --no-run
 BRANCH = "main"
@@ -23,6 +30,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+EXECUTED = "jfcl_executed"  # the digest of what the outputs are of
 SHOWN = ("image/png", "text/html", "text/plain")  # the types of outputs that are stored
 
 # The code cell below the title. An accelerator's plug-in must have the version of JAX, which pip may replace: the extra
@@ -47,14 +55,25 @@ def badge(name: str) -> str:
     return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
 
 
+def digest(code: list[str]) -> str:
+    """Returns the digest of jfcl's version and of a notebook's code cells."""
+    return hashlib.sha256("\0".join([__version__, *code]).encode()).hexdigest()
+
+
+def code_of(notebook: Any) -> list[str]:
+    """Returns the code cells."""
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def set_shared_parts(notebook: Any, name: str) -> None:
     """Sets the badge below the title, the cell that installs jfcl, the names of cells and the metadata."""
     title, _, text = notebook.cells[0].source.partition("\n")
     lines = [line for line in text.strip().splitlines() if not line.startswith("[![Open in Colab]")]
     notebook.cells[0].source = "\n\n".join([title, badge(name), "\n".join(lines).strip()])
     notebook.cells[1].source = INSTALL
+    executed = notebook.metadata.get(EXECUTED)
     notebook.metadata.clear()
-    notebook.metadata.update(METADATA)
+    notebook.metadata.update(METADATA | {EXECUTED: executed})
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i:02}"
         cell.metadata.clear()
@@ -66,7 +85,7 @@ def execute(notebook: Any) -> None:
 
     NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False).execute()
     notebook.metadata.clear()  # with the version of the kernel
-    notebook.metadata.update(METADATA)
+    notebook.metadata.update(METADATA | {EXECUTED: digest(code_of(notebook))})
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
@@ -82,12 +101,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks, such as 02_cfl_splits; default: all")
     parser.add_argument("--no-run", action="store_true", help="keep the outputs that are there")
+    parser.add_argument("--stale", action="store_true", help="execute only what is not up to date")
     arguments = parser.parse_args()
     for name in arguments.names or sorted(path.stem for path in FOLDER.glob("*.ipynb")):
         path = FOLDER / f"{name}.ipynb"
         notebook = nbformat.read(path, as_version=4)
         set_shared_parts(notebook, name)
-        if not arguments.no_run:
+        is_stale = notebook.metadata[EXECUTED] != digest(code_of(notebook))
+        if not arguments.no_run and (is_stale or not arguments.stale):
             print(f"{name} ...", flush=True)
             execute(notebook)
         nbformat.write(notebook, path)

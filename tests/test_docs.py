@@ -53,6 +53,10 @@ def test_every_page_is_reachable():
     assert all((DOCS / f"{name}.md").exists() or name.startswith(GENERATED) for name in found)
 
 
+def test_the_citation_names_this_version():
+    assert f"\nversion: {jfcl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_method_has_its_page():
     for name, method in METHODS.items():
         text = (DOCS / "methods" / f"{name}.md").read_text()

@@ -426,12 +426,13 @@ def test_the_report_has_epsilon_and_the_noise_of_each_cluster():
 
 @needs_accountant
 @pytest.mark.slow
-def test_a_run_reports_its_epsilon():
-    summary, history, _ = run(Config("fedavg", **OPTIONS, **PRIVATE))
+def test_a_run_reports_its_epsilon(tmp_path):
+    summary, history, _ = run(Config("fedavg", **OPTIONS, **PRIVATE), out=tmp_path)
     found = summary["privacy"]
     want = epsilon(GaussianDP(0.5, 2.0, quantile=0.5), num_clients=6, cohort=3, num_rounds=2, delta=1e-3)
     assert found["epsilon"] == want and found["clusters"][0]["share"] == 1
     assert found["clip"] == history.records[-1]["clip"] != 0.5
+    assert f"private: epsilon {want:.3g} at delta 0.001" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

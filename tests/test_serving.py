@@ -90,6 +90,19 @@ def test_newcomers_choose(folders):
         assert found.choose({"x": examples["x"]}, by="inputs") == np.unique(found.cluster)[nearest]
 
 
+def test_models_of_a_method_with_its_own_structure(tmp_path):
+    """kNN-Per's models hold a model and remembered examples: its predictors give the accuracies of the run."""
+    run(Config("knn_per", clients=4, clusters=2, rounds=2), out=tmp_path)
+    found = load_run(tmp_path)
+    test = found.setup.federation.test
+    task = found.setup.algorithm.task
+    reported = jfcl.evaluate(task, found.params, test, found.cluster)["accuracy"]
+    for i in range(4):
+        x, y = (np.asarray(test.examples[k][i][: test.size[i]]) for k in "xy")
+        assert (np.asarray(found.predictor(i)(x)).argmax(axis=1) == y).mean() == pytest.approx(float(reported[i]))
+    assert found.choose({k: test.examples[k][1][: test.size[1]] for k in "xy"}) in range(4)
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [

@@ -16,7 +16,7 @@ import pytest
 import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
-from jfcl.simulation import loop, on_device, progress
+from jfcl.simulation import evaluation, loop, on_device, progress
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -279,7 +279,7 @@ def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch)
     def refuse(*_, **__):
         raise AssertionError("losses under all models")
 
-    monkeypatch.setattr(on_device, "lowest_loss", refuse)
+    monkeypatch.setattr(evaluation, "lowest_loss", refuse)
     for algorithm in (jfcl.ifca(TASK, TRAINING, num_clusters=1), jfcl.oracle(TASK, TRAINING, cluster=CLUSTER)):
         sim(algorithm=algorithm, num_rounds=1)
     assert IFCA.by_loss and jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1).by_loss
@@ -416,7 +416,7 @@ def test_a_program_is_compiled_once_and_ahead():
     compiled = []
 
     def note(event, duration, fun_name="", **_):
-        if event.endswith("backend_compile_duration") and fun_name.startswith("jit(_"):
+        if event.endswith("backend_compile_duration") and fun_name.startswith("jit("):
             compiled.append((fun_name, threading.current_thread().name.split("_")[0]))
 
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -426,11 +426,11 @@ def test_a_program_is_compiled_once_and_ahead():
             algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, client_axis=axis)
             for _ in range(2):
                 sim(algorithm=algorithm, num_rounds=3, client_axis=axis, test_clients=CLIENTS)
-            ours = [row for row in compiled if row[0] in ("jit(_init)", "jit(_advance)", "jit(_evaluate)")]
+            ours = [row for row in compiled if row[0] in ("jit(_init)", "jit(_advance)", "jit(evaluate_rows)")]
             assert sorted(ours) == [
                 ("jit(_advance)", "compile"),
-                ("jit(_evaluate)", "compile"),
                 ("jit(_init)", "MainThread"),
+                ("jit(evaluate_rows)", "compile"),
             ]
             compiled.clear()
     finally:

@@ -78,7 +78,7 @@ def fesem(
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         phases.check_at_most_clients("num_clusters", num_clusters, clients)
-        params, cluster = cluster_local_models(
+        params, cluster, _ = cluster_local_models(
             task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         )
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())

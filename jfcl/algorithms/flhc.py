@@ -28,6 +28,8 @@ from jfcl.core import (
     client_ids,
     divided,
     is_concrete,
+    joined,
+    num_clients,
     trained_part,
 )
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
@@ -74,8 +76,8 @@ def flhc(
       init_params: one model that all start from.
       shared: as in `jfcl.ifca`.
       task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
-        client_axis: as in `jfcl.fedavg`. Personal parameters, and statistics, are not
-        compared; the rounds before average them.
+        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
+        compared.
 
     Returns:
       `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Cost of `init`: `rounds_before + 1` local
@@ -106,11 +108,12 @@ def flhc(
         "aggregator": aggregator,
         "client_axis": client_axis,
     }
-    common = fedavg(task, training, init_params=init_params, **options)
+    scopes = {"personal": personal, "personal_steps": personal_steps}
+    common = fedavg(task, training, init_params=init_params, **scopes, **options)
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
-        updates = ravel_clients(trained_part(task, divided(personal, updates)[0]))[0]
+        updates = ravel_clients(trained_part(task, updates))[0]
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:
@@ -134,18 +137,21 @@ def flhc(
         def one_round(t, state):
             return common.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
 
-        params = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients)).params
-        model = jax.tree.map(lambda p: p[0], params)
-        alone = local_only(task, training, init_params=model, client_axis=client_axis)
+        state = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients))
+        model = begin = jax.tree.map(lambda p: p[0], state.params)
+        if jax.tree.leaves(state.personal):  # a model of each client, as their own parts differ by now
+            n = num_clients(clients)
+            begin = joined(jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape)), model), state.personal)
+        alone = local_only(task, training, init_params=begin, client_axis=client_axis)
         last_key = jax.random.fold_in(rounds_key, rounds_before)
         trained = alone.step(last_key, alone.init(start_key, clients), clients)[0].params
-        updates = jax.tree.map(jnp.subtract, trained, params)
+        trained, own = divided(personal, trained)
+        updates = jax.tree.map(jnp.subtract, trained, state.params)
         has_examples = jnp.asarray(clients.size) > 0
         updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), has_examples)
         cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
-        return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster
+        return jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape)), model), cluster, own
 
     rounds = rounds_before + 1
-    options |= {"num_clusters": num_clusters, "cohort": cohort}
-    options |= {"shared": shared, "personal": personal, "personal_steps": personal_steps}
+    options |= scopes | {"num_clusters": num_clusters, "cohort": cohort, "shared": shared}
     return clustered_once(task, training, find, messages=rounds, rounds=rounds, **options)

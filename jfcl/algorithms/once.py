@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
-from jfcl.algorithms.round import check_at_most_clients, initial_scopes
+from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes
 
@@ -45,7 +45,7 @@ def with_first_costs(
 def clustered_once(
     task: Task,
     training: local.LocalTraining,
-    find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array]],
+    find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array, PyTree]],
     *,
     messages: int,
     rounds: int,
@@ -55,7 +55,7 @@ def clustered_once(
     """Returns FedAvg inside the clusters that `find` finds in `init`.
 
     Args:
-      find: `(key, clients) -> (params [K, ...], cluster [N])`.
+      find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`.
       messages, rounds: its cost, as in `with_first_costs`.
       options: of `averaging`: `weights`, `shared`, `personal`, `personal_steps`, `server_optimizer`, `cohort`,
         `adversary`, `aggregator`, `client_axis`.
@@ -66,8 +66,8 @@ def clustered_once(
     def init(key: jax.Array, clients: Clients):
         check_at_most_clients("num_clusters", num_clusters, clients)
         start_key, find_key = jax.random.split(key)
-        params, cluster = find(find_key, clients)
-        params, own = initial_scopes(options.get("personal"), params, cluster)
-        return inner.init(start_key, clients)._replace(params=params, cluster=cluster.astype(jnp.int32), personal=own)
+        state = inner.init(start_key, clients)
+        params, cluster, own = find(find_key, clients)
+        return state._replace(params=params, cluster=cluster.astype(jnp.int32), personal=own)
 
     return with_first_costs(inner._replace(init=init), training, messages=messages, rounds=rounds)

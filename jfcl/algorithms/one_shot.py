@@ -47,7 +47,8 @@ def one_shot(
       init_params: one model that all start from.
       shared: as in `jfcl.ifca`.
       task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
-        client_axis: as in `jfcl.fedavg`. Personal parameters, and statistics, are not compared.
+        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
+        compared.
 
     Returns:
       `Algorithm` with an `AveragingState`; its models start at the means of their clients'. Cost of `init`:
@@ -70,19 +71,8 @@ def one_shot(
     check_count("local_rounds", local_rounds)
 
     def find(key: jax.Array, clients: Clients):
-        return cluster_local_models(
-            task,
-            training,
-            key,
-            clients,
-            num_clusters,
-            local_rounds,
-            weights,
-            init_params,
-            adversary,
-            client_axis,
-            personal,
-        )
+        common = task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
+        return cluster_local_models(*common, personal)
 
     return clustered_once(
         task,
@@ -115,11 +105,19 @@ def cluster_local_models(
     adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
     personal: Callable[[str], bool] | None = None,
-) -> tuple[PyTree, jax.Array]:
-    """Returns `(means [K, ...], cluster [N])` by k-means (Lloyd) on the parameters of models that clients train alone.
+) -> tuple[PyTree, jax.Array, PyTree]:
+    """Clusters the clients by k-means (Lloyd) on the parameters of models that they train alone.
 
-    Statistics, and the parameters that are `personal`, are not compared.
-    The attack of an `adversary` is on the difference of a client's model to the common first one.
+    Statistics are not compared. The attack of an `adversary` is on the difference of what a client sends to what it
+    started from.
+
+    Args:
+      num_rounds: rounds of `training` that each client trains its model.
+      personal: takes a parameter's path; true for those that a client keeps.
+      task, training, key, clients, num_clusters, weights, init_params, adversary, client_axis: as in `jfcl.one_shot`.
+
+    Returns:
+      `(means [K, ...], cluster [N], personal [N, ...])`, the last `()` where a client keeps nothing.
     """
     alone = local_only(task, training, init_params=init_params, client_axis=client_axis)
     start_key, rounds_key, means_key = jax.random.split(key, 3)
@@ -128,12 +126,13 @@ def cluster_local_models(
         return alone.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
 
     start = alone.init(start_key, clients)
-    models = jax.lax.fori_loop(0, num_rounds, one_round, start).params
+    trained = jax.lax.fori_loop(0, num_rounds, one_round, start).params
+    begin, (models, own) = divided(personal, start.params)[0], divided(personal, trained)
     size = jnp.asarray(clients.size)
-    models, usable = attacked_models(adversary, rounds_key, start.params, models, clients, size > 0)
+    models, usable = attacked_models(adversary, rounds_key, begin, models, clients, size > 0)
 
     def cluster_models(models, key, usable):
-        points = ravel_clients(trained_part(task, divided(personal, models)[0]))[0]
+        points = ravel_clients(trained_part(task, models))[0]
         return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
 
     if len(size) <= DENSE_UP_TO:
@@ -141,4 +140,4 @@ def cluster_local_models(
     cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
     counts = client_weight(weights, size) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
-    return cluster_mean(models, cluster, counts, num_clusters, in_order), cluster
+    return cluster_mean(models, cluster, counts, num_clusters, in_order), cluster, own

@@ -182,7 +182,11 @@ def train_scopes(
     key: jax.Array,
     params: PyTree,
     own: PyTree,
-    *rest: Any,
+    examples: PyTree,
+    size: jax.Array,
+    opt_state: PyTree,
+    rounds: jax.Array,
+    *,
     products: jax.Array | None = None,
 ) -> tuple[local.Trained, PyTree, PyTree]:
     """Trains one client's model: the parameters of its cluster and its own.
@@ -190,23 +194,25 @@ def train_scopes(
     Args:
       task, training, key: as in `local.train_round`.
       personal_steps: the client first trains its own parameters for so many steps, and then the others with these as
-        they are; None: all at once.
+        they are; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
       params: the parameters of its cluster.
       own: its personal ones; `()` if there are none.
-      rest, products: further arguments of `local.train_round`.
+      examples, size, opt_state, rounds, products: as in `local.train_round`.
 
     Returns:
       `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
       loss is that of the second part, and the steps are those of both.
     """
+    rest = examples, size, opt_state, rounds
     if personal_steps is None:
         whole = joined(params, own)
         trained = local.train_round(task, training, key, whole, *rest, products=products)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(own, trained.params)
-    alone = training._replace(num_steps=personal_steps, num_epochs=None, keep="nothing")
-    first_key = jax.random.fold_in(key, PERSONAL_STREAM)
-    first = local.train_round(of_rest(task, params), alone, first_key, own, *rest)
+    of_own, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
+    most = jax.tree.leaves(examples)[0].shape[0]
+    begun = local.optimizer_at(training, trained_part(task, own), (), rounds, size, most)
+    first = local.train(of_own, alone, jax.random.fold_in(key, PERSONAL_STREAM), own, examples, size, begun)
     trained = local.train_round(of_rest(task, first.params), training, key, params, *rest)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params

@@ -41,6 +41,7 @@ from jfcl.core.scopes import (
     part_like,
     parts,
     path_flags,
+    personal_part,
     trained_part,
 )
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
@@ -93,6 +94,7 @@ __all__ = [
     "parts",
     "path_flags",
     "path_name",
+    "personal_part",
     "platform",
     "random_order",
     "server_key",

@@ -69,6 +69,11 @@ def divided(predicate: Callable[[str], bool] | None, params: PyTree) -> tuple[Py
     return others, chosen
 
 
+def personal_part(state: Any) -> PyTree:
+    """Returns the clients' personal parameters `[N, ...]` of a method's state; `()` where it has none."""
+    return getattr(state, "personal", ())
+
+
 def trained_part(task: Task, params: PyTree) -> PyTree:
     """Returns `params`, or an update, without the task's statistics: what optimisers move and similarities compare."""
     return divided(task.statistics, params)[0]

@@ -21,6 +21,7 @@ from jfcl.experiments import html_page as html
 from jfcl.experiments.comparison import by_name, differences, number, results_rows, seeds_text, size_text
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
+from jfcl.experiments.privacy import privacy_text
 
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
 MOST_BYTES = 2**28  # of models that are compared
@@ -111,6 +112,7 @@ def _of_run(name: str, run: PartialRun, level: int, alone: bool) -> list[str]:
     """Returns the sections on one run."""
     tree, label = run.read_tree(), "" if alone else f"{name}-"
     sections = {
+        "Privacy": _privacy(run),
         "Clusters over rounds": [_clusters(run, label)],
         "Similarity": _similarity(run, tree, label),
         "Parameter tree": _tree(run, tree, label),
@@ -239,6 +241,12 @@ def _costs(runs: dict[str, PartialRun]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------
 # One run.
+
+
+def _privacy(run: PartialRun) -> list[str]:
+    """Returns what a private run guarantees; nothing for another run."""
+    found = run.summary.get("privacy")
+    return [] if found is None else [html.element("p", line) for line in privacy_text(found).splitlines()]
 
 
 def _clusters(run: PartialRun, label: str) -> str:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
 from jfcl.analysis.metrics import rounds_to_recovery
-from jfcl.core import PyTree, check, client_ids, path_name
+from jfcl.core import PyTree, check, client_ids, joined, path_name, personal_part
 from jfcl.execution import hosts
 from jfcl.experiments import serving
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
@@ -89,7 +90,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     """
     name, records = summary["method"], history.records
     contents = {"clients.csv": _clients_csv(history, parts), "params.npz": _npz(history.state.params)}
-    own = getattr(history.state, "personal", ())
+    own = personal_part(history.state)
     if jax.tree.leaves(own) and not _of_cohort(history):
         contents["personal.npz"] = _npz(own)
     figures = {"accuracy": plots.curves({name: records}), "loss": plots.curves({name: records}, "train_loss")}
@@ -185,7 +186,7 @@ class LoadedRun(NamedTuple):
     """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and the model of each client.
 
     Attributes:
-      params: pytree of `[K, ...]`, the models of the run's first seed.
+      params: pytree of `[K, ...]`, the models of the run's first seed, as in the state of its method.
       cluster: `[N]` int32: client `i` is served model `cluster[i]`.
       personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
     """
@@ -204,7 +205,8 @@ class LoadedRun(NamedTuple):
         """
         n = len(self.cluster)
         check(0 <= client < n, "client", client, f"in 0..{n - 1}")
-        return serving.whole_model(self.setup.algorithm.task, self.params, self.cluster[client], self.personal, client)
+        one = jax.tree.map(lambda p: jnp.asarray(p[self.cluster[client]]), self.params)
+        return joined(one, jax.tree.map(lambda p: jnp.asarray(p[client]), self.personal))
 
     def predictor(self, client: int) -> Callable[[Any], jax.Array]:
         """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
@@ -268,7 +270,10 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     same = parts.federation.split_hash == saved.get("split_hash")
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     served = _served(folder / "clients.csv", parts.seeds[0], len(parts.federation.cluster))
-    return LoadedRun(config, parts, load_params(folder), served, load_params(folder, personal=True))
+    state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
+    params = serving.structured(load_params(folder), state.params)
+    own = serving.structured(load_params(folder, personal=True), personal_part(state))
+    return LoadedRun(config, parts, params, served, own)
 
 
 def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jfcl.client.losses import losses_under_all
+from jfcl.analysis.metrics import evaluate
 from jfcl.core import Clients, PyTree, Task, check, check_choice, path_name
 from jfcl.core.files import write_whole
 
@@ -21,14 +21,14 @@ BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
 
 
-def whole_model(task: Task, params: PyTree, cluster: int, personal: PyTree, client: int) -> PyTree:
-    """Returns one model in the structure of the task: row `cluster` of `params`, row `client` of `personal`."""
-    rows = {}
-    for tree, row in ((params, cluster), (personal, client)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            rows[path_name(path)] = jnp.asarray(leaf[row])
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(lambda path, like: rows[path_name(path)].astype(like.dtype), shapes)
+def structured(arrays: PyTree, like: PyTree) -> PyTree:
+    """Returns the arrays of a file in the structure of `like`, each under its path; `()` where `like` has no leaves."""
+    if not jax.tree.leaves(like):
+        return ()
+    rows = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)}
+    wanted = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+    check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), f"those of the run: {wanted}")
+    return jax.tree.unflatten(jax.tree.structure(like), [rows[name] for name in wanted])
 
 
 def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
@@ -47,9 +47,8 @@ def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, ex
     wanted = np.shape(clients.examples["x"])[2:]
     check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
     if by == "loss":
-        batch = {name: jnp.asarray(examples[name]) for name in needed}
-        losses = jax.jit(lambda p, b: losses_under_all(task, p, b, len(x)))(params, batch)
-        return int(jnp.argmin(losses))
+        one = Clients({name: np.asarray(examples[name])[None] for name in needed}, np.array([len(x)], np.int32))
+        return int(evaluate(task, params, one, None)["cluster"][0])
     means = {}
     for k in np.unique(cluster).tolist():
         rows = np.flatnonzero((cluster == k) & (np.asarray(clients.size) > 0))

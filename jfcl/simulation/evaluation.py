@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
+from jfcl.client.losses import lowest_loss
+from jfcl.core import num_clients, personal_part
+from jfcl.execution.jitted import jitted
 
 # A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
 # events. Of every other metric it holds the value of the last round.
@@ -89,6 +93,42 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
             row[name] = np.array(total[s], found.values[name].dtype).tolist() if name in EVENTS else total[s]
         rows.append(row | {name: v[s] for name, v in found.counts.items()})
     return rows
+
+
+@partial(jitted, static_argnames=("task", "row_axis", "client_axis", "by_loss", "of_newcomers"))
+def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, by_loss=False, of_newcomers=None):
+    """Evaluates the models of several states: seeds, or rows of a sweep.
+
+    Args:
+      state: `(params, cluster, personal)` of the states, `[R, ...]` each.
+      clients: the data.
+      learners: the clients in training, for the models of lowest loss on their examples; None for those in `cluster`.
+      task: of the models.
+      row_axis, client_axis: the mappings over states and over clients.
+      by_loss: takes the models of lowest loss on `clients` instead.
+      of_newcomers: for newcomers, which have no personal parameters: the number of clients (the first ones) of which
+        they get the mean.
+
+    Returns:
+      The results of `metrics.evaluate`, `[R, N]` each.
+    """
+
+    def one(params, cluster, personal, clients, learners):
+        if of_newcomers is not None:
+            rows = num_clients(clients)
+            means = jax.tree.map(lambda x: x[:of_newcomers].mean(axis=0), personal)
+            personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
+        if learners is not None:
+            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
+        chosen = None if by_loss else cluster
+        return metrics.evaluate(task, params, clients, chosen, personal=personal, client_axis=client_axis)
+
+    return row_axis(one, in_axes=(0, 0, 0, None, None))(*state, clients, learners)
+
+
+def models_of(state: Any) -> tuple[Any, jax.Array, Any]:
+    """Returns the parts of a method's state with which its models are evaluated: `(params, cluster, personal)`."""
+    return state.params, state.cluster, personal_part(state)
 
 
 def found_clusters(state: Any) -> Any:

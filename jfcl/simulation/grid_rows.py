@@ -14,9 +14,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.analysis import metrics
-from jfcl.client.losses import lowest_loss
-from jfcl.core import Algorithm, Clients, check, check_labels, check_state, client_shapes, is_finite, num_clients
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    check,
+    check_labels,
+    check_state,
+    client_shapes,
+    is_finite,
+    num_clients,
+    personal_part,
+)
 from jfcl.execution import layout, mapping, memory
+from jfcl.execution.jitted import jitted
+from jfcl.simulation.evaluation import evaluate_rows, models_of
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
 
@@ -136,7 +147,7 @@ class Group:
             tick(self._rows[begin][0], length * count)
         tick(self._rows[begin][0], (rounds - done) * count)
         learners = clients if self._by_loss else None
-        judged = _judge(state.params, state.cluster, _personal(state), held_out, learners, task=self.task, **self._axes)
+        judged = evaluate_rows(models_of(state), held_out, learners, task=self.task, **self._axes)
         judged, size = jax.device_get(judged), np.asarray(self._data.held_out.size)
         results = []
         for i in range(count):
@@ -160,7 +171,7 @@ def _made(make, static, values) -> Algorithm:
     return make(**{name: value for name, _, value in static}, **values)
 
 
-@partial(jax.jit, static_argnames=("make", "static", "row_axis"))
+@partial(jitted, static_argnames=("make", "static", "row_axis"))
 def _start(keys, values, clients, *, make, static, row_axis):
     def one(key, values, clients):
         state = _made(make, static, values).init(jax.random.fold_in(key, 0), clients)
@@ -170,7 +181,7 @@ def _start(keys, values, clients, *, make, static, row_axis):
     return row_axis(one, in_axes=(0, 0, None))(keys, values, clients)
 
 
-@partial(jax.jit, static_argnames=("make", "static", "row_axis"), donate_argnames="state")
+@partial(jitted, static_argnames=("make", "static", "row_axis"), donate_argnames="state")
 def _advance(keys, values, state, first, count, clients, *, make, static, row_axis):
     """Returns the states after `count` rounds, whether one of these lost a model, and whether the method has ended."""
 
@@ -180,7 +191,7 @@ def _advance(keys, values, state, first, count, clients, *, make, static, row_ax
         def one_round(t, carry):
             state, lost, _ = carry
             state, found = algorithm.step(jax.random.fold_in(key, t), state, clients)
-            lost |= ~is_finite((state.params, _personal(state)))
+            lost |= ~is_finite((state.params, personal_part(state)))
             if "nonfinite" in found and "participants" in found:  # no client sent a finite update
                 lost |= (found["nonfinite"] == found["participants"]) & (found["participants"] > 0)
             return state, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
@@ -189,20 +200,3 @@ def _advance(keys, values, state, first, count, clients, *, make, static, row_ax
         return jax.lax.fori_loop(first, first + count, one_round, (state, no, no))
 
     return row_axis(one, in_axes=(0, 0, 0, None, None, None))(keys, values, state, first, count, clients)
-
-
-@partial(jax.jit, static_argnames=("task", "row_axis", "client_axis"))
-def _judge(params, cluster, personal, held_out, learners, *, task, row_axis, client_axis):
-    """Returns the evaluation of every client, `[B, N]` each, of the models of `B` rows."""
-
-    def one(params, cluster, personal, held_out, learners):
-        if learners is not None:
-            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
-        return metrics.evaluate(task, params, held_out, cluster, personal=personal, client_axis=client_axis)
-
-    return row_axis(one, in_axes=(0, 0, 0, None, None))(params, cluster, personal, held_out, learners)
-
-
-def _personal(state: Any) -> Any:
-    """Returns the clients' own parameters in a state, `()` without any."""
-    return getattr(state, "personal", ())

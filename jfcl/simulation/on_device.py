@@ -11,12 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl.analysis import metrics
-from jfcl.client.losses import lowest_loss
 from jfcl.core import Algorithm, Clients, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
 from jfcl.execution.jitted import jitted
-from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
+from jfcl.simulation.evaluation import (
+    EVENTS,
+    MOST_LISTED,
+    SUMMED,
+    Assessment,
+    Subjects,
+    evaluate_rows,
+    finite_mean,
+    found_clusters,
+    models_of,
+)
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import compile_ahead, warn_once
@@ -94,33 +102,6 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
 
     state, *results = seed_axis(one_seed)(keys, state)
     return _constrained(state, clients, client_axis), *results
-
-
-@partial(jitted, static_argnames=("task", "seed_axis", "client_axis", "by_loss"))
-def _evaluate(params, cluster, personal, clients, learners, *, task, seed_axis, client_axis, by_loss):
-    """Evaluates the models `params[cluster]`, or those of lowest loss, with the clients' `personal` parameters.
-
-    With `by_loss`, the loss is that on `clients`. With `learners`, the clients in training, it is that on `learners`.
-    """
-
-    def one_seed(params, cluster, personal):
-        if learners is not None:
-            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
-        chosen = None if by_loss else cluster
-        return metrics.evaluate(task, params, clients, chosen, personal=personal, client_axis=client_axis)
-
-    return seed_axis(one_seed)(params, cluster, personal)
-
-
-@partial(jax.jit, static_argnames=("count", "rows"))
-def _mean_of_clients(personal, *, count, rows):
-    """Returns the mean of the first `count` rows of `[R, N, ...]` arrays, repeated: `[R, rows, ...]`."""
-
-    def mean(x):
-        one = x[:, :count].mean(axis=1, keepdims=True)
-        return jnp.broadcast_to(one, (len(x), rows, *x.shape[2:]))
-
-    return jax.tree.map(mean, personal)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -219,8 +200,8 @@ class OnDevice:
         programs = [_advance.lower(*args, **self._static)]
         for data, learners, by_loss in ((tests, self._learners, False), (newcomers, None, True)):
             if data is not None and made.task is not None:
-                args = (self.whole.params, self.whole.cluster, self._personal(self.whole, data), data, learners)
-                programs.append(_evaluate.lower(*args, **self._how(by_loss)))
+                args = models_of(self.whole), data, learners
+                programs.append(evaluate_rows.lower(*args, **self._how(by_loss)))
         self._compiling = compile_ahead(programs)
 
     def restore(self, restored: Restored | None) -> Restored:
@@ -264,28 +245,20 @@ class OnDevice:
         return Assessment(cluster, values, held_out, newcomers, excluded)
 
     def _losses(self, state: Any, data: Clients | None, learners: Clients | None, *, by_loss: bool = False):
-        """Returns the results of `_evaluate` on `data`, `[R, ...]` each; None without data or task."""
+        """Returns the results of `evaluate_rows` on `data`, `[R, ...]` each; None without data or task."""
         if data is None or self._made.task is None:
             return None
         self._compiling.wait()
-        args = state.params, state.cluster, self._personal(state, data), data, learners
-        return _evaluate(*args, **self._how(by_loss))
-
-    def _personal(self, state: Any, data: Clients) -> Any:
-        """Returns the personal parameters `[R, N, ...]` for `data`: newcomers have the mean of all clients'."""
-        own = getattr(state, "personal", ())
-        if data is not self._newcomers or not jax.tree.leaves(own):
-            return own
-        mean = partial(_mean_of_clients, count=self._n, rows=num_clients(data))
-        return jax.eval_shape(mean, own) if isinstance(jax.tree.leaves(own)[0], jax.ShapeDtypeStruct) else mean(own)
+        return evaluate_rows(models_of(state), data, learners, **self._how(by_loss))
 
     def _how(self, by_loss: bool) -> dict[str, Any]:
-        """Returns the static arguments of `_evaluate`."""
+        """Returns the static arguments of `evaluate_rows`; newcomers, and they alone, are evaluated `by_loss`."""
         return {
             "task": self._made.task,
-            "seed_axis": self._seed_axis,
+            "row_axis": self._seed_axis,
             "client_axis": self._client_axis,
             "by_loss": by_loss,
+            "of_newcomers": self._n if by_loss else None,
         }
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from jfcl.analysis import metrics, parameter_tree
-from jfcl.simulation import grid_rows, on_device, streamed
+from jfcl.simulation import evaluation, grid_rows, on_device, streamed
 
 
 def clear_programs() -> None:
@@ -29,10 +29,9 @@ def clear_programs() -> None:
     for compiled in (
         on_device._init,
         on_device._advance,
-        on_device._evaluate,
+        evaluation.evaluate_rows,
         grid_rows._start,
         grid_rows._advance,
-        grid_rows._judge,
         streamed._start,
         streamed._fresh,
         streamed._round,

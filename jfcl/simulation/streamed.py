@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, check_state, is_finite
+from jfcl.core import Algorithm, Clients, check_state, is_finite, personal_part
 from jfcl.data.store import ClientStore
 from jfcl.execution import layout
 from jfcl.execution.jitted import jitted
@@ -112,7 +112,7 @@ class Streamed:
         split, algorithm, store = self.split, self.algorithm, self.store
         self._num_models = 1 if split.personal else jax.tree.leaves(self.shapes.params)[0].shape[0]
         self._evaluated, self._by_loss = evaluated, serve == "loss" and algorithm.by_loss
-        has_own = bool(jax.tree.leaves(getattr(self.shapes, "personal", ())))
+        has_own = bool(jax.tree.leaves(personal_part(self.shapes)))
         self._needs_rows = split.personal or has_own or (self._num_models > 1 and not self._by_loss)
         self._tests = self._learners = true = None
         hold = partial(layout.held, client_axis, algorithm.task)
@@ -182,14 +182,13 @@ class Streamed:
             found = getattr(state, "group", served)
         elif self._num_models > 1:
             found = served = self._choose(state, learners)
-        return found, self._losses(state.params, self._tests, served, personal=getattr(state, "personal", ()))
+        return found, self._losses(state.params, self._tests, served, personal=personal_part(state))
 
     def _choose(self, state: Any, learners: Clients) -> jax.Array:
         """Returns the model of each evaluated client: that in the state, or the one of lowest loss."""
         if not self._by_loss:
             return state.cluster
-        own = getattr(state, "personal", ())
-        return self._losses(state.params, learners, None, personal=own)["cluster"]
+        return self._losses(state.params, learners, None, personal=personal_part(state))["cluster"]
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):

@@ -1,0 +1,165 @@
+"""The committed results of the papers' experiments show what the papers found: orders and clusters, not digits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jfcl.experiments.recipes import RECIPES
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "reproduce"
+RESULTS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}
+SPLITS = ["cfl.figure8-small", "cfl.figure9-small", "cfl.label_swap-small"]
+
+
+def rows(result: str, **where) -> list[dict]:
+    found = [r for r in RESULTS[result]["rows"] if all(r.get(name) == value for name, value in where.items())]
+    assert found, (result, where)
+    return found
+
+
+def one(result: str, value: str, **where):
+    [row] = rows(result, **where)
+    return row[value]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_says_how_it_was_made(name):
+    result = RESULTS[name]
+    assert name.startswith(result["name"]) and result["device"] and result["rows"]
+    if "-torch" in name:  # of another program
+        assert "benchmarks/peers/" in result["command"] and "torch" in result["versions"]
+    else:
+        assert result["name"] in RECIPES and {"jfcl", "jax", "python"} <= result["versions"].keys()
+        assert "setting" in result or result["command"].startswith("jfcl ")  # a setting is that of a whole recipe
+
+
+# CFL.
+
+
+def test_splits_of_random_gradients_are_right_far_beyond_the_guarantee():
+    found = rows("cfl.figure3-small")
+    assert all(r["correct splits"] == 1 for r in found if r["guaranteed"] or r["noise"] < 1)
+    noisiest = {r["clusters"]: r["correct splits"] for r in found if r["noise"] == 2}
+    assert sorted(noisiest.values(), reverse=True) == [noisiest[k] for k in sorted(noisiest)]
+
+
+def test_the_gap_opens_with_examples_and_updates_separate_earlier_than_gradients():
+    gaps = {of: {r["examples"]: r["gap"] for r in rows("cfl.figure5-small", **{"similarity of": of})}
+            for of in ("updates", "gradients")}  # fmt: skip
+    for gap in gaps.values():
+        assert list(gap.values()) == sorted(gap.values())
+    assert gaps["updates"][10] < 0 < gaps["updates"][20]
+    assert all(gaps["updates"][m] > gaps["gradients"][m] for m in gaps["updates"])
+    last = {r["similarity of"]: r["gap at the end"] for r in rows("cfl.figure6-small")}
+    assert last["updates"] > last["gradients"] > 0
+
+
+def test_the_longest_update_stays_large_only_where_clients_disagree():
+    share = {
+        (who, what): one("cfl.figure7-small", "last rounds", clients=who, **{"norm of": what})
+        / one("cfl.figure7-small", "first rounds", clients=who, **{"norm of": what})
+        for who in ("incongruent", "congruent")
+        for what in ("mean update", "longest update")
+    }
+    assert share["incongruent", "longest update"] > 3 * share["congruent", "longest update"]
+    assert max(share["congruent", "mean update"], share["incongruent", "mean update"]) < 0.2
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_cfl_finds_the_clusters_and_stops(name):
+    for seed in {r["seed"] for r in rows(name) if "seed" in r}:
+        *splits, end = [r for r in rows(name, seed=seed) if not r["event"].startswith("FL")]
+        assert len(splits) == 3 and all(r["gap"] > 0 for r in splits)
+        assert end["event"] == "end, 4 clusters" and end["identity"] == 1 and end["gap"] < 0
+    if name == "cfl.figure9-small":
+        assert end["perplexity"] < one(name, "perplexity", event="FL, end") < splits[0]["perplexity"]
+    else:
+        assert end["accuracy"] > splits[0]["accuracy"] + 0.2
+
+
+def test_newcomers_are_led_to_their_leaf():
+    share = {r["examples"]: r["at the right leaf %"] for r in rows("cfl.newcomers-small")}
+    assert min(share.values()) > 95 and all(share[m] == 100 for m in share if m >= 20)
+
+
+# Byzantine CFL.
+
+
+@pytest.mark.parametrize("data", ["mnist", "fashion_mnist"])
+def test_all_adversaries_are_removed_and_nobody_else(data):
+    found = rows("byzantine_cfl.table1-200-rounds", data=data, method="CFL")
+    assert {r["scenario"] for r in found} == {"byzantine", "noisy", "label flip", "clean"}
+    assert all(r["adversaries removed"] == ("0 of 0" if r["scenario"] == "clean" else "30 of 30") for r in found)
+    assert all(r["benign removed"] == 0 for r in found)
+    clean = next(r["accuracy %"] for r in found if r["scenario"] == "clean")
+    fl = {r["scenario"]: r["accuracy %"] for r in rows("byzantine_cfl.table1-200-rounds", data=data, method="FL")}
+    cfl = {r["scenario"]: r["accuracy %"] for r in found}
+    assert all(cfl[scenario] > fl[scenario] for scenario in fl)
+    assert all(abs(cfl[scenario] - clean) < 1 for scenario in ("noisy", "label flip"))
+
+
+def test_short_runs_with_several_seeds_remove_no_benign_client():
+    for name in ("byzantine_cfl.table1-short", "byzantine_cfl.table2-short"):
+        found = rows(name, method="CFL")
+        assert all(removed == 0 for r in found for removed in r["benign removed"])
+        assert all(removed == r["of"] for r in found if r["rounds"] >= 20 for removed in r["adversaries removed"])
+
+
+# IFCA.
+
+
+def test_ifca_succeeds_more_often_with_separation():
+    means = {}
+    for r in rows("ifca.figure3-b-code-40-trials"):
+        means.setdefault(r["R"], []).append(r["success"])
+    means = [sum(means[separation]) for separation in sorted(means)]
+    assert means == sorted(means) and means[0] < 0.2 < 3.9 < means[-1]
+    assert {r["success"] for r in rows("ifca.figure3-b-10-trials")} == {0}  # as the text has it, with smaller truths
+
+
+def test_ifca_is_above_one_model_and_that_above_local_models():
+    accuracy = {r["method"]: r["clients %"] for r in rows("ifca.table1-1200-clients")}
+    assert accuracy["ifca"] > accuracy["fedavg"] + 3 > accuracy["local"] + 3
+    assert one("ifca.table1-1200-clients", "identity", method="ifca") == 1
+    assert one("ifca.figure4-small", "identity at the end") == 1
+
+
+# Federated-Clustering.
+
+
+def test_the_three_failures():
+    wrong = {
+        (r["failure of"], r["method"]): r["runs that go wrong"] for r in rows("federated_clustering.failures-small")
+    }
+    assert all(share < 0.01 for (_, method), share in wrong.items() if method == "federated_clustering")
+    assert wrong["myopic", "myopic_clustering"] == wrong["ifca", "ifca, option I"] == 1
+    assert 0.4 < wrong["cfl", "cfl"] < 0.6
+
+
+def test_federated_clustering_equals_the_ground_truth_with_clusters_of_sixteen():
+    found = {r["method"]: r["end error"] for r in rows("federated_clustering.figure3-small", **{"clients in each": 16})}
+    assert found["federated_clustering"] < 1.1 * found["oracle"] < found["local"] / 1000 < found["fedavg"] / 1000
+
+
+def test_federated_clustering_is_above_its_baselines():
+    found = {r["run"]: r["accuracy %"] for r in rows("federated_clustering.figure4-small")}
+    assert found["ground truth"] > found["fc"] > found["local"] > found["ditto"] > found["ifca"] > found["global"]
+    found = {r["run"]: r["accuracy %"] for r in rows("federated_clustering.figure5-small")}
+    assert found["fc"] > found["local"] > found["global"]
+    assert one("federated_clustering.figure2-small", "intra, largest") * 1000 < one(
+        "federated_clustering.figure2-small", "inter, least"
+    )
+
+
+@pytest.mark.parametrize("task", ["rotation", "private label"])
+def test_table_1_of_federated_clustering(task):
+    found = rows("federated_clustering.table1-cells", task=task, column="as the authors' code")
+    found = {r["method"]: r["accuracy %"] for r in found}
+    assert found["oracle"] > found["federated_clustering"] > found["local"] > found["fedavg"]
+    assert found["federated_clustering"] > max(found["ditto"], found["knn_per"])
+
+
+def test_threshold_clustering_ends_near_the_papers_distances():
+    for r in rows("federated_clustering.figure7-full"):
+        assert r["end"] == pytest.approx(r["paper's end"], rel=0.02) and r["95 % of the way by round"] < 20
