@@ -145,6 +145,43 @@ def test_methods_are_their_loops(make, task, personal, head_steps):
     assert metrics["client_steps"] == N * (STEPS + (head_steps or 0))
 
 
+@pytest.mark.parametrize("method", ["one_shot", "flhc"])
+def test_personal_parameters_are_not_sent_before_the_clustering(method):
+    """With one cluster. One-shot: two rounds alone, then means. FL+HC: two rounds of FedPer, then an update of each."""
+    start = PLAIN.init(jax.random.split(jax.random.key(0), 1)[0])
+    options = {"num_clusters": 1, "personal": is_head, "init_params": start}
+    options |= {"local_rounds": 2} if method == "one_shot" else {"rounds_before": 2}
+    state = getattr(jfcl, method)(PLAIN, TRAINING, **options).init(jax.random.key(1), data())
+    clients, trained = data(), []
+    common, own = loop(PLAIN, is_head) if method == "flhc" else (flat(start), [{}] * N)
+    for i in range(N):
+        x, y = (np.asarray(clients.examples[k][i][: clients.size[i]]) for k in "xy")
+        rounds = 2 if method == "one_shot" else 1
+        trained.append(descend({**common, **own[i]}, x.astype(np.float64), y, rounds * STEPS))
+    if method == "one_shot":
+        weight = clients.size / clients.size.sum()
+        common = {name: sum(w * t[name] for w, t in zip(weight, trained, strict=True)) for name in common}
+    got, kept = flat(state.params), flat(state.personal)
+    assert got.keys() == {name for name in common if not is_head(name)}
+    assert kept.keys() == set(filter(is_head, trained[0]))
+    for name, model in got.items():
+        np.testing.assert_allclose(model[0], common[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, rows in kept.items():
+        np.testing.assert_allclose(rows, [t[name] for t in trained], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_the_schedule_of_a_personal_part_goes_on():
+    """The learning rate of the head follows the rounds too: with one of 0 from the second round on, nothing moves."""
+    falls = optax.sgd(lambda step: jnp.where(step < STEPS, LR, 0.0))
+    training = jfcl.local_training(falls, num_steps=STEPS, keep="schedule")
+    algorithm = jfcl.fedrep(PLAIN, training, personal_steps=2)
+    state = algorithm.init(jax.random.key(0), data())
+    first, _ = algorithm.step(jax.random.key(0), state, data())
+    second, _ = algorithm.step(jax.random.key(1), first, data())
+    assert not np.array_equal(flat(state.personal)["Dense_1/kernel"], flat(first.personal)["Dense_1/kernel"])
+    jax.tree.map(np.testing.assert_array_equal, (second.params, second.personal), (first.params, first.personal))
+
+
 def test_the_evaluation_uses_each_clients_own_parameters():
     clients, algorithm = data(), jfcl.fedper(PLAIN, TRAINING)
     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
