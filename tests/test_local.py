@@ -311,7 +311,7 @@ def test_each_client_and_round_has_noise_of_its_own(name, keep):
     found = noises(NOISY[name], keep, client_axis=jax.vmap)
     related = np.corrcoef(found.reshape(6, WIDE)) - np.eye(6)
     assert np.abs(related).max() < 0.2  # four standard errors
-    assert scipy.stats.kstest(found.ravel(), "norm", args=(0.0, SIGMA * np.sqrt(2))).pvalue > 1e-3  # of two steps
+    assert scipy.stats.kstest(found.ravel() / (SIGMA * np.sqrt(2)), "norm").pvalue > 1e-3  # of two steps
     if (name, keep) == ("add_noise", "everything"):
         others = THREE._replace(id=np.array([2, 1, 0], np.int32))
         again = noises(NOISY[name], keep, others, client_axis=jfcl.chunked(1))  # one at a time, in another order

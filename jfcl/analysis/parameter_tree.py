@@ -39,6 +39,7 @@ from jfcl.core import (
     max_examples,
     named_leaves,
     num_clients,
+    shape_struct,
     trained_part,
 )
 from jfcl.execution import mapping
@@ -422,7 +423,7 @@ def enrol(
 
 def _check_examples(task: Task, clients: Clients) -> None:
     """Checks that the task's loss takes the examples of `clients`, or raises `ValueError`."""
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.examples)
+    batch = jax.tree.map(lambda x: shape_struct(x, x.shape[1:]), clients.examples)
     try:
         jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
     except Exception as error:  # of flax or jax, for shapes that do not fit

@@ -27,6 +27,7 @@ from jfcl.core.clients import (
     num_clients,
     random_order,
     server_key,
+    shape_struct,
     take_clients,
 )
 from jfcl.core.parameters import get_parameter, is_finite, named_leaves, num_bytes, path_name, set_parameter
@@ -99,6 +100,7 @@ __all__ = [
     "random_order",
     "server_key",
     "set_parameter",
+    "shape_struct",
     "shown",
     "stack_clients",
     "take_clients",

@@ -25,9 +25,21 @@ def max_examples(clients: Clients) -> int:
     return jax.tree.leaves(clients.examples)[0].shape[1]
 
 
+def shape_struct(x: Any, shape: tuple[int, ...], sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns a shape with the type that the array `x`, which may be one of NumPy, has on a device.
+
+    Example:
+      >>> shape_struct(np.zeros(3, np.int64), (2, 3)).dtype
+      dtype('int32')
+    """
+    return jax.ShapeDtypeStruct(
+        shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding=sharding
+    )
+
+
 def client_shapes(clients: Clients, count: int) -> Clients:
     """Returns the shapes of `count` such clients."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *np.shape(x)[1:]), x.dtype), clients)
+    return jax.tree.map(lambda x: shape_struct(x, (count, *np.shape(x)[1:])), clients)
 
 
 def client_ids(clients: Clients) -> jax.Array:
@@ -166,7 +178,7 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
         return
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
-        jax.eval_shape(task.predict, params, jax.ShapeDtypeStruct((1, *shape), examples["x"].dtype))
+        jax.eval_shape(task.predict, params, shape_struct(examples["x"], (1, *shape)))
     except Exception:  # of any package that models are written in
         raise ValueError(f"{name}: inputs have shape {shape}, but the model is made for {wanted}") from None
 

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples, shape_struct
 from jfcl.core.files import new_folder, read_json
 from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_of_clients, check_places, check_types, decode
 
@@ -291,6 +291,6 @@ def check_cohort(store: ClientStore, cohort: int) -> None:
 def example_shapes(store: ClientStore, cohort: int) -> Clients:
     """Returns a cohort's arrays as `jax.ShapeDtypeStruct`, without reading any."""
     shapes = {name: (cohort, store.max_size, *field.shape) for name, field in store.fields.items()}
-    examples = {name: jax.ShapeDtypeStruct(shape, store.fields[name].dtype) for name, shape in shapes.items()}
+    examples = {name: shape_struct(store.fields[name], shape) for name, shape in shapes.items()}
     vector = jax.ShapeDtypeStruct((cohort,), np.int32)
     return Clients(examples, vector, vector)

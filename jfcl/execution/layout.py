@@ -6,7 +6,7 @@ import math
 
 import jax
 
-from jfcl.core import Clients, Task
+from jfcl.core import Clients, Task, shape_struct
 from jfcl.execution import mapping
 
 
@@ -31,5 +31,5 @@ def held(client_axis: mapping.Mapping, task: Task | None, clients: Clients | Non
         return clients
     x = clients.examples["x"]
     shape = (*x.shape[:2], math.prod(x.shape[2:])) if len(x.shape) > 3 else x.shape
-    flat = jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+    flat = shape_struct(x, shape) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
     return clients._replace(examples={**clients.examples, "x": flat})

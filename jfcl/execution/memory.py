@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_clients, shape_struct
 from jfcl.execution import hosts, mapping
 from jfcl.execution.jitted import jitted
 
@@ -88,7 +88,7 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.M
 
     def shape(x, rows_of=lambda s: (rows, *s[1:])):
         wanted = rows_of(np.shape(x))
-        return jax.ShapeDtypeStruct(wanted, x.dtype, sharding=divided if wanted[:1] == (rows,) else whole)
+        return shape_struct(x, wanted, divided if wanted[:1] == (rows,) else whole)
 
     shapes = jax.tree.map(shape, clients)
     key = shape(jax.eval_shape(lambda: jax.random.key(0)), tuple)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients, shape_struct
 from jfcl.execution import layout, mapping, targets
 from jfcl.execution.cost import Cost, price
 from jfcl.execution.jitted import jitted
@@ -201,7 +201,7 @@ class _Work:
         self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
         rows = -(-num_clients(clients) // mesh.size) * mesh.size
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        shape = lambda x: jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), x.dtype, sharding=split)  # noqa: E731
+        shape = lambda x: shape_struct(x, (rows, *np.shape(x)[1:]), split)  # noqa: E731
         like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
         self.rows, self.clients = rows, jax.tree.map(shape, like)
         key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))

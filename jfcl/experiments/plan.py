@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jfcl.analysis import plots
-from jfcl.core import Clients, check, files, max_examples
+from jfcl.core import Clients, check, client_shapes, files, max_examples
 from jfcl.execution import mapping, targets
 from jfcl.execution.plan import Plan, plan
 from jfcl.experiments.comparison import size_text
@@ -72,8 +72,7 @@ def plan_run(
 
 def _of_all(one: Clients, count: int) -> Clients:
     """Returns the shapes of `count` clients like the one given."""
-    shape = lambda x: jax.ShapeDtypeStruct((count, *np.shape(x)[1:]), x.dtype)  # noqa: E731
-    return Clients(jax.tree.map(shape, one.examples), shape(one.size))
+    return client_shapes(Clients(one.examples, one.size), count)
 
 
 def _num_bytes(clients: Clients) -> int:
