@@ -64,7 +64,7 @@ wheel: .venv/bin/python
 
 # The environment of the tests with the oldest JAX that is supported; then `make test`.
 oldest: .venv/dev
-	$(BIN)/pip install --quiet "jax==0.10.0" "jaxlib==0.10.0"
+	$(BIN)/pip install --quiet "jax==0.10.2" "jaxlib==0.10.2" -e ".[dev]"
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
