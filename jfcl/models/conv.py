@@ -1,7 +1,8 @@
 """Convolutions that stay fast when every client has its own weights, and pooling to match.
 
 `conv` has the interface of `jax.lax.conv_general_dilated`, for `conv_general_dilated=conv` of `flax.linen.Conv` and
-`flax.nnx.Conv`. It computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of clients:
+`flax.nnx.Conv`. It computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of
+clients:
 
 * One client at a time on a CPU (`chunked(1)`, the default there): XLA's CPU backend does not rearrange convolutions
   inside a loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at
