@@ -128,7 +128,7 @@ def test_random_numbers_are_drawn_in_training_alone(module, argument):
     [
         (linen(other), r"draws random numbers with learn=True.*one of train, .* or give training_argument='learn'"),
         (linen(noisy), "draws random numbers with learn=True"),
-        (linen(beside), "draws random numbers with drop=True"),
+        (linen(beside), r"with drop=True.*training_argument='drop' \(with training_argument='train' it stays"),
         (linen(other_way), r"with still=False.*rename this argument to one of deterministic, \w+, inference$"),
         (linen(required), "Net.__call__ needs the argument 'learn'.*training_argument='learn'"),
         (linen(normalised), "behaves differently in training.*or name yours by training_argument='learn'"),
@@ -172,7 +172,7 @@ def test_other_booleans_are_left_alone(module, differs):
     assert (classification(module, (D,), C).train_loss is not None) == differs
 
 
-def one_example(self, x):
+def one_example(self, x, train=False):
     return nn.Dense(C)(x.reshape(-1))
 
 

@@ -90,12 +90,12 @@ def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callabl
     """
     for argument, default in _booleans(module).items():
         if argument not in training and draws(training | {argument: not default}):
-            names, other = (
-                (IS_NOT_TRAINING, "") if default else (IS_TRAINING, f", or give training_argument={argument!r}")
-            )
+            names = ", ".join(IS_NOT_TRAINING if default else IS_TRAINING)
+            other = "" if default else f", or give training_argument={argument!r}"
+            keeps = "".join(f" (with training_argument={flag!r} it stays as it is)" for flag in training)
             raise ValueError(
                 f"{name} draws random numbers with {argument}={not default}, as dropout does in training: rename this"
-                f" argument to one of {', '.join(names)}{other}"
+                f" argument to one of {names}{other}{keeps}"
             )
 
 
@@ -150,10 +150,13 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     if has_state and not training:
         raise ValueError(_no_flag(module, name))
     head = denses[-1] if denses else None
-    trains = _draws(module, shapes, input_shape, dtype, training)
+    x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
+    program = partial(_traced, module, shapes, x)
+    trains = _draws(program, training)
     if given is None and not trains:
-        check_flag(module, name, training, partial(_draws, module, shapes, input_shape, dtype))
-    trains = trains or has_state or not _is_same_program(module, shapes, input_shape, dtype, evaluating, training)
+        check_flag(module, name, training, partial(_draws, program))
+    with explained(name, x):
+        trains = trains or has_state or not _is_same(program, evaluating, training)
     if not trains:  # as with dropout of 0, too
         return Network(
             name,
@@ -204,33 +207,24 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     )
 
 
-def _traced(module: nn.Module, shapes: PyTree, input_shape: tuple, dtype: Any, flag: dict, **streams: Any) -> str:
-    """Returns the program of `module.apply` on two inputs as text."""
-    inputs, mutable = jax.ShapeDtypeStruct((2, *input_shape), dtype), sorted(set(shapes) - {"params"})
-
-    def outputs(variables, x):
-        return module.apply(variables, x, **flag, **streams, mutable=mutable)
-
-    return re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(outputs)(shapes, inputs)))
+def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
+    """Returns the program of `module.apply` on `x` as text."""
+    mutable = sorted(set(shapes) - {"params"})
+    program = jax.make_jaxpr(lambda v, x: module.apply(v, x, **flag, **streams, mutable=mutable))(shapes, x)
+    return re.sub(r" at 0x\w+", "", str(program))
 
 
-def _draws(module: nn.Module, shapes: PyTree, input_shape: tuple, dtype: Any, flag: dict[str, bool]) -> bool:
+def _draws(program: Callable[..., str], flag: dict[str, bool]) -> bool:
     """Returns whether a module with random streams draws random numbers; False where it fails with these arguments."""
     key = jax.random.key(0)
     try:
-        return "random_bits" in _traced(module, shapes, input_shape, dtype, flag, rngs={"params": key, "dropout": key})
+        return "random_bits" in program(flag, rngs={"params": key, "dropout": key})
     except Exception:
         return False
 
 
-def _is_same_program(
-    module: nn.Module, shapes: PyTree, input_shape: tuple, dtype: Any, evaluating: dict, training: dict
-) -> bool:
+def _is_same(program: Callable[..., str], evaluating: dict[str, bool], training: dict[str, bool]) -> bool:
     """Returns whether a module without random streams computes the same in training as in evaluation."""
-
-    def program(flag):
-        return _traced(module, shapes, input_shape, dtype, flag)
-
     try:
         return evaluating == training or program(evaluating) == program(training)
     except errors.InvalidRngError:
