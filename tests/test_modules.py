@@ -99,6 +99,14 @@ class OtherNnx(OfNnx):
         return self.last(self.drop(x, deterministic=not learn))
 
 
+class AttentionNnx(nnx.Module):
+    def __init__(self, *, rngs):
+        self.attention = nnx.MultiHeadAttention(2, D, dropout_rate=0.5, decode=False, keep_rngs=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.attention(x[:, None])[:, 0, :C]
+
+
 class EvalNnx(OfNnx):
     def __call__(self, x, extra=False):
         return self.last(self.drop(x, deterministic=True))
@@ -137,6 +145,7 @@ def test_random_numbers_are_drawn_in_training_alone(module, argument):
         (OtherNnx, "OtherNnx draws random numbers with learn=True"),
         (partial(OfNnx, drop="none"), "dropout of OfNnx has no random numbers: give nnx.Dropout rngs=rngs"),
         (partial(OtherNnx, drop="none"), "give nnx.Dropout rngs=rngs"),
+        (AttentionNnx, "dropout of AttentionNnx has no random numbers.*MultiHeadAttention keep_rngs=True"),
     ],
 )
 def test_dropout_that_never_acts_is_refused(module, words):
@@ -146,6 +155,10 @@ def test_dropout_that_never_acts_is_refused(module, words):
 
 def without_dropout(self, x, learn=False):
     return nn.Dense(C)(nn.Dropout(0.0, deterministic=not learn)(x))
+
+
+def features_of_its_own(self, x):
+    return nn.Dense(C)(x @ jax.random.normal(jax.random.key(3), (D, 5)))
 
 
 def features(self, x, return_features=False):
@@ -162,7 +175,7 @@ def longer(self, x, more=False, fails=False):
 @pytest.mark.parametrize(
     ("module", "differs"),
     [
-        *((linen(call), False) for call in (without_dropout, features, longer)),
+        *((linen(call), False) for call in (without_dropout, features, longer, features_of_its_own)),
         (partial(OfNnx, drop="none", rate=0.0), False),
         (EvalNnx, True),  # it has a random stream, which its dropout does not use
         (partial(EvalNnx, drop="none"), False),
@@ -271,6 +284,13 @@ def test_max_pool_takes_flaxs_call():
         max_pool(x[0], 2)
 
 
+def test_a_module_with_a_list_has_no_hash_and_works():
+    task = classification(nn.Sequential([nn.Dense(5), nn.relu, nn.Dense(C)]), (D,), C)
+    assert jfcl.models.parameter_paths(task)[:2] == ["layers_0/bias", "layers_0/kernel"]
+    batch = {"x": jnp.ones((2, D)), "y": jnp.zeros(2, jnp.int32)}
+    assert jax.eval_shape(lambda key: task.loss(task.init(key), batch), jax.random.key(0)).shape == (2,)
+
+
 def test_one_hidden_layer_of_a_number():
     assert jfcl.models.MLP(C, 16) == jfcl.models.MLP(C, hidden=(16,))
-    assert classification(jfcl.models.MLP(C, 16), (D,), C) is classification(jfcl.models.MLP(C, (16,)), (D,), C)
+    assert classification(jfcl.models.MLP(C, 16), (D,), C) is classification(jfcl.models.MLP(C, [16]), (D,), C)

@@ -13,7 +13,7 @@ import numpy as np
 from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.data.text import PAD
-from jfcl.models.tasks import check_logits, cross_entropy, network
+from jfcl.models.tasks import check_logits, cross_entropy, network, remembered
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 
@@ -59,7 +59,7 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     """
     check_count("length", length, least=2)
     check_count("vocab_size", vocab_size, least=3)
-    return _language_model(module, length, vocab_size, training_argument)
+    return remembered(_language_model, module, length, vocab_size, training_argument)
 
 
 @lru_cache(maxsize=64)

@@ -215,12 +215,16 @@ def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: di
 
 
 def _draws(program: Callable[..., str], flag: dict[str, bool]) -> bool:
-    """Returns whether a module with random streams draws random numbers; False where it fails with these arguments."""
+    """Returns whether a module draws random numbers from streams; False where it fails with these arguments."""
     key = jax.random.key(0)
     try:
-        return "random_bits" in program(flag, rngs={"params": key, "dropout": key})
+        drawn = program(flag, rngs={"params": key, "dropout": key})
     except Exception:
         return False
+    try:
+        return "random_bits" in drawn and drawn != program(flag)  # equal: numbers from a key of the module's own
+    except errors.InvalidRngError:
+        return True
 
 
 def _is_same(program: Callable[..., str], evaluating: dict[str, bool], training: dict[str, bool]) -> bool:

@@ -47,8 +47,7 @@ class MLP(nn.Module):
     hidden: tuple[int, ...] | int = (200,)
 
     def __post_init__(self):
-        if isinstance(self.hidden, int):
-            self.hidden = (self.hidden,)
+        self.hidden = (self.hidden,) if isinstance(self.hidden, int) else tuple(self.hidden)
         super().__post_init__()
 
     @nn.compact

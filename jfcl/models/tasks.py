@@ -184,7 +184,7 @@ def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
     if net.is_softmax:
         warnings.warn(
             f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead",
-            stacklevel=4,  # the call of the user
+            stacklevel=5,  # the call of the user
         )
 
 
@@ -204,6 +204,15 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
             return cost(module.apply({"params": params}, batch["x"]), batch["y"])
 
     return DenseStart("Dense_0/kernel", lambda batch: batch["x"].reshape(len(batch["x"]), -1), loss, made.loss)
+
+
+def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
+    """Returns `make(module, *options)` of a function with a cache; without it for a module that has no hash."""
+    try:
+        hash(module)
+    except TypeError:  # of nn.Sequential([...]), for its list
+        make = make.__wrapped__
+    return make(module, *options)
 
 
 @lru_cache(maxsize=64)
@@ -253,10 +262,11 @@ def classification(
         training alone.
 
     Returns:
-      `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
-      module's "params", a nested dict, with batch statistics beside the parameters of their layer
-      (`BatchNorm_0/mean`). In training, dropout draws from the client's key of the round, and batch statistics are
-      those of the real examples of a batch; in evaluation, the running statistics count.
+      `Task`, the same object for the same arguments, so that compiled programs are reused. (A module that holds lists,
+      such as `nn.Sequential([...])`, has no hash: keep its task.) Its parameters are the module's "params", a nested
+      dict, with batch statistics beside the parameters of their layer (`BatchNorm_0/mean`). In training, dropout draws
+      from the client's key of the round, and batch statistics are those of the real examples of a batch; in evaluation,
+      the running statistics count.
 
     Raises:
       ValueError: a module that fails on a batch of inputs; outputs that do not fit the classes; a module with dropout
@@ -272,7 +282,8 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    return _from_module(module, tuple(input_shape), "classification", False, training_argument, num_classes)
+    options = tuple(input_shape), "classification", False, training_argument, num_classes
+    return remembered(_from_module, module, *options)
 
 
 def regression(
@@ -294,7 +305,7 @@ def regression(
       >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
       True
     """
-    return _from_module(module, tuple(input_shape), "regression", half, training_argument)
+    return remembered(_from_module, module, tuple(input_shape), "regression", half, training_argument)
 
 
 @lru_cache(maxsize=64)
