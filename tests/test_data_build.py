@@ -38,13 +38,14 @@ def tags(clients, client=None):
 def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
     table = np.random.default_rng(0).uniform(0.5, 1, (7, CLASSES))
     options = {"pathological": {"labels_per_client": 1}, "distribution": {"distribution": table}}.get(partition, {})
+    clusters = 1 if heterogeneity == "none" and partition != "distribution" else 3
     for reuse, n_test, each in itertools.product(["none", "cluster", "auto"], [None, 80], [None, 4]):
         data = tagged(n_test=n_test)
         newcomers = 3 if partition != "writer" or n_test else None
         fed = build(
             data,
             num_clients=7,
-            num_clusters=3,
+            num_clusters=clusters,
             heterogeneity=heterogeneity,
             partition=partition,
             reuse=reuse,
@@ -61,24 +62,24 @@ def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
             assert clients.size.dtype == np.int32 and clients.examples["x"].dtype == np.float32
         train, test = tags(fed.train), tags(fed.test)
         assert len(fed.train.size) == len(fed.test.size) == 7
-        assert fed.cluster.tolist() == [0, 1, 2, 0, 1, 2, 0] and fed.cluster.dtype == np.int32
+        assert fed.cluster.tolist() == [i % clusters for i in range(7)] and fed.cluster.dtype == np.int32
         assert not set(train) & set(test), where
         if newcomers:
             assert not set(train) & set(tags(fed.newcomers)), where
             assert len(fed.newcomer_cluster) == len(fed.newcomers.size)
         if reuse == "none" or heterogeneity in ("class", "topic"):
             assert len(set(train)) == len(train), where
-        for k in range(3):  # whatever the reuse, an image is at one client of a cluster
+        for k in range(clusters):  # whatever the reuse, an image is at one client of a cluster
             inside = [tag for i in np.flatnonzero(fed.cluster == k) for tag in tags(fed.train, i)]
             assert len(set(inside)) == len(inside), where
 
 
 @pytest.mark.parametrize("heterogeneity", ["none", "label_swap", "label_permutation", "private_label"])
 def test_labels_are_the_clusters_labels(heterogeneity):
-    data = tagged(n_test=60)
-    fed = build(data, num_clients=6, num_clusters=3, heterogeneity=heterogeneity, newcomer_examples=10, seed=3)
+    data, clusters = tagged(n_test=60), 1 if heterogeneity == "none" else 3
+    fed = build(data, num_clients=6, num_clusters=clusters, heterogeneity=heterogeneity, newcomer_examples=10, seed=3)
     base = np.concatenate([data.train["y"], data.test["y"]])
-    tables = [{} for _ in range(3)]
+    tables = [{} for _ in range(clusters)]
     everyone = [(fed.train, fed.cluster), (fed.test, fed.cluster), (fed.newcomers, fed.newcomer_cluster)]
     for clients, cluster in everyone:
         for i, k in enumerate(cluster):
@@ -176,7 +177,7 @@ def test_iid_test_sets_have_nearly_equal_sizes():
 
 
 def test_more_clients_than_test_examples_still_all_have_one():
-    fed = build(tagged(n=240), num_clients=150, num_clusters=3, test_fraction=0.1, seed=0)
+    fed = build(tagged(n=240), num_clients=150, num_clusters=3, heterogeneity="rotation", test_fraction=0.1, seed=0)
     assert fed.test.size.min() == 1 and len(set(tags(fed.test))) == 24
     assert not set(tags(fed.test)) & set(tags(fed.train))
 
@@ -247,6 +248,10 @@ def spoiled(**changes):
         (tagged, {"partition": "dirichlett"}, "unknown partition 'dirichlett': did you mean 'dirichlet'?"),
         (tagged, {"reuse": "always"}, "unknown reuse"),
         (lambda: "digist", {}, "unknown dataset 'digist': did you mean 'digits'?"),
+        (lambda: "digist", {"num_clients": None}, "unknown dataset 'digist': did you mean 'digits'?"),
+        (lambda: "digits", {"num_clients": None}, "num_clients must be an integer"),
+        (tagged, {"num_clusters": 2}, "heterogeneity must be given for num_clusters=2, one of rotation, label_swap"),
+        (tagged, {"num_clusters": 2, "partition": "label", "heterogeneity": "none"}, "with 'none' the clusters do not"),
         (tagged, {"num_clusters": 7}, "num_clusters must be at most 6, the number of clients, got 7"),
         (tagged, {"num_clusters": 0}, "num_clusters must be an integer, at least 1"),
         (tagged, {"num_clients": None}, "num_clients must be an integer"),

@@ -53,6 +53,11 @@ def test_pairs_and_dictionaries_become_clients():
         ([([None], [0])], "client 0: x: 1 missing values, first in row 0"),
         ([([{}], [0])], "client 0: x: must hold numbers, arrays, images or texts, got {} in row 0"),
         ([([[1.0]], ["a"])], "client 0: y must be an array of numbers"),
+        (
+            [([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))],
+            "client 1: x must be of at least one .*, got '0 examples'",
+        ),
+        ([([], [])], "client 0: x must be of at least one .leave out clients without examples., got"),
     ],
 )
 def test_from_arrays_refuses(clients, words):

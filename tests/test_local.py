@@ -204,8 +204,8 @@ def test_mean_loss_masks():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "one given"),
-        ({"num_steps": 1, "num_epochs": 1}, "one given"),
+        ({}, "give exactly one of num_steps and num_epochs, got None and None"),
+        ({"num_steps": 1, "num_epochs": 2}, "give exactly one of num_steps and num_epochs, got 1 and 2"),
         ({"num_steps": 0}, "num_steps must be an integer, at least 1"),
         ({"num_epochs": 0}, "num_epochs"),
         ({"num_steps": 1, "batch_size": 0}, "batch_size"),

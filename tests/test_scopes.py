@@ -185,6 +185,8 @@ def test_the_schedule_of_a_personal_part_goes_on():
 def test_the_evaluation_uses_each_clients_own_parameters():
     clients, algorithm = data(), jfcl.fedper(PLAIN, TRAINING)
     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
+    assert history.clients.keys() == {"cluster", "model", "loss", "accuracy", "examples"}
+    assert history.clients["examples"].tolist() == [clients.size.tolist()], "those of training"
     params, kept, losses = flat(history.state.params), flat(history.state.personal), []
     for i in range(N):
         x, y = (np.asarray(clients.examples[k][i][: clients.size[i]]) for k in "xy")

@@ -289,6 +289,7 @@ def test_synthetic_populations_in_blocks(tmp_path, name, options):
         ({"examples_per_client": 2000}, "examples_per_client must be at most 1438, the training examples of cluster 0"),
         ({"num_clusters": 200}, "num_clusters must be at most 100, the number of clients"),
         ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
+        ({"num_clusters": 2}, "heterogeneity must be given for num_clusters=2, one of rotation"),
         ({"partition": "writer"}, "unknown partition 'writer'"),
         ({"layout": "index_"}, "did you mean 'index'"),
     ],

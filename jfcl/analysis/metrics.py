@@ -132,7 +132,9 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Measures the agreement of found clusters with the true ones; names of clusters have no effect.
 
     Args:
-      found, true: `[N]` integers; clients with the true cluster -1 do not count.
+      found: `[N]` integers, the clusters of a method: `state.cluster`, or `History.clients["cluster"][seed]`.
+      true: `[N]` integers; clients with the true cluster -1 do not count. Name both arguments: with the two exchanged,
+        `purity` and `clusters_in_use` are others.
 
     Returns:
       `cluster_accuracy`: the share of clients in the right cluster under the best one-to-one matching (Hungarian
@@ -140,9 +142,9 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
       majority of their found cluster); `clusters_in_use`, of all clients.
 
     Example:
-      >>> cluster_recovery([2, 2, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
+      >>> cluster_recovery(found=[2, 2, 0, 0], true=[0, 0, 1, 1])["cluster_accuracy"]
       1.0
-      >>> cluster_recovery([0, 0, 0, 0], [0, 0, 1, 1])["cluster_accuracy"]
+      >>> cluster_recovery(found=[0, 0, 0, 0], true=[0, 0, 1, 1])["cluster_accuracy"]
       0.5
     """
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # half a second to import

@@ -107,7 +107,8 @@ def local_training(
     """
     made = hasattr(optimizer, "init") and hasattr(optimizer, "update")
     check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
-    check((num_steps is None) != (num_epochs is None), "num_steps, num_epochs", (num_steps, num_epochs), "one given")
+    if (num_steps is None) == (num_epochs is None):
+        raise ValueError(f"give exactly one of num_steps and num_epochs, got {num_steps!r} and {num_epochs!r}")
     if num_steps is not None:
         check_count("num_steps", num_steps)
     if num_epochs is not None:

@@ -25,8 +25,8 @@ def from_arrays(clients: Iterable[Any], *, pad_to: int | None = None) -> Clients
       int32; integer targets int32, others float32.
 
     Raises:
-      ValueError: no clients; a client that is no such pair; different numbers of inputs and targets; inputs of
-        different shapes (with both); missing values.
+      ValueError: no clients; a client that is no such pair, or has no examples; different numbers of inputs and
+        targets; inputs of different shapes (with both); missing values.
 
     Example:
       >>> clients = from_arrays([(np.ones((2, 3)), [0, 1]), {"image": np.ones((1, 3)), "label": [1]}])
@@ -90,8 +90,10 @@ def _pair(client: Any, value: Any) -> tuple[Any, Any]:
 
 def _client(client: int, x: Any, y: Any) -> dict[str, np.ndarray]:
     """Returns the arrays of a client with the types of the library."""
-    where = f"client {client}"
-    x = examples_of(_numpy(x), f"{where}: x")
+    where, x = f"client {client}", _numpy(x)
+    none = np.size(x) == 0 if _is_array(x) else hasattr(x, "__len__") and len(x) == 0
+    check(not none, f"{where}: x", "0 examples", "of at least one (leave out clients without examples)")
+    x = examples_of(x, f"{where}: x")
     check(x.dtype != object, f"{where}: x", shown(x[0]), "numbers; texts become numbers by jfcl.data.tokenize")
     y = np.asarray(_numpy(y))
     check(y.dtype.kind in "biuf" and y.ndim > 0, f"{where}: y", f"{y.dtype} {y.shape}", "an array of numbers [m, ...]")

@@ -85,7 +85,8 @@ def build(
       dataset: a `Dataset`, or a name for `load(name, data_dir)`.
       num_clients: `N`; `None` only with `partition="writer"`: one client per writer.
       num_clusters: `K`, at most `N`; it need not divide `N`.
-      heterogeneity: a name in `HETEROGENEITY`: how clusters differ.
+      heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
+        differ by their `distribution` of labels.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
         "label" and "pathological", `alpha` for "dirichlet" and "inner_dirichlet", `exponent` for "power_law" and
         "exponential", `min_size` for these, "linear" and "dirichlet".
@@ -114,8 +115,8 @@ def build(
       data set itself. Time: a few copies of the output.
 
     Raises:
-      ValueError: an unknown name; more clusters than clients; too few examples; labels out of range; NaN; a
-        heterogeneity or partition the data set does not support.
+      ValueError: an unknown name; more clusters than clients; several clusters that do not differ; too few examples;
+        labels out of range; NaN; a heterogeneity or partition the data set does not support.
 
     Example:
       >>> fed = build("digits", num_clients=40, num_clusters=4, heterogeneity="rotation")

@@ -21,7 +21,7 @@ from jfcl.data.dataset import Dataset, check_dataset, labels_of
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.label_skew import as_distribution
 from jfcl.data.partition import OF_LABELS, PARTITIONS
-from jfcl.data.sources import load
+from jfcl.data.sources import DATASETS, load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
@@ -88,8 +88,8 @@ def split_dataset(
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools.
 
     Raises:
-      ValueError: an unknown name; a count out of range; more clusters than clients; a data set that the partition or
-        the heterogeneity does not support, or with errors of its own (`check_dataset`).
+      ValueError: an unknown name; a count out of range; more clusters than clients; clusters that do not differ; a
+        data set that the partition or the heterogeneity does not support, or with errors of its own (`check_dataset`).
     """
     check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
     check_choice("partition", partition, partitions)
@@ -98,9 +98,17 @@ def split_dataset(
     check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
     if examples_per_client is not None:
         check_count("examples_per_client", examples_per_client)
+    if isinstance(dataset, str) and dataset not in DATASETS:
+        dataset = load(dataset, data_dir)  # a name of tensorflow-datasets, or an unknown one
     if num_clients is not None or partition != "writer":
         check_count("num_clients", num_clients)
         check_at_most_clients("num_clusters", num_clusters, num_clients)
+    if num_clusters > 1 and heterogeneity == "none" and partition != "distribution":
+        differing = ", ".join(name for name in HETEROGENEITY if name != "none")
+        raise ValueError(
+            f"heterogeneity must be given for num_clusters={num_clusters}, one of {differing}: with 'none' the clusters"
+            " do not differ (leave out num_clusters)"
+        )
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
     check_dataset(dataset)

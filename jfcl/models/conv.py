@@ -1,7 +1,8 @@
 """Convolutions that stay fast when every client has its own weights, and pooling to match.
 
-`conv` has the interface of `jax.lax.conv_general_dilated`, for `flax.linen.Conv(conv_general_dilated=conv)`. It
-computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of clients:
+`conv` has the interface of `jax.lax.conv_general_dilated`, for `conv_general_dilated=conv` of `flax.linen.Conv` and
+`flax.nnx.Conv`. It computes the same numbers in a form that depends on the platform, and on a CPU on the mapping of
+clients:
 
 * One client at a time on a CPU (`chunked(1)`, the default there): XLA's CPU backend does not rearrange convolutions
   inside a loop for its fast kernels (jax issue 12868), so the gradients of `lax.conv`, transposed convolutions, run at
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jfcl.core import by_platform
+from jfcl.core import by_platform, check
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
@@ -224,6 +225,7 @@ def conv(
     batch_group_count: int = 1,
     precision=None,
     preferred_element_type=None,
+    out_sharding=None,
 ) -> jax.Array:
     """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
@@ -249,6 +251,7 @@ def conv(
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     canonical = spatial == 2 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
     plain_types = precision is None and preferred_element_type is None and lhs.dtype == rhs.dtype
+    plain_types = plain_types and out_sharding is None
     depthwise = feature_group_count == lhs.shape[-1] > 1
     grouped = (feature_group_count != 1 and not depthwise) or batch_group_count != 1
     if not canonical or dilated or grouped or not plain_types:
@@ -264,6 +267,7 @@ def conv(
             batch_group_count,
             precision,
             preferred_element_type,
+            out_sharding,
         )
     strides = tuple(int(s) for s in window_strides)
     if isinstance(padding, str):
@@ -276,20 +280,27 @@ def conv(
     return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
 
 
-def max_pool(x: jax.Array, window: int) -> jax.Array:
+def max_pool(x: jax.Array, window: int | tuple[int, int], strides: int | tuple[int, int] | None = None) -> jax.Array:
     """Max-pools with stride `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
     It is a reshape and a maximum, with a gradient that is far cheaper than that of `lax.reduce_window`; on a TPU it is
     `lax.reduce_window`. In both the first of equal largest values receives the gradient.
 
+    Args:
+      x: `[B, H, W, C]`.
+      window: `k`, the side of the square windows; or `(k, k)` with the same `strides`, as in `flax.linen.max_pool`.
+      strides: `k`, or left out with a number for `window`. (In flax, strides that are left out are 1.)
+
     Raises:
-      ValueError: an image smaller than the window.
+      ValueError: other windows or strides; an image smaller than the window; `x` of another rank.
 
     Example:
       >>> import jax.numpy as jnp
       >>> max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0].tolist()
       [[6.0, 8.0], [16.0, 18.0]]
     """
+    window = _side(window, strides)
+    check(x.ndim == 4, "x", x.shape, "of shape [B, H, W, C]")
     b, h, w, c = x.shape
     if min(h, w) < window:
         raise ValueError(f"images are too small for this model: {h} x {w} is left where {window} x {window} is pooled")
@@ -302,6 +313,16 @@ def max_pool(x: jax.Array, window: int) -> jax.Array:
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, window, window, 1), "VALID")
 
     return by_platform(x, cpu=tiles, accelerator=tiles, tpu=windows)
+
+
+def _side(window: int | tuple[int, int], strides: int | tuple[int, int] | None) -> int:
+    """Returns the side of square windows that are as far apart as they are wide."""
+    window, strides = (tuple(value) if isinstance(value, list) else value for value in (window, strides))
+    k = window[0] if isinstance(window, tuple) and window else window
+    fits = isinstance(k, int) and k > 0 and (window, strides) in [(k, None), (k, k), ((k, k), (k, k))]
+    accepted = "k alone, for windows of k x k with stride k, or (k, k) and (k, k) (flax.linen.max_pool has others)"
+    check(fits, "window, strides", (window, strides), accepted)
+    return k
 
 
 @jax.custom_jvp

@@ -13,8 +13,7 @@ import numpy as np
 from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.data.text import PAD
-from jfcl.models.modules import module_name
-from jfcl.models.tasks import cross_entropy, network
+from jfcl.models.tasks import check_logits, cross_entropy, network, remembered
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 
@@ -60,7 +59,7 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
     """
     check_count("length", length, least=2)
     check_count("vocab_size", vocab_size, least=3)
-    return _language_model(module, length, vocab_size, training_argument)
+    return remembered(_language_model, module, length, vocab_size, training_argument)
 
 
 @lru_cache(maxsize=64)
@@ -68,14 +67,9 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
     net = network(module, (length - 1,), jnp.int32, training_argument)
     accepted = "GroupNorm or LayerNorm: texts are processed in parts, which have no common statistics"
     check(net.statistics is None, f"batch statistics of {net.name}", "BatchNorm", accepted)
+    fitting = f"shape (B, {length - 1}, {vocab_size}), for texts of {length} words and a vocabulary of {vocab_size}"
+    check_logits(net, (2, length - 1, vocab_size), f"{vocab_size} logits a word, {fitting}")
     init, apply = net.init, net.apply
-    inputs = jax.ShapeDtypeStruct((2, length - 1), jnp.int32)
-    shape = jax.eval_shape(lambda x: apply(init(jax.random.key(0)), x), inputs).shape
-    if shape != (2, length - 1, vocab_size):
-        raise ValueError(
-            f"{module_name(module)} must give {vocab_size} logits a word, shape (B, {length - 1}, {vocab_size}), for"
-            f" texts of {length} words and a vocabulary of {vocab_size}; it gives {('B', *shape[1:])}"
-        )
 
     def mean_over_words(score: Callable, logits: Callable, x: jax.Array) -> jax.Array:
         """Returns `[B]`, the mean of `score(logits(x, part), targets)` over the targets of every text."""

@@ -6,6 +6,7 @@ import contextvars
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,11 +15,14 @@ import jax.numpy as jnp
 from flax import errors, traverse_util
 
 from jfcl.core import PyTree, check
+from jfcl.models.traces import explained
 
-IS_TRAINING = ("train", "training", "is_training")
 # The paths of layers with frozen statistics: in training too, they normalise with their running statistics.
 FROZEN_LAYERS = contextvars.ContextVar("frozen_layers", default=frozenset())
+IS_TRAINING = ("train", "training", "is_train", "is_training")
 IS_NOT_TRAINING = ("deterministic", "use_running_average", "inference")
+FLAGS = (*IS_TRAINING, *IS_NOT_TRAINING)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Network(NamedTuple):
@@ -32,6 +36,8 @@ class Network(NamedTuple):
       represent: `(params, x) -> [B, H]`, see `representation`; None where it is not known.
       statistics: as in `Task`.
       head: as in `Task`.
+      outputs: the shape and the type of the outputs for two inputs.
+      is_softmax: whether the outputs are those of a softmax.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Network(NamedTuple):
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     statistics: Callable[[str], bool] | None = None
     head: str | None = None
+    outputs: Any = None
+    is_softmax: bool = False
 
 
 def module_name(module: Any) -> str:
@@ -53,17 +61,49 @@ def training_flag(module: Any, name: str, given: str | None) -> tuple[dict[str, 
     arguments = inspect.signature(module.__call__).parameters
     if given is not None:
         check(given in arguments, "training_argument", given, f"an argument of {name}: {', '.join(arguments)}")
-    found = next((a for a in (given, *IS_TRAINING, *IS_NOT_TRAINING) if a in arguments), None)
+    found = next((a for a in (given, *FLAGS) if a in arguments), None)
+    needed = [a for a, p in list(arguments.items())[1:] if p.default is p.empty and p.kind not in VARIADIC]
+    unknown = next((a for a in needed if a != found), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{name}.__call__ needs the argument {unknown!r}: give it a default, or, if it says whether the module"
+            f" trains, name it by training_argument={unknown!r}"
+        )
     if found is None:
         return {}, {}
     trains = found not in IS_NOT_TRAINING
     return {found: not trains}, {found: trains}
 
 
-def _no_flag(name: str) -> str:
+def _booleans(module: Any) -> dict[str, bool]:
+    """Returns the boolean arguments of `module.__call__` and their defaults."""
+    arguments = inspect.signature(module.__call__).parameters
+    return {name: argument.default for name, argument in arguments.items() if isinstance(argument.default, bool)}
+
+
+def check_flag(module: Any, name: str, training: dict[str, bool], draws: Callable[[dict[str, bool]], bool]) -> None:
+    """Refuses a module that draws nothing in training, but does with a boolean argument of another name.
+
+    Args:
+      training: the arguments in training.
+      draws: whether the module draws random numbers with such arguments.
+    """
+    for argument, default in _booleans(module).items():
+        if argument not in training and draws(training | {argument: not default}):
+            names = ", ".join(IS_NOT_TRAINING if default else IS_TRAINING)
+            other = "" if default else f", or give training_argument={argument!r}"
+            keeps = "".join(f" (with training_argument={flag!r} it stays as it is)" for flag in training)
+            raise ValueError(
+                f"{name} draws random numbers with {argument}={not default}, as dropout does in training: rename this"
+                f" argument to one of {names}{other}{keeps}"
+            )
+
+
+def _no_flag(module: Any, name: str) -> str:
+    own = [f"training_argument={argument!r}" for argument, default in _booleans(module).items() if not default]
     return (
         f"{name} behaves differently in training (dropout, batch statistics), and its __call__ has no argument for it:"
-        f" add one of {', '.join((*IS_TRAINING, *IS_NOT_TRAINING))}, or name yours by training_argument"
+        f" add one of {', '.join(FLAGS)}, or name yours by {' or '.join(own) or 'training_argument'}"
     )
 
 
@@ -100,18 +140,24 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
 
     try:
-        with nn.intercept_methods(note):
+        with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)), nn.intercept_methods(note):
             shapes = jax.eval_shape(variables, jax.random.key(0))
-    except Exception as error:
-        if not evaluating and _needs_flag(error):
-            raise ValueError(_no_flag(name)) from error
+    except ValueError as error:
+        if not evaluating and ("deterministic" in str(error) or "use_running_average" in str(error)):
+            raise ValueError(_no_flag(module, name)) from error
         raise
-    if not training and set(shapes) > {"params"}:
-        raise ValueError(_no_flag(name))
+    has_state = set(shapes) > {"params"}
+    if has_state and not training:
+        raise ValueError(_no_flag(module, name))
     head = denses[-1] if denses else None
-    if set(shapes) <= {"params"} and _is_same_program(module, shapes, input_shape, dtype, evaluating, training):
-        training = {}  # such as dropout of 0
-    if not training:
+    x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
+    program = partial(_traced, module, shapes, x)
+    trains = _draws(program, training)
+    if given is None and not trains:
+        check_flag(module, name, training, partial(_draws, program))
+    with explained(name, x):
+        trains = trains or has_state or not _is_same(program, evaluating, training)
+    if not trains:  # as with dropout of 0, too
         return Network(
             name,
             lambda key: variables(key)["params"],
@@ -161,15 +207,28 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     )
 
 
-def _is_same_program(
-    module: nn.Module, shapes: PyTree, input_shape: tuple[int, ...], dtype: Any, evaluating: dict, training: dict
-) -> bool:
-    """Returns whether a module without other state than parameters computes the same in training as in evaluation."""
+def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
+    """Returns the program of `module.apply` on `x` as text."""
+    mutable = sorted(set(shapes) - {"params"})
+    program = jax.make_jaxpr(lambda v, x: module.apply(v, x, **flag, **streams, mutable=mutable))(shapes, x)
+    return re.sub(r" at 0x\w+", "", str(program))
 
-    def program(flag):
-        inputs = jax.ShapeDtypeStruct((2, *input_shape), dtype)
-        return re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(lambda v, x: module.apply(v, x, **flag))(shapes, inputs)))
 
+def _draws(program: Callable[..., str], flag: dict[str, bool]) -> bool:
+    """Returns whether a module draws random numbers from streams; False where it fails with these arguments."""
+    key = jax.random.key(0)
+    try:
+        drawn = program(flag, rngs={"params": key, "dropout": key})
+    except Exception:
+        return False
+    try:
+        return "random_bits" in drawn and drawn != program(flag)  # equal: numbers from a key of the module's own
+    except errors.InvalidRngError:
+        return True
+
+
+def _is_same(program: Callable[..., str], evaluating: dict[str, bool], training: dict[str, bool]) -> bool:
+    """Returns whether a module without random streams computes the same in training as in evaluation."""
     try:
         return evaluating == training or program(evaluating) == program(training)
     except errors.InvalidRngError:
@@ -184,12 +243,6 @@ def _with_running_average(layer: nn.BatchNorm, call: Callable, args: tuple, kwar
         return call(args[0], **{**kwargs, "use_running_average": True})
     finally:
         object.__setattr__(layer, "use_running_average", given)
-
-
-def _needs_flag(error: Exception) -> bool:
-    """Returns whether flax's error is that of a layer that does not know whether it trains."""
-    kind = type(error).__name__
-    return kind == "InvalidRngError" or "deterministic" in str(error) or "use_running_average" in str(error)
 
 
 def _representation(module: nn.Module, variables: Callable[[PyTree], dict], evaluating: dict[str, bool]) -> Callable:

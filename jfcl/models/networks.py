@@ -40,11 +40,15 @@ class MLP(nn.Module):
 
     Attributes:
       num_outputs: logits.
-      hidden: widths of the hidden layers.
+      hidden: widths of the hidden layers; a number is the width of one.
     """
 
     num_outputs: int
-    hidden: tuple[int, ...] = (200,)
+    hidden: tuple[int, ...] | int = (200,)
+
+    def __post_init__(self):
+        self.hidden = (self.hidden,) if isinstance(self.hidden, int) else tuple(self.hidden)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

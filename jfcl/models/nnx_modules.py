@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jfcl.core import check
-from jfcl.models.modules import FROZEN_LAYERS, Network, module_name, some_real, training_flag
+from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, module_name, some_real, training_flag
 
 _REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
 
@@ -30,6 +31,43 @@ def _rng(like: Any, key: jax.Array) -> jax.Array:
     return key if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.zeros(like.shape, like.dtype)
 
 
+def _abstract(build: Callable[[jax.Array], Any], name: str) -> Any:
+    """Returns the module with shapes for arrays."""
+    try:
+        abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    except TypeError as error:
+        raise ValueError(
+            f"module must be a flax.nnx module, or a function of rngs alone (functools.partial gives it its other"
+            f" arguments); {name}(rngs=...) fails: {error}"
+        ) from error
+    check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
+    return abstract
+
+
+def _check_dropout(abstract: Any, name: str, training: dict, given: str | None, program: Callable) -> None:
+    """Refuses dropout that never acts: without a random stream, or behind an argument of unknown name.
+
+    Args:
+      training: the arguments in training.
+      given: `training_argument`.
+      program: `(arguments) -> jaxpr`, of the module in training.
+    """
+
+    def draws(arguments):
+        try:
+            return "random_bits" in str(program(arguments))
+        except ValueError as error:
+            if "rngs" not in str(error):
+                return False
+            advice = "give nnx.Dropout rngs=rngs, and nnx.MultiHeadAttention keep_rngs=True"
+            raise ValueError(f"dropout of {name} has no random numbers: {advice}") from error
+        except Exception:
+            return False
+
+    if not draws(training) and given is None:
+        check_flag(abstract, name, training, draws)
+
+
 def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | None) -> Network:
     """Returns the functions of an nnx module, or of one that `module(rngs=...)` makes, see `tasks.network`."""
     made = isinstance(module, nnx.Module)
@@ -39,8 +77,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
         return module if made else module(rngs=nnx.Rngs(key))
 
     kinds = (nnx.Param, nnx.BatchStat, nnx.RngState, ...)
-    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    check(isinstance(abstract, nnx.Module), "module", name, "a flax.nnx module, or a function of rngs that returns one")
+    abstract = _abstract(build, name)
     evaluating, training = training_flag(abstract, name, given)
     graph, of_params, of_statistics, of_rngs, others = nnx.split(abstract, *kinds)
     left = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(others)]
@@ -76,7 +113,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
         whole.eval()
         return whole(x, **evaluating)
 
-    def train(key, params, x, real):
+    def train(key, params, x, real, arguments=training):
         whole = model(params, key)
         whole.train()
         for path, part in nnx.iter_modules(whole):
@@ -86,11 +123,16 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
                 object.__setattr__(part, "__class__", _MaskedBatchNorm)
         token = _REAL.set(some_real(real))
         try:
-            outputs = whole(x, **training)
+            outputs = whole(x, **arguments)
         finally:
             _REAL.reset(token)
         new = nnx.to_pure_dict(nnx.split(whole, nnx.BatchStat, ...)[1])
         return outputs, together(params, new)
 
+    def program(arguments):
+        key, x, real = jax.random.key(0), jax.ShapeDtypeStruct((2, *input_shape), dtype), jnp.ones(2, bool)
+        return jax.make_jaxpr(lambda params, x: train(key, params, x, real, arguments))(jax.eval_shape(init, key), x)
+
+    _check_dropout(abstract, name, training, given, program)
     names = frozenset("/".join(map(str, path)) for path in statistics)
     return Network(name, init, apply, train if differs else None, None, names.__contains__ if names else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,7 @@ from jfcl.core import (
 )
 from jfcl.models.modules import Network, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
+from jfcl.models.traces import ends_in_softmax, explained
 
 KINDS = ("classification", "regression")
 DENSE_FIRST = (Linear, MLP)  # modules with a first layer, "Dense_0", on the flattened input
@@ -141,15 +143,49 @@ def network(
         `IS_TRAINING` or `IS_NOT_TRAINING`. (An nnx module without such an argument is put into training by `train()`.)
 
     Raises:
-      ValueError: no such argument, and a module that needs one; state other than statistics of real numbers.
+      ValueError: no such argument, and a module that needs one; state other than statistics of real numbers; a module
+        that fails on a batch of inputs, or returns more than one array.
     """
+    net = _network(module, input_shape, dtype, training_argument)
+    x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
+    with explained(net.name, x):
+        params = jax.eval_shape(net.init, jax.random.key(0))
+        program, outputs = jax.make_jaxpr(net.apply, return_shape=True)(params, x)
+    check(hasattr(outputs, "shape"), f"the outputs of {net.name}", type(outputs).__name__, "one array")
+    return net._replace(outputs=outputs, is_softmax=ends_in_softmax(program.jaxpr))
+
+
+def _network(module: Any, input_shape: tuple[int, ...], dtype: Any, training_argument: str | None) -> Network:
     if isinstance(module, nn.Module):
         return of_linen(module, input_shape, dtype, training_argument)
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module_name(module)
+        raise ValueError(f"module must be an instance of a flax.linen module, got the class {name}: give {name}(...)")
     accepted = "a flax.linen module, a flax.nnx module, or a function of rngs"
     check(callable(module), "module", type(module).__name__, accepted)
     from jfcl.models.nnx_modules import of_nnx  # flax.nnx takes long to import
 
     return of_nnx(module, input_shape, dtype, training_argument)
+
+
+def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
+    """Checks that a module returns logits of a shape for two inputs.
+
+    Raises:
+      ValueError: another shape; the message names `what` it must return.
+
+    Warns:
+      UserWarning: the outputs are those of a softmax.
+    """
+    found = net.outputs.shape
+    gives = ("B", *found[1:]) if found[:1] == (2,) else f"{found} for a batch of 2"
+    if found != shape:
+        raise ValueError(f"{net.name} must give {what}; it gives {gives}")
+    if net.is_softmax:
+        warnings.warn(
+            f"{net.name} ends in a softmax, and the loss applies one to its outputs: return the logits instead",
+            stacklevel=5,  # the call of the user
+        )
 
 
 def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.Array], jax.Array]) -> DenseStart | None:
@@ -170,6 +206,15 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
     return DenseStart("Dense_0/kernel", lambda batch: batch["x"].reshape(len(batch["x"]), -1), loss, made.loss)
 
 
+def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
+    """Returns `make(module, *options)` of a function with a cache; without it for a module that has no hash."""
+    try:
+        hash(module)
+    except TypeError:  # of nn.Sequential([...]), for its list
+        make = make.__wrapped__
+    return make(module, *options)
+
+
 @lru_cache(maxsize=64)
 def _from_module(
     module: Any,
@@ -180,6 +225,9 @@ def _from_module(
     num_classes: int | None = None,
 ) -> Task:
     net = network(module, input_shape, training_argument=training_argument)
+    if num_classes is not None:
+        what = f"{num_classes} logits an example, shape (B, {num_classes}), for {num_classes} classes"
+        check_logits(net, (2, num_classes), what)
 
     def shaped(x):
         """Returns `x` `[B, *input_shape]`, also from inputs `[B, d]` with the numbers of each side by side."""
@@ -197,13 +245,6 @@ def _from_module(
     return made._replace(head=net.head, dense_start=_dense_start(module, made, _cost(kind, half)))
 
 
-def _output_shape(task: Task, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-    def outputs():
-        return task.predict(task.init(jax.random.key(0)), jnp.zeros((2, *input_shape)))
-
-    return jax.eval_shape(outputs).shape
-
-
 def classification(
     module: Any, input_shape: tuple[int, ...], num_classes: int, *, training_argument: str | None = None
 ) -> Task:
@@ -216,18 +257,24 @@ def classification(
       input_shape: of one example, e.g. `(28, 28, 1)`.
       num_classes: number of labels.
       training_argument: the argument of the module's `__call__` that says whether it trains. It is found by itself if
-        it is `train`, `training` or `is_training`, or, with the opposite meaning, `deterministic`,
-        `use_running_average` or `inference`.
+        it is `train`, `training`, `is_train` or `is_training`, or, with the opposite meaning, `deterministic`,
+        `use_running_average` or `inference`. A linen module may also ask `self.has_rng("dropout")`, which is true in
+        training alone.
 
     Returns:
-      `Task`, the same object for the same arguments, so that compiled programs are reused. Its parameters are the
-      module's "params", a nested dict, with batch statistics beside the parameters of their layer
-      (`BatchNorm_0/mean`). In training, dropout draws from the client's key of the round, and batch statistics are
-      those of the real examples of a batch; in evaluation, the running statistics count.
+      `Task`, the same object for the same arguments, so that compiled programs are reused. (A module that holds lists,
+      such as `nn.Sequential([...])`, has no hash: keep its task.) Its parameters are the module's "params", a nested
+      dict, with batch statistics beside the parameters of their layer (`BatchNorm_0/mean`). In training, dropout draws
+      from the client's key of the round, and batch statistics are those of the real examples of a batch; in evaluation,
+      the running statistics count.
 
     Raises:
-      ValueError: outputs that do not fit the classes; a module with dropout or batch statistics and without an argument
-        that says whether it trains; state other than statistics of real numbers.
+      ValueError: a module that fails on a batch of inputs; outputs that do not fit the classes; a module with dropout
+        or batch statistics and without an argument that says whether it trains; state other than statistics of real
+        numbers.
+
+    Warns:
+      UserWarning: the module ends in a softmax, which the loss applies.
 
     Example:
       >>> import jax, jfcl
@@ -235,14 +282,8 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    made = _from_module(module, tuple(input_shape), "classification", False, training_argument, num_classes)
-    shape = _output_shape(made, tuple(input_shape))
-    if shape != (2, num_classes):
-        raise ValueError(
-            f"{module_name(module)} must give {num_classes} logits an example, shape (B, {num_classes}), for"
-            f" {num_classes} classes; it gives {('B', *shape[1:])}"
-        )
-    return made
+    options = tuple(input_shape), "classification", False, training_argument, num_classes
+    return remembered(_from_module, module, *options)
 
 
 def regression(
@@ -264,7 +305,7 @@ def regression(
       >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
       True
     """
-    return _from_module(module, tuple(input_shape), "regression", half, training_argument)
+    return remembered(_from_module, module, tuple(input_shape), "regression", half, training_argument)
 
 
 @lru_cache(maxsize=64)

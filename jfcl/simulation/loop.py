@@ -32,8 +32,15 @@ class History(NamedTuple):
     Attributes:
       records: a dict per evaluated round and seed, plain numbers: ready for `pandas.DataFrame(history.records)`.
       state: the algorithm's last state; with a leading seed axis if several keys were given.
-      clients: final per-client arrays, `[R, N]` each: `cluster`, `examples` (in training), and with test clients
-        `model`, the model that the client is served, and on the test examples `loss` and `accuracy`.
+      clients: arrays of the final results per client, `[R, N]` each, in the order of the clients:
+
+        * `cluster`: the cluster that the method has found for the client, as in the last record (see `serve` of
+          `jfcl.simulate`);
+        * `examples`: the number of its **training** examples;
+        * with test clients, `model`: the row of `state.params` that the client is served. It differs from `cluster`
+          where clients of one cluster have models of their own (Federated-Clustering);
+        * with test clients, `loss`, `accuracy` (of classification) and `perplexity` (of language models): of that
+          model on the client's test examples; NaN for a client without any. `jfcl.evaluate` computes them on others.
       rounds: rounds done.
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.

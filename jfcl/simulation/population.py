@@ -34,8 +34,7 @@ class PopulationHistory(NamedTuple):
 
     Attributes:
       state: after the last round; rows of clients are those of its cohort.
-      clients: of the evaluated clients, `[1, E]` each: `examples` (in training), `cluster`, and `loss`, `accuracy`, ...
-        on their test examples; and their `id`, `[E]`.
+      clients: of the evaluated clients, `[1, E]` each: the arrays of `History.clients`; and their `id`, `[E]`.
       rows: the rows of every client of the population, a `jfcl.simulation.client_rows.ClientRows`.
     """
 

@@ -100,7 +100,8 @@ def simulate(
         trackers. They change no result, and a resumption may have others.
 
     Returns:
-      `History`.
+      `History`: `records` of the evaluated rounds, the last `state`, and in `clients` the final `cluster`, `model`,
+      `loss` and `accuracy` of every client.
 
     Raises:
       ValueError: bad input, before anything is compiled.

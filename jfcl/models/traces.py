@@ -1,0 +1,70 @@
+"""What the traced program of a module shows before anything is compiled: a softmax at its end, errors of shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flax import errors
+
+SAME_VALUES = ("reshape", "squeeze", "convert_element_type", "copy")
+OF_SUMS = (*SAME_VALUES, "broadcast_in_dim")
+
+
+def ends_in_softmax(jaxpr: Any) -> bool:
+    """Returns whether the outputs of a program are exponentials divided by their sum over the last axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> ends_in_softmax(jax.make_jaxpr(jax.nn.softmax)(jnp.ones((2, 3))).jaxpr)
+      True
+    """
+
+    def made_by(variable: Any, through: tuple[str, ...]) -> Any:
+        """Returns the equation of a variable, or of that from which the operations `through` make it."""
+        while True:
+            found = [eqn for eqn in jaxpr.eqns if any(out is variable for out in eqn.outvars)]
+            if not found or found[0].primitive.name not in through:
+                return found[0] if found else None
+            variable = found[0].invars[0]
+
+    last = made_by(jaxpr.outvars[0], SAME_VALUES)
+    if last is None:
+        return False
+    inner = last.params.get("jaxpr", last.params.get("call_jaxpr"))
+    if inner is not None and len(last.outvars) == 1:  # a function under jit, or with derivatives of its own
+        return ends_in_softmax(getattr(inner, "jaxpr", inner))
+    if last.primitive.name != "div":
+        return False
+    above, below = made_by(last.invars[0], SAME_VALUES), made_by(last.invars[1], OF_SUMS)
+    if above is None or below is None or (above.primitive.name, below.primitive.name) != ("exp", "reduce_sum"):
+        return False
+    summed = below.invars[0]
+    return below.params["axes"] == (summed.aval.ndim - 1,) and made_by(summed, SAME_VALUES) is above
+
+
+@contextlib.contextmanager
+def explained(name: str, x: Any) -> Iterator[None]:
+    """Names the batch `x` in errors of the module `name`.
+
+    Raises:
+      ValueError: for the type errors of JAX and the errors of flax. Others stay as they are, with a note.
+    """
+    batch = f"a batch of inputs [{', '.join(map(str, ('B', *x.shape[1:])))}], here {x.shape} {x.dtype}"
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"{name} was called on {batch}")
+        raise
+    except errors.InvalidRngError as error:
+        raise ValueError(
+            f"{name} draws random numbers in evaluation, where its dropout must be off: write"
+            " nn.Dropout(rate, deterministic=not train), with an argument train of its __call__"
+        ) from error
+    except (TypeError, errors.FlaxError) as error:
+        what = re.sub(r" \(https?://\S*\)$", "", str(error).split("\n")[0])
+        raise ValueError(
+            f"{name} must map {batch}, to as many rows of outputs; it fails: {type(error).__name__}: {what}"
+        ) from error
