@@ -56,7 +56,9 @@ def same(a, b):
 
 def files_of(folder):
     """The run's files by name, without times and the process."""
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+    timed = ("lock", "summary.json")
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    found = {name: content for name, content in found.items() if name not in timed}
     for name in [name for name in found if name.endswith("about.json")]:
         about = json.loads(found[name])
         del about["totals"]["time"], about["sha256"]

@@ -452,8 +452,14 @@ def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):
     real = source.importlib.util.find_spec
     hidden = {"tensorflow", "importlib_resources"}
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
-    for name in ("mnist", "kmnist", "ag_news"):
-        with pytest.raises(ValueError, match=r"is not prepared .*needs tensorflow.*jfcl\[tfds\].*data_dir"):
+    official = r" Or set data_dir \(or JFCL_DATA_DIR\) to a folder with the official files in %s/: .*%s"
+    places = {
+        "mnist": official % ("mnist", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        "ag_news": official % ("ag_news_csv", "github.com/"),
+        "kmnist": "$",  # jfcl reads no official files of it
+    }
+    for name, place in places.items():
+        with pytest.raises(ValueError, match=rf"is not prepared .*needs tensorflow.*jfcl\[tfds\]'\.{place}"):
             load(name)
     with pytest.raises(ValueError, match="unknown dataset 'fashion_mnst': did you mean 'fashion_mnist'"):
         load("fashion_mnst")

@@ -57,6 +57,7 @@ def run(out=None, *, rounds=ROUNDS, resume=False, stop_after=None):
         config=None if out is None else {"key": 3, "num_rounds": rounds},
         checkpoint_seconds=0.0,
         stop_after=stop_after,
+        summary=False,
     )
     if out is not None and history.rounds == rounds:
         results(out, history)

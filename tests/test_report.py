@@ -13,6 +13,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,7 +21,7 @@ from PIL import Image
 import jfcl
 from jfcl import cli, plots
 from jfcl.core import files
-from jfcl.experiments import Config, report, run
+from jfcl.experiments import Config, comparison, report, run
 from jfcl.experiments.html_page import escaped
 
 notes = pytest.mark.filterwarnings("default:in the report of")  # which the command line prints
@@ -369,7 +370,7 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     (tmp_path / "run" / "config.json").write_text(
         json.dumps({"key": [0, 0], "versions": {"jfcl": "0.2.0", "jax": "1"}})
     )
-    with pytest.warns(UserWarning, match="the run is one of jfcl.simulate"):
+    with pytest.warns(UserWarning, match=r"summary\.json is missing: the run is not finished"):
         report(tmp_path / "run")
     page = page_of(tmp_path / "run")
     assert "resume=True" in page.text and "jfcl run" not in page.text and page.options == {}
@@ -379,6 +380,31 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
         report(tmp_path / "run")
     assert "holds no line yet" in str(warned[0].message) and "summary.json is missing" in str(warned[1].message)
     assert "No round was evaluated." in page_of(tmp_path / "run").text
+
+
+def test_a_run_in_python_beside_one_of_the_command_line(finished, copy):
+    clients, cluster, task, training = jfcl.testing.problem()
+    options = {"num_rounds": 2, "test_clients": clients, "true_cluster": cluster, "config": {"clusters": 3}}
+    folder = copy / "mine"
+    jfcl.simulate(jfcl.fedavg(task, training), clients, key=jax.random.key(0), out=folder, **options)
+    report([folder, finished / "cfl"], out=copy / "both.html")
+    page = Page((copy / "both.html").read_bytes())
+    summary = json.loads((folder / "summary.json").read_text())
+    costs = {row[""]: row["mine"] for row in page.rows("costs")}
+    assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
+    assert (costs["clients"], costs["device"]) == (str(len(cluster)), summary["device"])
+    differ = {row["option"]: (row["mine"], row["cfl"]) for row in page.rows("differences")}
+    assert differ == {"clusters": ("3", "2"), "rounds": ("2", "4")}
+    assert "Options and data of mine are not known" in page.text and "Missing or damaged" not in page.text
+    assert "mine-worst" in page.tables and "true cluster" in page.tables["mine-worst"][0]
+
+
+def test_options_are_shown_as_they_were_used(copy):
+    page = page_of(copy / "cfl")
+    used = {"optimizer": "sgd", "schedule": "constant", "keep": "nothing", "eval_every": "1", "cohort": "all"}
+    assert {name: page.options[name] for name in used} == used and not page.changed & set(used)
+    assert page.options["min_rounds"] == "1" and page.options["patience"] == "–"
+    assert "training examples" in page.tables["worst"][0] and "clients with test examples" in page.text
 
 
 DAMAGE = {
@@ -573,8 +599,33 @@ def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
     assert len({line.get_linestyle() for line in lines}) == 4 and len({line.get_color() for line in lines}) == 4
     found = [plots.cluster_colors(20)(i) for i in range(20)]
     assert len(set(found)) == 20
+    short = plots.curves({"a": records})
+    short.canvas.draw()
+    assert all(tick == int(tick) for tick in short.axes[0].get_xticks())
     unsorted = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}])
     assert unsorted.axes[0].images[0].get_array().tolist() == [[0], [2], [2]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_the_legend_of_the_bars_lies_within_their_frame(count):
+    records = [{"seed": 0, "round": 1, "accuracy": 0.5, "worst_client_accuracy": 0.25}]
+    figure = plots.bars({str(i): records for i in range(count)})
+    figure.canvas.draw()
+    frame, legend = figure.axes[0].get_window_extent(), figure.axes[0].get_legend().get_window_extent()
+    assert frame.x0 < legend.x0 and legend.x1 < frame.x1
+
+
+def test_seeds_that_found_the_clusters_are_explained():
+    def rows(rounds, **summary):
+        per_seed = [{"seed": s, "rounds_to_recovery": r} for s, r in enumerate(rounds)]
+        return {"mean": {"clusters_in_use": 2.0}, "std": {}, "per_seed": per_seed, "num_clusters": 2} | summary
+
+    [note] = comparison.results_notes({"a": rows([3, None]), "b": rows([2, 2])})
+    assert "in n of the m seeds, at least 99% of the clients" in note
+    assert comparison.results_rows({"a": rows([3, None])})[1][0][6] == "3\n(1 of 2)"
+    without = {"a": rows([2, 2]), "b": rows([None, None]), "c": rows([1, None], finds_clusters=False)}
+    assert comparison.results_notes(without) == []
+    assert comparison.results_rows(without)[1][2][6] == "–"
 
 
 def test_values_that_are_not_finite_leave_a_gap():

@@ -284,7 +284,11 @@ def test_the_best_configuration_runs(capsys):
     grid = ["--grid", "lr=0.001,0.2", "--grid", "momentum=0,0.9"]
     assert cli.main([*command, *grid]) == 0
     printed = capsys.readouterr().out
-    assert "4 configurations" in printed and "jfcl run fedavg --config out/best.toml" in printed
+    assert "4 configurations" in printed and "jfcl run fedavg --config out/best.toml --out out-best" in printed
+    for command_of_runs in ("report", "compare"):
+        assert cli.main([command_of_runs, "out"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "out holds a sweep, and no run; run the best" in said and "--config out/best.toml --out" in said
     assert Path("out/heatmap.png").read_bytes()[1:4] == b"PNG"
     saved = json.loads(Path("out/sweep.json").read_text())
     best = saved["cells"][saved["best"]]
@@ -382,6 +386,9 @@ def test_options_that_are_declared_as_tracers_are(method, name, monkeypatch):
         (["--grid", "num_models=2", "--grid", "num_clusters=2"], "grid must be given once: num_models has two axes"),
         (["--grid", "lr=0.1", "--lr", "0.2"], "lr must be given once: as a flag, or in --grid, got 0.2"),
         (["--grid", "eps_1=0.1"], "method fedavg has no option eps_1 (only cfl)"),
+        (["--grid", "clusters=2,4"], "grid must be num_models, the number of models"),
+        (["--grid", "lr", "0.1", "0.3"], "unexpected argument '0.1'; write --grid lr=0.1,0.3"),
+        (["--grid", "lr=0.1", "0.3"], "unexpected argument '0.3'"),
         (["--grid", "clients=4,8"], "grid must be an option that may differ between cells; give --clients for all"),
         (["--grid", "seeds=1,2"], "give --seeds for all of them"),
         (["--grid", "momentum=0.1", "--optimizer", "adam"], "momentum must be left out with --optimizer adam"),
@@ -403,9 +410,27 @@ def test_bad_input_of_the_command(flags, words, capsys, monkeypatch):
     assert not list(Path().iterdir())
 
 
-def test_seeds_are_needed(capsys):
-    assert cli.main(["sweep", "fedavg", *QUICK, "--grid", "lr=0.1"]) == 2
-    assert "seeds must be given: the runs of each cell, such as --seeds 3" in capsys.readouterr().err
+def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweeps, "run_sweep", lambda config, *_, **__: asked.append(config.seeds) or 1 / 0)
+    for flags in ([], ["--seed", "7"], ["--seeds", "2"]):
+        with pytest.raises(ZeroDivisionError):
+            cli.main(["sweep", "fedavg", *QUICK, "--grid", "lr=0.1", *flags])
+    assert asked == [3, 1, 2]
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "fedavg", "--help"])
+    assert "run with seeds 0..R-1, together [3]" in capsys.readouterr().out
+
+
+def test_restarts_are_suggested_where_seeds_differ():
+    def note(accuracies, method="ifca", **options):
+        per_seed = [{"seed": s} if a is None else {"seed": s, "accuracy": a} for s, a in enumerate(accuracies)]
+        cell = jfcl.simulation.grid_results.Cell({"lr": 0.25}, per_seed, {"loss": 1.0}, {})
+        found = jfcl.Sweep({"lr": [0.25]}, [cell], "loss", 0, 0.0, 0.0)
+        return sweeps.restarts_note(Config(method, **options), found)
+
+    assert "end between 84.0 and 97.0 %" in note([0.97, 0.84]) and "--restarts 5" in note([0.97, 0.84])
+    assert note([0.97, 0.94]) == note([0.97, 0.84], restarts=5) == note([0.97, 0.84], "fedavg") == note([None]) == ""
 
 
 def test_texts_of_best_toml_are_read_back():

@@ -188,4 +188,54 @@ def test_the_command_line_tracks(tmp_path, capsys):
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert list(found["accuracy"].values()) == pytest.approx([row["accuracy"] for row in records], rel=1e-6)
     assert "| method | local |" in texts["config"]
-    capsys.readouterr()
+    assert f"curves: {out}/tensorboard; to see them: tensorboard --logdir {out}/tensorboard" in capsys.readouterr().err
+
+
+def test_tensorboard_needs_a_folder(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "local", "--clients", "4", "--rounds", "2", "--quiet", "--track", "tensorboard"]) == 2
+    assert "out must be given with --track tensorboard, got None" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(CallbackError, match=r"TensorBoard\.on_start raised ValueError: folder must be given"):
+        simulate(trackers.TensorBoard(), None)
+    assert not list(tmp_path.iterdir())
+
+
+class Recorder:
+    """A library of a tracker: every attribute and call is itself, but for those that are given."""
+
+    def __init__(self, **given):
+        self.__dict__.update(given)
+
+    def __getattr__(self, name):
+        return Recorder()
+
+    def __call__(self, *_, **__):
+        return self
+
+
+@pytest.mark.parametrize(
+    "uri, said",
+    [
+        (
+            "sqlite:////a b/x.db",
+            "x.db, experiment jfcl; to see them: mlflow ui --backend-store-uri 'sqlite:////a b/x.db'",
+        ),
+        ("https://host:5000", "curves: https://host:5000, experiment jfcl\n"),
+    ],
+)
+def test_mlflow_says_where_its_curves_are(uri, said, monkeypatch, capsys):
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.setitem(sys.modules, "mlflow", Recorder(get_tracking_uri=lambda: uri))
+    simulate(trackers.MLflow(), None)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url, said", [(None, "curves: '/a b/offline-run'; to upload them"), ("https://x/y", "curves: https://x/y\n")]
+)
+def test_wandb_says_where_its_curves_are(url, said, monkeypatch, capsys):
+    run = Recorder(url=url, dir="/a b/offline-run/files", summary={})
+    monkeypatch.setitem(sys.modules, "wandb", Recorder(init=lambda **_: run))
+    simulate(trackers.WandB(), None)
+    assert said in capsys.readouterr().err

@@ -19,6 +19,8 @@ from jfcl.core import Clients, PyTree, Task, of_rest
 from jfcl.execution import mapping
 from jfcl.execution.jitted import jitted
 
+FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
+
 
 def evaluate(
     task: Task,
@@ -34,7 +36,7 @@ def evaluate(
     Args:
       task: defines the loss and correct predictions.
       params: pytree of `[K, ...]`, the models.
-      clients: the data to evaluate on, e.g. held-out examples; any number of clients.
+      clients: the data to evaluate on, e.g. test examples; any number of clients.
       cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
       personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, with which the model of each
         is complete; `()`: there are none.
@@ -168,7 +170,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     }
 
 
-def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = 0.99) -> int | None:
+def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = FOUND) -> int | None:
     """Returns the first evaluated round from which `cluster_accuracy` stays at `level` or above; `None` without one.
 
     Example:

@@ -93,6 +93,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
         rounds, values = _by_round(records, metric)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
         axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round")
     axes.set_ylabel(label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
@@ -108,7 +109,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       >>> len(bars({"ifca": records}).axes[0].patches)
       2
     """
-    figure = Figure(figsize=(1.6 + 1.1 * len(runs), 3.8))
+    figure = Figure(figsize=(max(1.6 + 1.1 * len(runs), 4.4), 3.8))  # the legend has its width
     axes = figure.subplots()
     axes.set_prop_cycle(color=PALETTE)
     width = 0.8 / len(metrics)
@@ -229,7 +230,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
         values = np.sort(np.asarray(values, np.float64).reshape(-1))
         values = values[np.isfinite(values)]
         axes.plot(np.linspace(0, 100, len(values)), values, label=name)
-    axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's held-out examples")
+    axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's test examples")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

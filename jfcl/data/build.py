@@ -31,7 +31,7 @@ class Federation(NamedTuple):
 
     Attributes:
       train: `Clients` of `N` clients, examples `{"x": [N, M, ...], "y": [N, M]}`.
-      test: `Clients` in the same order: held-out examples of each client's own distribution, none empty.
+      test: `Clients` in the same order: test examples of each client's own distribution, none empty.
         `None` only where nothing was held out (some synthetic problems).
       cluster: `[N]` int32, the true cluster of every client.
       num_clusters: `K`.

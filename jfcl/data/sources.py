@@ -45,7 +45,9 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     """
     data_dir = data_dir or os.environ.get("JFCL_DATA_DIR") or None
     if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
-        return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS)._replace(name=name)
+        folder = _FOLDERS.get(name, name)
+        official = f" in {folder}/: {_HOW[folder]}" if folder in _HOW else ""
+        return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS, official=official)._replace(name=name)
     if data_dir is None and name in _OFFICIAL_ONLY:
         folders = _OFFICIAL_ONLY[name]
         raise ValueError(
@@ -190,6 +192,7 @@ DATASETS = {
 }
 # Without a data directory: names in TFDS, and the folders of data sets that are not in it.
 _IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifar10", "ag_news": "ag_news_subset"}
+_FOLDERS = {"ag_news": "ag_news_csv"}  # of official files, where it is not the name
 _OFFICIAL_ONLY = {"mnist_writers": ["mnist", "qmnist_writers"], "emnist_letters": ["emnist_letters"]}
 _OFFICIAL_ONLY |= {"tiny_shakespeare": ["tiny_shakespeare"]}
 

@@ -30,7 +30,7 @@ def ifca_regression(
       radius: the paper's R. `reading="norm"` (the paper): `theta*` is a Bernoulli(0.5) vector scaled to norm
         R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
       noise: standard deviation sigma of the noise.
-      test_examples: held-out examples per client, drawn the same way.
+      test_examples: test examples per client, drawn the same way.
       first_client: draws clients `first_client, first_client + 1, ...` of a larger population, one block of it.
 
     Returns:

@@ -24,7 +24,7 @@ from jfcl.data.dataset import Dataset
 from jfcl.data.text import TOKENS
 
 _TIMEOUT = 5.0  # seconds to reach a download host
-_OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files, where jfcl reads those"
+_OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
 
 
 def tfds_dir() -> Path:
@@ -32,13 +32,14 @@ def tfds_dir() -> Path:
     return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
 
 
-def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
+def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str = "") -> Dataset:
     """Reads a TFDS data set with "image" (or text) and "label" features, and prepares it if needed.
 
     Args:
       name: its name in TFDS, with its config if it has one ("emnist/balanced").
       data_dir: a TFDS directory to search first, or `None`.
       known: further names to suggest for an unknown `name`.
+      official: where the official files are and into which folder they belong, where jfcl reads those.
 
     Returns:
       A `Dataset`; its test set is the split "test" if there is one.
@@ -47,7 +48,7 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = ()) -> Dataset:
       ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
         reached; no "train" split, image (or text) or label; images of different sizes.
     """
-    return _read_folder(name, _folder(name, data_dir, known))
+    return _read_folder(name, _folder(name, data_dir, known, official))
 
 
 def from_tfds(
@@ -102,8 +103,9 @@ def from_tfds(
     return as_dataset(parts, read, by, xs, y, **about)
 
 
-def _folder(name: str, data_dir, known: Iterable[str]) -> Path:
+def _folder(name: str, data_dir, known: Iterable[str], official: str = "") -> Path:
     """Returns the folder of a prepared data set; prepares it if needed."""
+    otherwise = f" {_OFFICIAL}{official}" if official else ""
     roots = [*([Path(data_dir)] if data_dir else []), tfds_dir()]
     for root in roots:
         folder = prepared_folder(root, name)
@@ -117,9 +119,9 @@ def _folder(name: str, data_dir, known: Iterable[str]) -> Path:
         searched = ", ".join(str(root / name) for root in roots)
         raise ValueError(
             f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
-            f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'. {_OFFICIAL}"
+            f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'.{otherwise}"
         )
-    return _prepare(name)
+    return _prepare(name, otherwise)
 
 
 def prepared_folder(root: Path, name: str) -> Path | None:
@@ -149,13 +151,13 @@ def _check_known(name: str, known: Iterable[str]) -> None:
         )
 
 
-def _prepare(name: str) -> Path:
+def _prepare(name: str, otherwise: str) -> Path:
     import tensorflow_datasets as tfds
 
     root = tfds_dir()
     downloads = root / "downloads" / name.replace("/", "_")
     builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
-    check_reachable(name, builder.url_infos or {}, downloads)
+    check_reachable(name, builder.url_infos or {}, downloads, otherwise)
     builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
     folder = prepared_folder(root, name)
     if folder is None:
@@ -163,8 +165,10 @@ def _prepare(name: str) -> Path:
     return folder
 
 
-def check_reachable(name: str, urls: Iterable[str], downloads: Path) -> None:
+def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: str = "") -> None:
     """Requests the head of every file (16 at most) that is not in the download directory yet.
+
+    `otherwise` ends the message: another way to get the data.
 
     Raises:
       ValueError: a file that is gone, or a host that does not answer within seconds.
@@ -183,7 +187,7 @@ def check_reachable(name: str, urls: Iterable[str], downloads: Path) -> None:
             problem = f"is gone (HTTP {error.code})"
         except (OSError, ValueError) as error:
             problem = f"cannot be reached ({getattr(error, 'reason', error)})"
-        raise ValueError(f"data set {name!r}: {url} {problem}. Check the network. {_OFFICIAL}")
+        raise ValueError(f"data set {name!r}: {url} {problem}. Check the network.{otherwise}")
 
 
 def _read_folder(name: str, folder: Path) -> Dataset:

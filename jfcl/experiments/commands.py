@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import bench, plan, read_run, report, reproduce, run, sweeps, trackers
-from jfcl.experiments.comparison import by_name, differences, seeds_text
+from jfcl.experiments.comparison import by_name, differences_notes, differences_text, results_notes, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
@@ -149,6 +150,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     (check_values if of_population(config) else validate)(config)  # that of a population needs its store
     _check_out(args.out)
     check(len({*args.track}) == len(args.track), "track", args.track, "each tracker once")
+    check(args.out is not None or "tensorboard" not in args.track, "out", None, "given with --track tensorboard")
     callbacks = [trackers.tracker(name) for name in args.track]
     # Run.
     _find_devices(args, config)
@@ -204,8 +206,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     options = _given_options(args)
     check_choice("method", options["method"], METHODS)
     grid = sweeps.read_grid(args.grid, _flags(args))
-    check("seeds" in options or "seed" in options, "seeds", None, "given: the runs of each cell, such as --seeds 3")
-    config = Config(**options)
+    config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
     check_values(config)
     _check_out(args.out)
     own = {name: getattr(args, name) for name in sweeps.sweep_options() if hasattr(args, name)}
@@ -227,7 +228,10 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     if args.out:
         files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
         console.print(f"kept in {args.out}: {files}", markup=False)
-        console.print(f"next: jfcl run {config.method} --config {Path(args.out) / 'best.toml'}", markup=False)
+        best, folder = (shlex.quote(str(file)) for file in (Path(args.out) / "best.toml", f"{Path(args.out)}-best"))
+        console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", markup=False, soft_wrap=True)
+    if note := sweeps.restarts_note(config, found):
+        console.print(f"note: {note}", markup=False)
 
 
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
@@ -235,6 +239,8 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
     title = f"{summary['description']}{attack}; {seeds_text(summary)}"
     console.print(results_table({summary["method"]: summary}, title))
+    for note in results_notes({summary["method"]: summary}):
+        console.print(f"note: {note}", markup=False)
     console.print(
         f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
         f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}, products in"
@@ -266,15 +272,13 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     summaries = {name: summary for name, (summary, _) in runs.items()}
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
     console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
-    configs = [read_json(folder / "config.json") for folder in folders.values()]
-    for config, summary in zip(configs, summaries.values(), strict=True):  # rounds that were computed
+    configs = {name: read_json(folder / "config.json") for name, folder in folders.items()}
+    for config, summary in zip(configs.values(), summaries.values(), strict=True):  # rounds that were computed
         config["num_rounds"] = summary["num_rounds"]
-    differ = [f"{name} ({', '.join(dict.fromkeys(values))})" for name, values in differences(configs)]
-    if differ:
-        console.print(f"they differ in {', '.join(differ)}", markup=False)
-    splits = {summary["split_hash"] for summary in summaries.values()}
-    if len(splits) > 1:
-        console.print(f"note: these runs are on {len(splits)} different splits of the data")
+    if differ := differences_text(configs):
+        console.print(f"they differ in {differ}", markup=False)
+    for note in [*results_notes(summaries), *differences_notes(configs)]:
+        console.print(f"note: {note}", markup=False)
     # The plots.
     first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
     out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
@@ -363,7 +367,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
         "0, 90, 180 or 270 degrees, and the methods do not know by how much. Which one\n"
-        "classifies held-out digits of every client best?\n"
+        "classifies the test digits of every client best?\n"
     )
     for config in configs:
         run(config, out=out / config.method, progress=True)

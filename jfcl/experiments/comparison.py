@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jfcl.analysis.metrics import FOUND
+
+RECOVERY = ("cluster_accuracy", "adjusted_rand")  # agreement with the true clusters
 NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions", "schedule_rounds")
 
 
@@ -49,21 +52,21 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
     metrics = (
         first,
         ("worst\nclient %", "worst_client_accuracy", 100, 1),
-        ("identity\nacc. %", "cluster_accuracy", 100, 1),
+        ("cluster\nacc. %", "cluster_accuracy", 100, 1),
         ("adjusted\nRand", "adjusted_rand", 1, 2),
     )
     others = ("clusters\nin use", "found at\nround", "sent up\nand down", "steps/s")
     rows = []
     for name, summary in summaries.items():
         mean, std = summary["mean"], summary["std"]
-        several, alone = len(summary["per_seed"]) > 1, summary.get("num_clusters") == 1  # one cluster is always found
+        several, recovers = len(summary["per_seed"]) > 1, compares_clusters(summary)
         cells = []
         for _, metric, scale, digits in metrics:
-            unknown = mean.get(metric) is None or (alone and metric in ("cluster_accuracy", "adjusted_rand"))
+            unknown = mean.get(metric) is None or (metric in RECOVERY and not recovers)
             deviation = scale * std[metric] if several and not unknown else None
             cells.append(number(None if unknown else scale * mean[metric], deviation, digits))
         recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
-        found = [r for r in recovered if r is not None and not alone]
+        found = [r for r in recovered if r is not None and recovers]
         rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
         if found and len(found) < len(recovered):
             rounds += f"\n({len(found)} of {len(recovered)})"
@@ -74,10 +77,55 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
     return ["run", *(head for head, *_ in metrics), *others], rows
 
 
+def compares_clusters(summary: dict[str, Any]) -> bool:
+    """Returns whether found clusters can agree with the true ones: the method has clusters, and there are several."""
+    return summary.get("num_clusters") != 1 and summary.get("finds_clusters", True)
+
+
+def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns sentences on the cells of the table of results that do not explain themselves."""
+    found = [[row["rounds_to_recovery"] for row in s["per_seed"]] for s in summaries.values() if compares_clusters(s)]
+    if not any(None in rounds and set(rounds) != {None} for rounds in found):
+        return []
+    share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
+    return [f"Found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these."]
+
+
 def seeds_text(summary: dict[str, Any]) -> str:
     """Returns the seeds of a run, for the title of a table."""
     count = len(summary["per_seed"])
     return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
+
+
+def is_configured(config: dict[str, Any]) -> bool:
+    """Returns whether the content of a `config.json` has all options, as that of `jfcl run`; not of `jfcl.simulate`."""
+    return isinstance(config.get("method"), str) and "split_hash" in config
+
+
+def differences_text(configs: dict[str, dict[str, Any]]) -> str:
+    """Returns the options in which runs differ, each value with the names of its runs.
+
+    Example:
+      >>> differences_text({"a": {"restarts": 1}, "b": {"restarts": 5}, "c": {"restarts": 5}})
+      'restarts: 1 (a), 5 (b, c)'
+    """
+    texts = []
+    for option, values in differences(list(configs.values())):
+        names: dict[str, list[str]] = {}
+        for run, value in zip(configs, values, strict=True):
+            names.setdefault(value, []).append(run)
+        texts.append(f"{option}: " + ", ".join(f"{value} ({', '.join(of)})" for value, of in names.items()))
+    return "; ".join(texts)
+
+
+def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns sentences on runs that cannot be compared by their options alone."""
+    splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
+    found = [f"These runs are on {len(splits)} different splits of the data."] if len(splits) > 1 else []
+    others = [name for name, config in configs.items() if not is_configured(config)]
+    if others and len(configs) > 1:
+        found.append(f"Options and data of {', '.join(others)} are not known: config.json does not hold them.")
+    return found
 
 
 def differences(configs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -86,8 +134,10 @@ def differences(configs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     for config in configs:
         if config.get("population") is not None or config.get("store") is not None:
             config["clients"] = None  # without effect there
-    found = []
-    for name in dict.fromkeys(name for config in configs for name in config):
+    found, names = [], dict.fromkeys(name for config in configs for name in config)
+    if not all(map(is_configured, configs)):  # a run in Python keeps what its config names
+        names = [name for name in names if all(name in config for config in configs)]
+    for name in names:
         values = ["–" if config.get(name) is None else str(config[name]) for config in configs]
         if len(set(values)) > 1 and name not in NOT_COMPARED:
             found.append((name.removeprefix("num_"), values))

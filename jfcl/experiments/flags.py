@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from jfcl.core.options import OneOf, Option, first_sentence, options_of
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
 from jfcl.experiments.names import near_option
-from jfcl.experiments.sweeps import sweep_options
+from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.tables import lists
 from jfcl.experiments.trackers import TRACKERS
 
@@ -43,6 +44,11 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = [f.lstrip("-").replace("-", "_") for a in _all_actions(self) for f in a.option_strings]
             name = unknown[0].split("=")[0][:100]
+            if not name.startswith("-"):
+                values = ",".join(itertools.takewhile(lambda text: not text.startswith("-"), unknown))[:100]
+                option = [text for text in getattr(parsed, "grid", None) or () if "=" not in text][-1:]
+                hint = f"; write --grid {option[0]}={values}" if option else ""
+                raise ValueError(f"unexpected argument {name!r}{hint}")
             near = near_option(name.lstrip("-"), options)
             raise ValueError(f"unknown option {name}" + (f": did you mean {flag_of(near)}?" if near else ""))
         return parsed
@@ -93,7 +99,11 @@ def run_parser(
     _add_options(parser, method)
     files = _add_files(parser, "folder for results, checkpoints and plots; default: none are kept")
     files.add_argument(
-        "--checkpoint-seconds", type=float, default=30.0, metavar="X", help="least time between two checkpoints [30]"
+        "--checkpoint-seconds",
+        type=float,
+        default=30.0,
+        metavar="X",
+        help="least time between two checkpoints, the first of which is made after 5 seconds [30]",
     )
     if trackers:
         known = f"send the records to {', '.join(TRACKERS)}; may be given several times"
@@ -107,8 +117,8 @@ def run_parser(
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, method: str | None) -> None:
-    """Adds METHOD and the options of a `Config`."""
+def _add_options(parser: argparse.ArgumentParser, method: str | None, **defaults: int) -> None:
+    """Adds METHOD and the options of a `Config`, some with other `defaults` in their help."""
     parser.add_argument("-h", "--help", action=_RunHelp, help="show this text")
     parser.add_argument("method", metavar="METHOD", nargs="?", help="'jfcl list methods'; default: that of --config")
     own = method_options(method) if method else {n: o for n, o in all_options().items() if n not in common_options()}
@@ -118,7 +128,11 @@ def _add_options(parser: argparse.ArgumentParser, method: str | None) -> None:
         title = group.__doc__.split("\n")[0].rstrip(".")
         _add(
             parser.add_argument_group(title),
-            [option for name, option in options.items() if method is None or method in methods_with(name)],
+            [
+                option._replace(default=defaults.get(name, option.default))
+                for name, option in options.items()
+                if method is None or method in methods_with(name)
+            ],
         )
 
 
@@ -236,7 +250,7 @@ def _sweep_parser(parser: argparse.ArgumentParser, method: str | None) -> argpar
         help="values of an option, such as lr=0.01,0.1; once for each option. All combinations are run",
     )
     _add(group, sweep_options().values())
-    _add_options(parser, method)
+    _add_options(parser, method, seeds=SEEDS)
     _add_files(parser, "folder for sweep.json, best.toml, the finished cells and a heat-map; default: none are kept")
     return parser
 

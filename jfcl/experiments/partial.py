@@ -14,10 +14,12 @@ from PIL import Image
 from jfcl.analysis import parameter_tree
 from jfcl.analysis.parameter_tree import load_splits
 from jfcl.core import PyTree
-from jfcl.experiments.results import check_summary, is_number, is_whole, summarize_records
+from jfcl.experiments.comparison import is_configured
+from jfcl.experiments.results import check_no_sweep, check_summary, is_number, is_whole
 from jfcl.experiments.setups import load_params
 from jfcl.simulation.folder import RunFolder, finite_or_none, identity, read_json, verify_file
 from jfcl.simulation.records import from_line
+from jfcl.simulation.results import summarize_records
 
 MOST_LISTED = 5  # damaged lines that a sentence names
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
@@ -45,10 +47,10 @@ class PartialRun(NamedTuple):
 
     Attributes:
       folder: the run's folder.
-      config: content of `config.json`; empty if it cannot be read.
+      config: content of `config.json`; empty if it cannot be read. That of `jfcl.simulate` need not name a method.
       summary: content of `summary.json`; if it cannot be read, the results of the last round in the records.
       records: the whole lines of `metrics.jsonl`.
-      clients: the columns of `clients.csv`; empty if it cannot be read.
+      clients: the columns of `clients.csv`; empty if it cannot be read; no `true_cluster` where it is unknown.
       is_finished: whether `summary.json` is there, damaged or not.
       checkpoints: the rounds with a checkpoint, latest first.
       problems: a sentence on every part that is missing or damaged.
@@ -71,6 +73,10 @@ class PartialRun(NamedTuple):
             if str(error) not in self.problems:
                 self.problems.append(str(error) or type(error).__name__)
             return None
+
+    def is_configured(self) -> bool:
+        """Returns whether `config.json` holds all options, as that of `jfcl run` does."""
+        return is_configured(self.config)
 
     def read_picture(self, name: str) -> bytes | None:
         """Returns `plots/NAME.png` of a finished run, or None if it is not there or damaged."""
@@ -104,6 +110,7 @@ def read_partial(folder: str | Path) -> PartialRun:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} holds no run: it is {'a file' if folder.exists() else 'not there'}")
+    check_no_sweep(folder)
     if not any((folder / name).exists() for name in PARTS):
         raise ValueError(f"{folder} holds no run: it has none of {', '.join(PARTS)}")
     run = PartialRun(folder, {}, {}, [], {}, False, RunFolder(folder).rounds(), [])
@@ -118,14 +125,14 @@ def read_partial(folder: str | Path) -> PartialRun:
     run = run._replace(summary=summary or _so_far(run))
     # What belongs to a finished run.
     if not is_finished:
-        kind = "not finished" if "method" in run.config else "one of jfcl.simulate, or not finished"
         rest = "the results are those of its records; clients, models and trees are written at its end"
-        run.problems.append(f"{folder / 'summary.json'} is missing: the run is {kind}. Here, {rest}")
+        run.problems.append(f"{folder / 'summary.json'} is missing: the run is not finished. Here, {rest}")
         return run
     run.attempt(_check_identity, run)
     if records:
         run.attempt(verify_file, folder, run.summary, "metrics.jsonl")
-    return run._replace(clients=run.attempt(_clients, run) or {})
+    has_clients = run._has("clients.csv") or "files" not in run.summary  # not by a population without test examples
+    return run._replace(clients=(run.attempt(_clients, run) or {}) if has_clients else {})
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -184,6 +191,7 @@ def _so_far(run: PartialRun) -> dict[str, Any]:
     about = {"method": config.get("method"), "num_clusters": config.get("clusters"), "versions": config.get("versions")}
     clients = config.get("clients") if config.get("population") is None else config["population"]
     about |= {"num_clients": clients if is_number(clients) else None, "num_rounds": last}
+    about["finds_clusters"] = any(record.get("clusters_in_use") != 1 for record in run.records)
     if not last:
         empty = {"clusters_in_use": None}
         return about | {"per_seed": [], "mean": empty, "std": empty}
@@ -206,7 +214,7 @@ def _clients(run: PartialRun) -> dict[str, np.ndarray]:
         }
     except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
-    missing = [name for name in ("seed", "client", "examples", "true_cluster", "cluster") if name not in columns]
+    missing = [name for name in ("seed", "client", "examples", "cluster") if name not in columns]
     if missing:
         raise ValueError(f"{file} is damaged: it lacks {', '.join(missing)}")
     return columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,16 +15,23 @@ from matplotlib.figure import Figure
 from jfcl._version import __version__
 from jfcl.analysis import plots
 from jfcl.analysis.parameter_tree import Node
-from jfcl.core import check, files, shown
+from jfcl.core import check, files
 from jfcl.experiments import html_page as html
-from jfcl.experiments.comparison import by_name, differences, number, results_rows, seeds_text, size_text
-from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments import report_tables
+from jfcl.experiments.comparison import (
+    by_name,
+    differences,
+    differences_notes,
+    results_notes,
+    results_rows,
+    seeds_text,
+    size_text,
+)
 from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
 from jfcl.experiments.privacy import privacy_text
 
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
 MOST_BYTES = 2**28  # of models that are compared
-WORST = 10  # clients in the table of the worst
 NAME = "report.html"
 
 
@@ -116,10 +122,10 @@ def _of_run(name: str, run: PartialRun, level: int, alone: bool) -> list[str]:
         "Clusters over rounds": [_clusters(run, label)],
         "Similarity": _similarity(run, tree, label),
         "Parameter tree": _tree(run, tree, label),
-        "Worst clients": [_worst_clients(run, label)],
-        "Seeds": [_seeds(run, label)],
-        "Options and versions": _options(run, label),
-        "Resume, extend, repeat": _commands(run),
+        "Worst clients": [report_tables.worst_clients(run, label)],
+        "Seeds": [report_tables.seeds(run, label)],
+        "Options and versions": report_tables.options(run, label),
+        "Resume, extend, repeat": report_tables.commands(run),
     }
     return [html.section(title, *parts, level=level) for title, parts in sections.items()]
 
@@ -155,18 +161,17 @@ def _results(runs: dict[str, PartialRun]) -> str:
     heads, rows = results_rows(with_records)
     seeds = " or ".join(sorted({seeds_text(summary) for summary in with_records.values()}))
     rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in with_records.values()))
-    return html.section("Results", html.table("results", heads, rows, f"After round {' or '.join(rounds)}; {seeds}."))
+    caption = " ".join([f"After round {' or '.join(rounds)}; {seeds}.", *results_notes(with_records)])
+    return html.section("Results", html.table("results", heads, rows, caption))
 
 
 def _differences(runs: dict[str, PartialRun]) -> str:
     """Returns the options in which runs differ."""
-    configs = [run.config | {"num_rounds": run.summary["num_rounds"]} for run in runs.values()]
-    rows = [[name, *values] for name, values in differences(configs)]
-    splits = {str(run.config.get("split_hash")) for run in runs.values()}
-    warning = f"These runs are on {len(splits)} different splits of the data."
-    note = html.element("p", warning, _class="note") if len(splits) > 1 else ""
+    configs = {name: run.config | {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
+    rows = [[name, *values] for name, values in differences(list(configs.values()))]
+    notes = html.element("p", " ".join(differences_notes(configs)), _class="note") if differences_notes(configs) else ""
     table = html.table("differences", ["option", *runs], rows, kind="text") if rows else ""
-    return html.section("Differences", note, table)
+    return html.section("Differences", notes, table)
 
 
 def _label(name: str) -> str:
@@ -178,9 +183,9 @@ def _curves(runs: dict[str, PartialRun]) -> list[str]:
     records = {_label(name): run.records for name, run in runs.items()}
     band = "The line is the mean over seeds, the band reaches from the lowest to the highest seed."
     metrics = {
-        "accuracy": ("accuracy", f"Accuracy on held-out examples, mean over clients. {band}"),
+        "accuracy": ("accuracy", f"Accuracy on test examples, mean over clients. {band}"),
         "loss": ("train_loss", f"Loss of the local training. {band}"),
-        "perplexity": ("perplexity", f"Perplexity on held-out examples. {band}"),
+        "perplexity": ("perplexity", f"Perplexity on test examples. {band}"),
     }
     found = []
     for name, (metric, caption) in metrics.items():
@@ -281,9 +286,10 @@ def _similarity(run: PartialRun, tree: Tree | None, label: str) -> list[str]:
     if len(used) < 3 or used[0] < 0 or used[-1] >= len(leaves[0]):
         return []
     leaves = [leaf.reshape(len(leaf), -1)[used] for leaf in leaves]
-    of_most = [np.bincount(np.maximum(clients["true_cluster"][served == k], 0)).argmax() for k in used]
+    by = "true_cluster" if "true_cluster" in clients else "cluster"
+    of_most = [np.bincount(np.maximum(clients[by][served == k], 0)).argmax() for k in used]
     caption = f"Cosine similarities of the {len(used)} final models, as differences from their mean; ordered by the"
-    caption += " true cluster of most of their clients."
+    caption += f" {by.replace('_', ' ')} of most of their clients."
     return [_matrix(label, [leaf - leaf.mean(axis=0) for leaf in leaves], np.array(of_most), caption)]
 
 
@@ -341,99 +347,3 @@ def _kinds(true: np.ndarray) -> str:
     kinds, counts = np.unique(true, return_counts=True)
     listed = ", ".join(f"{count} of {kind}" for kind, count in zip(kinds, counts, strict=True))
     return f" (true clusters: {listed})"
-
-
-def _worst_clients(run: PartialRun, label: str) -> str:
-    """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
-    clients = run.clients
-    by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
-    if by is None:
-        return ""
-    # Over the seeds of each client.
-    is_known = np.isfinite(clients[by])
-    ids, of = np.unique(clients["client"][is_known], return_inverse=True)
-    values = clients[by][is_known]
-    mean = np.bincount(of, values) / np.bincount(of)
-    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
-    np.minimum.at(low, of, values)
-    np.maximum.at(high, of, values)
-    sign, scale, digits = (1, 100, 1) if by == "accuracy" else (-1, 1, 3)
-    worst = np.lexsort((ids, sign * mean))[:WORST]
-    # A row for each.
-    first, seeds, rows = first_seed(clients), len(np.unique(clients["seed"])), []
-    for i in worst:
-        about = [int(first[name][first["client"] == ids[i]][0]) for name in ("examples", "true_cluster", "cluster")]
-        over = [mean[i], low[i], high[i]] if seeds > 1 else [mean[i]]
-        rows.append([ids[i], *about, *(number(scale * float(value), None, digits) for value in over)])
-    unit = "accuracy %" if by == "accuracy" else "loss"
-    heads = ["client", "examples", "true cluster", "cluster"]
-    heads += [f"mean {unit}", "lowest seed", "highest seed"] if seeds > 1 else [unit]
-    caption = f"The {len(worst)} worst of {len(ids)} clients with held-out examples."
-    caption += f" The cluster is that of seed {first['seed'][0]}."
-    return html.table(f"{label}worst", heads, rows, caption)
-
-
-def _seeds(run: PartialRun, label: str) -> str:
-    """Returns the table of the results by seed, for several."""
-    names = {"accuracy": (100, 1), "worst_client_accuracy": (100, 1), "perplexity": (1, 1), "loss": (1, 3)}
-    names |= {"cluster_accuracy": (100, 1), "adjusted_rand": (1, 2), "clusters_in_use": (1, 0)}
-    per_seed = run.summary["per_seed"]
-    names = {n: style for n, style in names.items() if any(row.get(n) is not None for row in per_seed)}
-    if len(per_seed) < 2:
-        return ""
-    heads = [n.replace("_", " ") + (" %" if scale == 100 else "") for n, (scale, _) in names.items()]
-    rows = []
-    for row in per_seed:
-        cells = [number(None if row.get(n) is None else s * row[n], None, d) for n, (s, d) in names.items()]
-        found = row.get("rounds_to_recovery")
-        rows.append([row["seed"], *cells, "–" if found is None else found])
-    return html.table(f"{label}seeds", ["seed", *heads, "found at round"], rows)
-
-
-def _options(run: PartialRun, label: str) -> list[str]:
-    """Returns the options of a run, those that differ from the default in bold, and the versions."""
-    method = run.config.get("method")
-    default = to_saved(Config(method), "") if isinstance(method, str) else run.config
-    left_out = ("versions", "split_hash", "key")
-    values = [
-        ("rounds" if name == "num_rounds" else name, _shown(value), value != default.get(name))
-        for name, value in run.config.items()
-        if name not in left_out
-    ]
-    versions = run.summary.get("versions") or run.config.get("versions")
-    parts = [html.options(f"{label}options", values)] if values else []
-    if isinstance(method, str):
-        parts.append(html.element("p", "Bold: not the default of the method.", _class="soft"))
-    if isinstance(versions, dict):
-        text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        text += f"; split of the data {run.config['split_hash']}" if run.config.get("split_hash") else ""
-        parts.append(html.element("p", f"Versions: {text}.", id=f"{label}versions"))
-    return parts
-
-
-def _shown(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else shown(value)
-
-
-def _commands(run: PartialRun) -> list[str]:
-    """Returns the commands that continue or repeat a run."""
-    folder = shlex.quote(str(run.folder))
-    base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))}"
-    planned, done = run.config.get("num_rounds"), run.summary["num_rounds"]
-    if not isinstance(run.config.get("method"), str):
-        text = "To resume it, call jfcl.simulate with the same arguments, out and resume=True." if run.config else ""
-        return [html.element("p", text)] if text else []
-    again = ["# repeat it in another folder", f"{base} --out {shlex.quote(f'{run.folder}-2')}"]
-    if run.is_finished:
-        more = [
-            "# continue for as many rounds again",
-            f"{base} --out {folder} --resume --rounds {2 * (planned or done)}",
-        ]
-        where = ""
-    else:
-        more = ["# continue where it stopped", f"{base} --out {folder} --resume"]
-        at = f"round {run.checkpoints[0]}" if run.checkpoints else "the beginning: there is no checkpoint yet"
-        where = html.element("p", f"--resume continues from {at}.")
-    local = run.config.get("dataset") == "digits"
-    data = "" if local else html.element("p", "Add --data-dir unless JFCL_DATA_DIR is the folder of the data.")
-    return [html.commands([*more, *again]), where, data]

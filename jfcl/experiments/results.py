@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import PyTree, check, client_ids, joined, path_name, personal_part
 from jfcl.execution import hosts
 from jfcl.experiments import serving
@@ -24,35 +23,13 @@ from jfcl.experiments.config import Config, check_options, from_saved, of_popula
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.simulation import folder as runs
-from jfcl.simulation.folder import RunFolder, environment, finite_or_none, read_json
+from jfcl.simulation.folder import RunFolder, finite_or_none, read_json
 from jfcl.simulation.loop import History
-
-SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
-
-
-def summarize_records(records: list[dict[str, Any]], last: int) -> dict[str, Any]:
-    """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records."""
-    per_seed = []
-    for record in [r for r in records if r["round"] == last]:
-        of_seed = [r for r in records if r["seed"] == record["seed"]]
-        right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
-        recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
-        row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
-        row |= {"rounds_to_recovery": recovered, **{name: record.get(name) for name in ("bytes_up", "bytes_down")}}
-        row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
-        per_seed.append(row)
-
-    def over_seeds(statistic) -> dict[str, float | None]:
-        names = [name for name in per_seed[0] if name != "seed"]
-        columns = {name: [row.get(name) for row in per_seed] for name in names}
-        return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
-
-    return {"per_seed": per_seed, "mean": over_seeds(np.mean), "std": over_seeds(np.std)}
+from jfcl.simulation.results import SEED_METRICS, clients_csv, csv_bytes, summarize
 
 
 def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
     """Returns the content of `summary.json`: plain JSON, with `None` for NaN and infinity."""
-    over_seeds = summarize_records(history.records, history.rounds)
     summary = {
         "method": config.method,
         "dataset": config.dataset,
@@ -60,16 +37,8 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "description": parts.federation.description,
         "num_clients": len(parts.federation.cluster),
         "num_clusters": parts.federation.num_clusters,
-        "num_rounds": history.rounds,
-        "ended": history.ended,
-        "seconds": history.seconds,
-        "compile_seconds": history.compile_seconds,
-        "client_steps_per_second": history.client_steps / max(history.seconds, 1e-9),
-        "rounds_per_second": history.rounds / max(history.seconds, 1e-9),
-        **{name: float(np.mean([r[name] for r in over_seeds["per_seed"]])) for name in ("bytes_up", "bytes_down")},
-        **environment(),
         "split_hash": parts.federation.split_hash,
-        **over_seeds,
+        **summarize(history),
     }
     if config.dp_clip is not None:
         clusters = np.asarray(history.clients["cluster"])[0]
@@ -108,33 +77,16 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
 
 
 def _clients_csv(history: History, parts: Setup) -> bytes:
-    """Returns `clients.csv`: a line per seed and client."""
-    federation = parts.federation
-    names = [name for name in ("accuracy", "loss", "perplexity") if name in history.clients]
+    """Returns `clients.csv`, with the hostile and the excluded clients where a run has any."""
     extra = {}
     if parts.malicious is not None:
-        extra["malicious"] = np.broadcast_to(parts.malicious, history.clients["cluster"].shape)
+        extra["malicious"] = parts.malicious
     if hasattr(history.state, "excluded") and not _of_cohort(history):
         extra["excluded_in_round"] = np.asarray(history.state.excluded)
-    model = history.clients.get("model", history.clients["cluster"])
-    if (model != history.clients["cluster"]).any():  # clients of one cluster with models of their own
-        extra["model"] = model
     # With several processes this one holds some of the clients only, which are then numbered in their order.
-    ids = (np.arange(len(federation.cluster)) if hosts.several() else client_ids(federation.train)).tolist()
-    true = np.broadcast_to(federation.cluster, model.shape)
-    counts = {"examples": history.clients["examples"], "true_cluster": true, "cluster": history.clients["cluster"]}
-    counts |= extra
-    lines = [["seed", "client", *counts, *names]]
-    for (s, i), _ in np.ndenumerate(true):
-        found = [int(values[s, i]) for values in counts.values()]
-        lines.append([parts.seeds[s], ids[i], *found, *[f"{history.clients[name][s, i]:.6g}" for name in names]])
-    return _csv(lines)
-
-
-def _csv(lines: list[list]) -> bytes:
-    buffer = io.StringIO(newline="")
-    csv.writer(buffer).writerows(lines)
-    return buffer.getvalue().encode()
+    cluster, train = parts.federation.cluster, parts.federation.train
+    ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
+    return clients_csv(history.clients, parts.seeds, ids, cluster, extra)
 
 
 def _npz(tree: PyTree) -> bytes:
@@ -178,7 +130,7 @@ def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, 
         if s == 0 and found.accuracy is not None:
             means = np.nanmean(found.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
     if lines:
-        contents["paths.csv"] = _csv([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
+        contents["paths.csv"] = csv_bytes([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
     return contents, figures, means
 
 
@@ -304,8 +256,11 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
       (2, [1, 2])
     """
     folder = Path(folder)
+    check_no_sweep(folder)
     if not (folder / "summary.json").exists():
-        raise ValueError(f"{folder} holds no finished run: summary.json is missing")
+        raise ValueError(
+            f"{folder} holds no finished run: summary.json is missing; 'jfcl report' shows what there is so far"
+        )
     summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
     runs.verify_results(folder)
     check_summary(summary, folder / "summary.json")
@@ -317,6 +272,14 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             why = f"record {i} has no round or seed, or text for a number"
             raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: {why}")
     return summary, records
+
+
+def check_no_sweep(folder: Path) -> None:
+    """Raises `ValueError` for the folder of a sweep, with the command that runs its best configuration."""
+    if (folder / "setting.json").exists() and not (folder / "config.json").exists():
+        best = folder / "best.toml"
+        how = f"run the best configuration with jfcl run --config {best} --out DIR" if best.exists() else "resume it"
+        raise ValueError(f"{folder} holds a sweep, and no run; {how}")
 
 
 def is_whole(record: dict[str, Any]) -> bool:
@@ -342,8 +305,11 @@ def check_summary(summary: dict[str, Any], file: Path) -> None:
         return isinstance(values, dict) and "clusters_in_use" in values and all(map(is_number, values.values()))
 
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
-    wrong = [name for name in numbers if summary.get(name) is None or not is_number(summary[name])]
-    wrong += [name for name in ("method", "split_hash") if not isinstance(summary.get(name), str)]
+    texts = ("method", "split_hash")
+    wrong = [name for name in (*numbers, *texts) if name not in summary]
+    wrong += [name for name in numbers if not is_number(summary.get(name))]
+    wrong += [name for name in texts if not isinstance(summary.get(name), str | None)]  # None: a run in Python
+    wrong += [name for name in ("num_rounds", "client_steps_per_second") if summary.get(name, 0) is None]
     wrong += [name for name in ("mean", "std") if not has_numbers(name)]
     if "mean" not in wrong and summary["mean"]["clusters_in_use"] is None:
         wrong.append("mean")

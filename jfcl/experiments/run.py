@@ -19,6 +19,7 @@ from jfcl.experiments.population import run_population
 from jfcl.experiments.report import report
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
+from jfcl.experiments.used import eval_every
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.loop import History
@@ -65,9 +66,9 @@ def run(
         if resume and out is not None:  # also while results are written
             hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
-        options |= {"eval_every": config.eval_every or max(1, config.rounds // 50), "serve": config.serve}
+        options |= {"eval_every": eval_every(config), "serve": config.serve}
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
-        options |= {"callbacks": [*stopping, *callbacks]}
+        options |= {"callbacks": [*stopping, *callbacks], "summary": False}
         run_clients = run_population if of_population(config) else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
         if out is not None and hosts.is_first():

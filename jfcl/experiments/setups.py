@@ -44,6 +44,7 @@ from jfcl.experiments.config import (
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.privacy import mechanism
+from jfcl.experiments.used import keep, local_steps
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -63,15 +64,14 @@ class Setup(NamedTuple):
 
 def make_training(config: Config, largest: int) -> LocalTraining:
     """Returns the local training; schedules count the local steps of a client with `largest` examples."""
-    defaults = METHODS[config.method].defaults
     training = local_training(
         optax.sgd(config.lr),
-        num_steps=(config.local_steps or defaults.get("local_steps", 10)) if config.local_epochs is None else None,
+        num_steps=local_steps(config),
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
-        keep=config.keep or defaults.get("keep", "nothing"),
+        keep=keep(config),
     )
     lr = _learning_rate(config, training, largest)
     if callable(lr) and training.keep == "nothing":

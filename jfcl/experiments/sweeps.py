@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm, check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, options_of
@@ -45,6 +46,8 @@ from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
 OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share", "personal")
 BOOLEANS = {"true": True, "false": False}
 MOST_SHOWN = 30  # cells in a table
+SEEDS = 3  # of each cell, unless they are given
+SPREAD = 0.05  # of the accuracy over seeds, beyond which restarts are suggested
 FILES = ("sweep.json", "best.toml", "heatmap.png")
 
 
@@ -67,6 +70,8 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, l
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
         if name not in known:
             raise ValueError(f"grid: unknown option {given[:100]!r}{nearest(name, known)}")
+        accepted = "num_models, the number of models; --clusters, that of the hidden clusters, is one for all cells"
+        check(name != "clusters", "grid", given, accepted)
         accepted = f"an option that may differ between cells; give --{name.replace('_', '-')} for all of them"
         check(name not in OF_ALL_CELLS, "grid", given, accepted)
         check(name not in grid, "grid", given, f"given once: {name} has two axes")
@@ -223,6 +228,17 @@ def best_toml(config: Config, found: Sweep) -> str:
     score = f"{metric} {best.mean[found.metric]:.4g} on held-out training examples"
     lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}.", *map(_line, options.items())]
     return "\n".join(lines) + "\n"
+
+
+def restarts_note(config: Config, found: Sweep) -> str:
+    """Returns a sentence that suggests restarts, if the seeds of the best cell differ and the method has them."""
+    best = found.cells[found.best]
+    chosen, accuracy = dataclasses.replace(config, **best.values), [row.get("accuracy") for row in best.per_seed]
+    if "restarts" not in METHODS[config.method].options or chosen.restarts != 1 or None in accuracy:
+        return ""
+    low, high = 100 * min(accuracy), 100 * max(accuracy)
+    between = f"The seeds of the best configuration end between {low:.1f} and {high:.1f} %"
+    return f"{between}: some may have found other clusters; --restarts 5 can prevent that" * (high - low > 100 * SPREAD)
 
 
 def _line(entry: tuple[str, Any]) -> str:

@@ -210,6 +210,10 @@ class Callbacks:
         """Calls `on_checkpoint`."""
         self._call_all("on_checkpoint", self.round, self._folder)
 
+    def is_finished(self) -> bool:
+        """Returns whether the run has ended without an error, and not only by `stop_after`."""
+        return self.ended.status == "finished" or self.reason is not None
+
     def raise_failure(self) -> None:
         """Raises the error of a callback, if there is one."""
         if self.failure is not None:

@@ -30,6 +30,7 @@ class Subjects(NamedTuple):
       test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
       true_cluster: `[N]`, or None if it is unknown.
       lists_clusters: whether a record holds the cluster of every client.
+      num_classes: of the task, if they are known.
     """
 
     seeds: list
@@ -37,6 +38,7 @@ class Subjects(NamedTuple):
     new_size: np.ndarray | None
     true_cluster: np.ndarray | None
     lists_clusters: bool
+    num_classes: int | None = None
 
 
 class Assessment(NamedTuple):

@@ -19,7 +19,7 @@ from jfcl.execution import hosts
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, Assessment, make_records
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_never_examined
+from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_if_never_examined
 
 METHOD_ENDED = "every cluster is final"
 SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
@@ -251,6 +251,7 @@ def run_rounds(
             if is_interrupted:
                 raise KeyboardInterrupt
         warn_if_never_examined(records[-len(seeds) :], done)
+        warn_if_loss_is_high(records, backend.subjects)
         callbacks.ended = _end(done, num_rounds, has_ended, callbacks.reason)
     return Restored(done, state, totals, records), assessment, callbacks.ended.reason
 
@@ -277,11 +278,11 @@ def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:
 
 
 def open_folder(
-    opened: contextlib.ExitStack, out: str | Path | None, resume: bool, config: dict[str, Any]
+    opened: contextlib.ExitStack, out: str | Path | None, resume: bool, config: dict[str, Any], num_rounds: int
 ) -> RunFolder | None:
     """Returns the run's folder, until `opened` is left, in the first process; None in others, and without `out`."""
-    make = RunFolder.reopen if resume else RunFolder.create
-    folder = None if out is None else hosts.by_first(lambda: make(out, config))
+    make, saved = RunFolder.reopen if resume else RunFolder.create, {"num_rounds": num_rounds} | config
+    folder = None if out is None else hosts.by_first(lambda: make(out, saved))
     if folder is not None:
         opened.callback(folder.close)
     return folder

@@ -186,7 +186,8 @@ class OnDevice:
         by_loss = serve == "loss" and made.by_loss and num_models > 1 and tests is not None and made.task is not None
         self._learners = self._clients if by_loss else None
         true_cluster = None if true_cluster is None else np.asarray(true_cluster)
-        self.subjects = Subjects(self._seeds, test_size, new_size, true_cluster, n <= MOST_LISTED)
+        classes = None if made.task is None else made.task.num_classes
+        self.subjects = Subjects(self._seeds, test_size, new_size, true_cluster, n <= MOST_LISTED, classes)
         models = 1 if hasattr(self.like, "active") else num_models
         self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
 

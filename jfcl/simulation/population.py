@@ -22,6 +22,7 @@ from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, CohortStream, make_sa
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
+from jfcl.simulation.results import keep_results
 from jfcl.simulation.state_split import Split, Start, depends_on_clients, split_state
 from jfcl.simulation.streamed import Streamed
 
@@ -81,6 +82,7 @@ def simulate_population(
     description: str = "rounds",
     stop_after: int | None = None,
     callbacks: Sequence[Any] = (),
+    summary: bool = True,
 ) -> PopulationHistory:
     """Runs `algorithm` on a population of any size, with one cohort on the device at a time.
 
@@ -111,13 +113,13 @@ def simulate_population(
         cohort then decides.
       change: `(clients) -> clients`, of NumPy arrays: applied to every cohort after it is gathered, for example
         `jfcl.attacks.poison` for malicious clients.
-      test_store: held-out examples of the same clients; without it nothing is evaluated.
+      test_store: test examples of the same clients; without it nothing is evaluated.
       evaluate: the number of evaluated clients, drawn once; or their ids.
       serve: as in `simulate`; the "state" of a client is that of its last round.
       client_axis: mapping for evaluations; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
         among its devices.
-      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, callbacks: as in
-        `simulate`.
+      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, callbacks, summary: as in
+        `simulate`. Without `test_store`, there is no `clients.csv`.
       seed: the key's name in the records.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given.
 
@@ -195,19 +197,22 @@ def simulate_population(
         about["strata"] = None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())
         about |= {"remember": remember} if remember else {}
         config = (config or {}) | {"cohorts": about}
-        folder = open_folder(opened, out, resume, config)
+        folder = open_folder(opened, out, resume, config, num_rounds)
         for part in (store, test_store) if resume else ():
             if part is not None:
                 part.verify(progress=progress)
         rows, start = _open_rows(folder, resume, n, split.apart(shapes), rows_in_memory, num_rounds)
+        if resume:
+            watch.tell_start(start.round)
 
         # Run.
         join = algorithm.init if join is None else join
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, stream)
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        schedule |= {"callbacks": Callbacks(callbacks, description, config, num_rounds, out)}
-        end, assessment, why = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
+        called = Callbacks(callbacks, description, config, num_rounds, out)
+        run = {"callbacks": called, "watch": watch, "folder": folder, "keeps": out is not None}
+        end, assessment, why = run_rounds(backend, start, **schedule, **run)
 
         # Results.
         state = backend.whole_state(end.state, end.round)
@@ -215,8 +220,13 @@ def simulate_population(
         if backend.subjects.test_size is not None:
             final |= (assessment or backend.evaluate(end.state, {})).of_clients()
         seconds, compile_seconds = watch.clock()
-    steps = sum(end.totals.get("client_steps", [0.0]))
-    return PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, why, rows)
+        steps = sum(end.totals.get("client_steps", [0.0]))
+        history = PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, why, rows)
+        if summary and folder is not None and called.is_finished():
+            true = None if store.cluster is None else store.cluster[evaluated]
+            about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "true_cluster": true}
+            keep_results(out, history, **about, num_clients=n)
+    return history
 
 
 def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.ndarray:

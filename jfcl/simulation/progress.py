@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import socket
@@ -20,9 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl.execution import mapping
+from jfcl.simulation.evaluation import Subjects
 from jfcl.simulation.folder import RunFolder
 
 LONG_SECONDS = 20.0  # of a run that is worth a hint
+FIRST_CHECKPOINT = 5.0  # seconds; a run that is stopped soon has then kept something
 
 
 class DivergedError(RuntimeError):
@@ -163,7 +166,7 @@ class Watch:
             transient=True,
         )
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
-        self._checkpoint_seconds = checkpoint_seconds
+        self._speaks, self._num_rounds, self._checkpoint_seconds = progress, num_rounds, checkpoint_seconds
 
     def __enter__(self):
         self._main = threading.current_thread() is threading.main_thread()
@@ -198,10 +201,17 @@ class Watch:
         self._bar.start_task(self._line)
         self._bar.update(self._line, note=note)
 
+    def tell_start(self, done: int) -> None:
+        """Prints the round after which a resumed run continues, where the run has a bar."""
+        where = f"resuming after round {done:,} of {self._num_rounds:,}"
+        if self._speaks:
+            self._bar.console.print(where if done else "no checkpoint yet: beginning again with round 1")
+
     def begin(self, done: int, clock: Sequence[float]) -> None:
         """Starts the bar at `done` rounds, which took the seconds `clock` in earlier calls."""
         self._resumed_at, self._earlier = done, clock
         self.saved()
+        self._wait = self._checkpoint_seconds if done else min(FIRST_CHECKPOINT, self._checkpoint_seconds)
         self.show("compiling")
         self._bar.update(self._line, completed=done)
 
@@ -221,11 +231,11 @@ class Watch:
 
     def due(self) -> bool:
         """Returns whether it is time for a checkpoint."""
-        return time.perf_counter() - self._saved_at >= self._checkpoint_seconds
+        return time.perf_counter() - self._saved_at >= self._wait
 
     def saved(self) -> None:
         """Notes the time of a checkpoint."""
-        self._saved_at = time.perf_counter()
+        self._saved_at, self._wait = time.perf_counter(), self._checkpoint_seconds
 
 
 def stop_if_diverged(finite: Any, values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
@@ -239,10 +249,13 @@ def stop_if_diverged(finite: Any, values: dict[str, Any], t: int, seeds: Sequenc
     if "nonfinite" in values and "participants" in values:
         bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
         lost["no client sent a finite update"] = (bad == present) & (present > 0)
-    kept = f"; the last good checkpoint stays in {folder.path}" if folder is not None else ""
+    kept = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
+    if folder is not None and folder.has_checkpoint():
+        kept += f" and its last good checkpoint, of round {folder.rounds()[0]}"
     for what, of_seeds in lost.items():
         for s in np.flatnonzero(of_seeds):
-            raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; a lower learning rate usually helps{kept}")
+            how = f"a lower learning rate (--lr) usually helps{kept}"
+            raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; {how}")
 
 
 def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_clients: int, true_cluster: Any) -> None:
@@ -272,6 +285,7 @@ def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_c
 
 
 FEW_ROUNDS = 10  # fewer are too few for a conclusion
+HIGH = 10  # times the loss of guessing is no result of training
 NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
 
 
@@ -288,6 +302,27 @@ def _warn_of_idle_cores() -> None:
         " method and to simulate, divides the clients among all",
         stacklevel=4,
     )
+
+
+def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> None:
+    """Warns once if a run ends with a training loss far above that of guessing, or above that of its first record.
+
+    Args:
+      records: all records of the run.
+      subjects: with the seeds, and the number of classes; where that is unknown, the first records are compared with.
+    """
+    count = len(subjects.seeds)
+    for first, last in zip(records[:count], records[-count:], strict=True):
+        guess = math.log(subjects.num_classes) if (subjects.num_classes or 0) > 1 else first["train_loss"]
+        what = "guessing" if guess is not first["train_loss"] else f"round {first['round']}"
+        if guess > 0 and last["train_loss"] > HIGH * guess:
+            warnings.warn(
+                f"round {last['round']}, seed {last['seed']}: the training loss, {last['train_loss']:.3g}, is far above"
+                f" that of {what}, {guess:.3g}; a lower learning rate (--lr) usually helps, and with hostile clients"
+                " a robust aggregator",
+                stacklevel=4,
+            )
+            return
 
 
 def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:

@@ -19,6 +19,7 @@ from jfcl.core import (
     check_examples,
     check_labels,
     check_made,
+    client_ids,
     named_leaves,
     num_clients,
 )
@@ -28,6 +29,7 @@ from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.on_device import OnDevice, build
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
+from jfcl.simulation.results import keep_results
 
 
 def simulate(
@@ -54,6 +56,7 @@ def simulate(
     stop_after: int | None = None,
     state: Any = None,
     callbacks: Sequence[Any] = (),
+    summary: bool = True,
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
@@ -67,7 +70,7 @@ def simulate(
       clients: training data.
       key: one key, or `[R]` of them: seeds, run together in one program.
       num_rounds: `T`.
-      test_clients: held-out examples, row `i` of client `i`; evaluated under the model that the client is served.
+      test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
@@ -84,12 +87,14 @@ def simulate(
       client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
         its devices (give it to the algorithm too). With several processes, `clients` and `test_clients` are those of
         this process, `mapping.own_rows`, and the first process writes all files.
-      out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`.
+      out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
+        method or a callback has ended the run, `summary.json` and `clients.csv`.
       resume: continue from the last checkpoint in `out` (from the start if there is none yet).
       config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused.
-        Default: the numbers of the key.
-      checkpoint_seconds: least time between two checkpoints; one is always made at the end and on Ctrl-C.
-      progress: show a bar with rate and time left.
+        Default: the numbers of the key. Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
+      checkpoint_seconds: least time between two checkpoints; the first one is made after 5 seconds, if that is less,
+        and one always at the end and on Ctrl-C.
+      progress: show a bar with rate and time left, and the round after which a resumed run continues.
       description: the label of the bar.
       stop_after: stop after this many rounds, with a checkpoint (to run in instalments); default: never.
       state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
@@ -98,6 +103,7 @@ def simulate(
         checkpoint in `out` has precedence.
       callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order: early stopping,
         trackers. They change no result, and a resumption may have others.
+      summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
 
     Returns:
       `History`: `records` of the evaluated rounds, the last `state`, and in `clients` the final `cluster`, `model`,
@@ -149,27 +155,33 @@ def simulate(
 
         # Begin or resume.
         config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
-        folder = open_folder(opened, out, resume, config)
+        folder = open_folder(opened, out, resume, config, num_rounds)
         restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
         if restored is None and first is not None:
             restored = Restored(0, first, {}, [])
         start = backend.restore(restored)
         if resume:
             hosts.by_first(lambda: folder.begin())
+            watch.tell_start(start.round)
 
         # Run.
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        schedule |= {"callbacks": Callbacks(callbacks, description, config, num_rounds, out)}
-        end, assessment, why = run_rounds(backend, start, **schedule, watch=watch, folder=folder, keeps=out is not None)
+        called = Callbacks(callbacks, description, config, num_rounds, out)
+        run = {"callbacks": called, "watch": watch, "folder": folder, "keeps": out is not None}
+        end, assessment, why = run_rounds(backend, start, **schedule, **run)
         assessment = assessment or backend.evaluate(end.state, {})
         final = assessment.of_clients() | {"examples": backend.sizes()}
         seconds, compile_seconds = watch.clock()
+        steps = sum(end.totals.get("client_steps", []))
         state = backend.result(end.state)
+        history = History(end.records, state, final, end.round, seconds, compile_seconds, steps, why)
+        if summary and folder is not None and called.is_finished():
+            n = final["examples"].shape[1]  # of all processes
+            ids = list(range(n)) if hosts.several() else client_ids(clients).tolist()
+            about = {"config": config, "seeds": seeds, "ids": ids, "true_cluster": true_cluster}
+            keep_results(out, history, **about, num_clients=n)
     warn_if_cores_are_idle(client_axis, seconds)
-    if single:
-        state = jax.tree.map(lambda x: x[0], state)
-    steps = sum(end.totals.get("client_steps", []))
-    return History(end.records, state, final, end.round, seconds, compile_seconds, steps, why)
+    return history._replace(state=jax.tree.map(lambda x: x[0], state)) if single else history
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ class Streamed:
         self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         test_size = None if self._tests is None else np.asarray(self._tests.size)
         is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
-        self.subjects = Subjects([seed], test_size, None, true, is_listed)
+        classes = None if algorithm.task is None else algorithm.task.num_classes
+        self.subjects = Subjects([seed], test_size, None, true, is_listed, classes)
         models = 1 if hasattr(self.shapes, "active") else self._num_models  # one that is never split is no collapse
         self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,11 @@ def scalars(records: list[dict[str, Any]]) -> dict[str, float]:
 def name_of(run: RunInfo) -> str:
     """Returns the name of a run: that of its folder, or its description."""
     return run.description if run.folder is None else run.folder.resolve().name
+
+
+def tell(text: str) -> None:
+    """Prints where the curves of a run are; above a progress bar, if there is one."""
+    print(f"curves: {text}", file=sys.stderr)
 
 
 def known_id(folder: Path | None, tracker: str) -> str | None:

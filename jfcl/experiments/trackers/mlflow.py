@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import Any
 
-from jfcl.experiments.trackers.common import keep_id, known_id, library, name_of, scalars
+from jfcl.experiments.trackers.common import keep_id, known_id, library, name_of, scalars, tell
 from jfcl.simulation.callbacks import Callback, End, RunInfo
 
 STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -38,6 +39,9 @@ class MLflow(Callback):
         """Begins or resumes the tracked run."""
         self._client = self._library.MlflowClient(self._uri)
         self._id = known_id(run.folder, "mlflow")
+        uri = self._uri or self._library.get_tracking_uri()
+        view = "" if uri.startswith("http") else f"; to see them: mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        tell(f"{uri}, experiment {self._experiment}{view}")
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
-from jfcl.experiments.trackers.common import library, scalars
+from jfcl.core import check
+from jfcl.experiments.trackers.common import library, scalars, tell
 from jfcl.simulation.callbacks import Callback, End, RunInfo
 
 
@@ -15,10 +17,10 @@ class TensorBoard(Callback):
     A resumed run continues the curves: events of rounds after its checkpoint are marked as void.
 
     Args:
-      folder: of the event files; default: `tensorboard` in the run's folder, without one that of tensorboardX.
+      folder: of the event files; default: `tensorboard` in the run's folder. A run without a folder needs it.
 
     Raises:
-      ValueError: tensorboardX is not installed.
+      ValueError: tensorboardX is not installed; in a run, as `CallbackError`, no folder.
 
     Example:
       >>> from jfcl.experiments import Config, run
@@ -31,10 +33,13 @@ class TensorBoard(Callback):
 
     def on_start(self, run: RunInfo) -> None:
         """Opens the event file."""
-        folder = self._folder or (run.folder and run.folder / "tensorboard")
+        accepted = "given, or the run kept in a folder: out of jfcl.simulate (--out on the command line)"
+        check(self._folder is not None or run.folder is not None, "folder", self._folder, accepted)
+        folder = Path(self._folder or run.folder / "tensorboard")
         # A file of its own for every part of a run; events of earlier parts after `run.round` are void.
         part = {"purge_step": run.round + 1, "filename_suffix": f".{run.round}"}
-        self._writer = self._library.SummaryWriter(folder and str(folder), **part)
+        self._writer = self._library.SummaryWriter(str(folder), **part)
+        tell(f"{folder}; to see them: tensorboard --logdir {shlex.quote(str(folder))}")
         lines = [f"| {name} | {value} |" for name, value in run.config.items() if value is not None]
         self._writer.add_text("config", "\n".join(["| option | value |", "|---|---|", *lines]), run.round)
 

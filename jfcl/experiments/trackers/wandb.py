@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
+from pathlib import Path
 from typing import Any
 
-from jfcl.experiments.trackers.common import keep_id, known_id, library, name_of, scalars
+from jfcl.experiments.trackers.common import keep_id, known_id, library, name_of, scalars, tell
 from jfcl.simulation.callbacks import Callback, End, RunInfo
 
 
@@ -40,6 +42,8 @@ class WandB(Callback):
         options |= {"id": identity, "resume": "allow", "config": run.config}
         self._run = self._library.init(**(options | self._options))
         self._run.define_metric("*", step_metric="round")
+        folder = shlex.quote(str(Path(self._run.dir).parent))
+        tell(self._run.url or f"{folder}; to upload them after the run: wandb sync {folder}")
 
     def on_records(self, records: list[dict[str, Any]]) -> None:
         """Logs the numbers of the records."""

@@ -1,0 +1,58 @@
+"""The values that a run uses for options that are not given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jfcl.algorithms import METHODS
+from jfcl.experiments.config import Config, as_dict, method_options
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
+
+EVALUATIONS = 50  # in a run, about
+ALL = "all"
+
+
+def local_steps(config: Config) -> int | None:
+    """Returns the local steps of a round; None where `local_epochs` counts them."""
+    if config.local_epochs is not None:
+        return None
+    return config.local_steps or METHODS[config.method].defaults.get("local_steps", 10)
+
+
+def keep(config: Config) -> str:
+    """Returns what a client keeps of its optimiser for the next round; a schedule keeps at least its count."""
+    return config.keep or METHODS[config.method].defaults.get("keep", "nothing")
+
+
+def eval_every(config: Config) -> int:
+    """Returns the rounds between two evaluations.
+
+    Example:
+      >>> eval_every(Config("ifca", rounds=200)), eval_every(Config("ifca", rounds=200, eval_every=7))
+      (4, 7)
+    """
+    return config.eval_every or max(1, config.rounds // EVALUATIONS)
+
+
+def used_options(config: Config) -> dict[str, Any]:
+    """Returns all options of `config` with the values that a run uses, as far as they follow from the options alone.
+
+    None stays where an option has no effect, or where data or devices decide.
+
+    Example:
+      >>> found = used_options(Config("ifca", rounds=200, clusters=3))
+      >>> found["local_steps"], found["optimizer"], found["eval_every"], found["num_models"], found["cohort"]
+      (10, 'sgd', 4, 3, 'all')
+    """
+    options, optimizer = METHODS[config.method].options, OPTIMIZERS[config.optimizer or "sgd"]
+    own = {name: option.default for name, option in method_options(config.method).items()}
+    own |= {"optimizer": "sgd", "schedule": "constant", "batch_size": ALL, "examples_per_client": ALL}
+    own |= {"local_steps": local_steps(config), "keep": keep(config), "eval_every": eval_every(config)}
+    own |= {"num_models": config.clusters} if "num_clusters" in options else {}
+    own |= {"cohort": ALL} if "cohort" in options else {}
+    own |= {"momentum": optimizer.momentum} if "momentum" not in options else {}
+    schedule = config.schedule or "constant"
+    own |= {name: default for name, (users, default) in SCHEDULE_OPTIONS.items() if schedule in users}
+    if "step_rounds" in own:
+        own["step_rounds"] = max(config.rounds // 3, 1)
+    return {name: own.get(name) if value is None else value for name, value in as_dict(config).items()}

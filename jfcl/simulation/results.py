@@ -1,0 +1,125 @@
+"""The results that a finished run leaves in its folder: `summary.json` and `clients.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.analysis.metrics import rounds_to_recovery
+from jfcl.simulation.folder import environment, write_results
+from jfcl.simulation.loop import History
+
+SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use")
+BYTES = ("bytes_up", "bytes_down")
+
+
+def summarize_records(records: list[dict[str, Any]], last: int) -> dict[str, Any]:
+    """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records."""
+    per_seed = []
+    for record in [r for r in records if r["round"] == last]:
+        of_seed = [r for r in records if r["seed"] == record["seed"]]
+        right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
+        recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
+        row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
+        row |= {"rounds_to_recovery": recovered, **{name: record.get(name) for name in BYTES}}
+        row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
+        per_seed.append(row)
+
+    def over_seeds(statistic) -> dict[str, float | None]:
+        names = [name for name in per_seed[0] if name != "seed"]
+        columns = {name: [row.get(name) for row in per_seed] for name in names}
+        return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
+
+    return {"per_seed": per_seed, "mean": over_seeds(np.mean), "std": over_seeds(np.std)}
+
+
+def finds_clusters(history: History) -> bool:
+    """Returns whether a method has several models, and not simply one for each client."""
+    cluster, state = history.clients.get("cluster"), history.state
+    models = jax.tree.leaves(state.params)[0].shape[state.cluster.ndim - 1]  # after the axis of seeds, if there is one
+    alone = cluster is not None and bool((cluster == np.arange(cluster.shape[-1])).all())
+    return models > 1 and (not alone or hasattr(state, "group"))
+
+
+def summarize(history: History) -> dict[str, Any]:
+    """Returns the entries of `summary.json` that follow from a run alone: its end, its costs and its last metrics."""
+    over_seeds = summarize_records(history.records, history.records[-1]["round"])
+    seconds = max(history.seconds, 1e-9)
+    return {
+        "num_rounds": history.rounds,
+        "ended": history.ended,
+        "seconds": history.seconds,
+        "compile_seconds": history.compile_seconds,
+        "client_steps_per_second": history.client_steps / seconds,
+        "rounds_per_second": history.rounds / seconds,
+        "finds_clusters": finds_clusters(history),
+        **{name: over_seeds["mean"][name] for name in BYTES},
+        **environment(),
+        **over_seeds,
+    }
+
+
+def clients_csv(
+    clients: dict[str, np.ndarray],
+    seeds: Sequence[int],
+    ids: Sequence[int],
+    true_cluster: np.ndarray | None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> bytes:
+    """Returns `clients.csv`: a line per seed and client.
+
+    Args:
+      clients: `History.clients`, `[R, N]` each.
+      seeds, ids: names of the `R` seeds and of the `N` clients.
+      true_cluster: `[N]`, or None where it is unknown.
+      extra: further columns of integers, `[R, N]` each.
+    """
+    cluster, known = clients["cluster"], {} if true_cluster is None else {"true_cluster": true_cluster}
+    counts = {"examples": clients["examples"], **known, "cluster": cluster} | (extra or {})
+    if (clients.get("model", cluster) != cluster).any():  # clients of one cluster with models of their own
+        counts["model"] = clients["model"]
+    counts = {name: np.broadcast_to(values, cluster.shape) for name, values in counts.items()}
+    names = [name for name in ("accuracy", "loss", "perplexity") if name in clients]
+    lines = [["seed", "client", *counts, *names]]
+    for (s, i), _ in np.ndenumerate(cluster):
+        found = [int(values[s, i]) for values in counts.values()]
+        lines.append([seeds[s], ids[i], *found, *[f"{clients[name][s, i]:.6g}" for name in names]])
+    return csv_bytes(lines)
+
+
+def csv_bytes(lines: list[list]) -> bytes:
+    """Returns a table as the content of a csv file."""
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer).writerows(lines)
+    return buffer.getvalue().encode()
+
+
+def keep_results(
+    out: str | Path,
+    history: History,
+    *,
+    config: dict[str, Any],
+    seeds: Sequence[int],
+    ids: Sequence[int],
+    true_cluster: np.ndarray | None,
+    num_clients: int,
+) -> None:
+    """Writes `clients.csv` and `summary.json` of a run in Python, the method and data of which only `config` can name.
+
+    Nothing is written where no round was evaluated.
+    """
+    if not history.records:
+        return
+    known = None if true_cluster is None else np.unique(np.asarray(true_cluster)[np.asarray(true_cluster) >= 0])
+    named = {name: value if isinstance(value := config.get(name), str) else None for name in ("method", "dataset")}
+    counts = {"num_clients": num_clients, "num_clusters": None if known is None else len(known)}
+    summary = named | counts | {"split_hash": None} | summarize(history)
+    listed = "cluster" in history.clients  # not by a population without test examples
+    contents = {"clients.csv": clients_csv(history.clients, seeds, ids, true_cluster)} if listed else {}
+    write_results(Path(out), contents, summary)

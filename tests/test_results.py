@@ -1,0 +1,217 @@
+"""What a run in Python leaves in its folder: checkpoints, and results that `jfcl compare` and `jfcl report` read."""
+
+import csv
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfcl
+from jfcl import cli
+from jfcl.data import ClientStore
+from jfcl.experiments import read_run
+from jfcl.simulation import evaluation, progress
+from jfcl.simulation import folder as runs
+from jfcl.simulation.callbacks import EarlyStopping
+from jfcl.testing import problem
+
+CLIENTS, CLUSTER, TASK, TRAINING = problem("classification")
+FEDAVG, IFCA = jfcl.fedavg(TASK, TRAINING), jfcl.ifca(TASK, TRAINING, num_clusters=2)
+KEYS = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
+N, ROUNDS = len(CLUSTER), 4
+
+
+def simulate(algorithm=FEDAVG, **options):
+    options = {"key": KEYS, "num_rounds": ROUNDS, "test_clients": CLIENTS, "true_cluster": CLUSTER} | options
+    return jfcl.simulate(algorithm, CLIENTS, **options)
+
+
+def test_a_run_in_python_leaves_its_results(tmp_path):
+    history = simulate(IFCA, out=tmp_path, seeds=[5, 6], config={"method": "mine", "lr": 0.5})
+    summary, records = read_run(tmp_path)  # verifies the files
+    assert records == history.records
+    last = [row for row in records if row["round"] == ROUNDS]
+    for name in ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "clusters_in_use", "bytes_up"):
+        values = [row[name] for row in last]
+        assert summary["mean"][name] == pytest.approx(np.mean(values)), name
+        assert summary["std"][name] == pytest.approx(np.std(values)), name
+        assert [row[name] for row in summary["per_seed"]] == values, name
+    about = {"method": "mine", "dataset": None, "num_clients": N, "num_clusters": len(set(CLUSTER.tolist()))}
+    about |= {"num_rounds": ROUNDS, "ended": history.ended, "seconds": history.seconds, "finds_clusters": True}
+    assert {name: summary[name] for name in about} == about
+    assert summary["client_steps_per_second"] == pytest.approx(history.client_steps / history.seconds)
+    assert summary["device"] and summary["versions"]["jfcl"] == jfcl.__version__
+    rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
+    assert [(int(row["seed"]), int(row["client"])) for row in rows] == [(s, i) for s in (5, 6) for i in range(N)]
+    assert [int(row["true_cluster"]) for row in rows] == 2 * CLUSTER.tolist()
+    for name in ("examples", "cluster", "accuracy", "loss"):
+        found = [float(row[name]) for row in rows]
+        np.testing.assert_allclose(found, history.clients[name].reshape(-1), rtol=1e-5, err_msg=name)
+
+
+def test_only_runs_that_have_ended_have_results(tmp_path):
+    options = {"out": tmp_path, "eval_every": 2}
+    has = lambda: (tmp_path / "summary.json").exists()  # noqa: E731
+    simulate(stop_after=2, **options)
+    assert not has()
+    wanted = simulate(resume=True, **options)
+    summary = (tmp_path / "summary.json").read_bytes()
+    assert read_run(tmp_path)[1] == wanted.records
+    # A kill after the last checkpoint, and before the results.
+    for name in ("summary.json", "clients.csv"):
+        (tmp_path / name).unlink()
+    simulate(resume=True, **options)
+    read_run(tmp_path)
+    assert json.loads(summary)["per_seed"] == json.loads((tmp_path / "summary.json").read_text())["per_seed"]
+    # An extension; results of a caller's own.
+    simulate(resume=True, **(options | {"num_rounds": 8, "stop_after": 5}))
+    assert not has()
+    simulate(resume=True, **(options | {"num_rounds": 8, "summary": False}))
+    assert not has()
+    assert json.loads((tmp_path / "config.json").read_text())["num_rounds"] == 8
+
+
+def test_a_run_that_a_callback_ends_is_finished(tmp_path):
+    class Enough:
+        def on_records(self, records):
+            return "two are enough" if records[0]["round"] == 2 else None
+
+    history = simulate(out=tmp_path, callbacks=[Enough()])
+    summary, _ = read_run(tmp_path)
+    assert (summary["num_rounds"], summary["ended"]) == (2, "two are enough") == (history.rounds, history.ended)
+
+
+def test_runs_in_python_are_compared_and_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    simulate(out="runs/mean", config={"lr": 0.5}, callbacks=[EarlyStopping(patience=1, metric="loss", margin=10.0)])
+    simulate(IFCA, out="runs/clusters", config={"lr": 0.25, "method": "mine"})
+    assert cli.main(["compare", "runs/mean", "runs/clusters"]) == 0
+    printed = capsys.readouterr().out
+    assert "identity" not in printed and "different splits" not in printed
+    right = [100 * row["cluster_accuracy"] for row in read_run("runs/clusters")[0]["per_seed"]]
+    found = f"{np.mean(right):.1f}±{np.std(right):.1f}"
+    mean, clusters = ([line.split() for line in printed.splitlines() if line.startswith(name)] for name in ("m", "c"))
+    assert mean[0][3:5] == ["–", "–"] and clusters[0][3] == found  # one model finds none
+    assert "they differ in num_rounds" not in printed and "rounds: 2 (mean), 4 (clusters)" in printed
+    assert "lr: 0.5 (mean), 0.25 (clusters)" in printed
+    assert cli.main(["report", "runs/mean"]) == 0
+    page = (tmp_path / "runs/mean/report.html").read_text()
+    assert "Finished: 2 of 4 rounds." in page and "Missing or damaged" not in page
+    assert read_run("runs/mean")[0]["device"] in page and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("tests", [True, False])
+def test_a_run_of_a_population_leaves_its_results(tests, tmp_path):
+    store = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
+    options = {"key": KEYS[0], "num_rounds": 2, "cohort": 4, "out": tmp_path, "evaluate": [1, 3]}
+    history = jfcl.simulate_population(FEDAVG, store, test_store=store if tests else None, **options)
+    summary, records = read_run(tmp_path)
+    assert records == history.records and summary["num_clients"] == N
+    assert (summary["mean"]["accuracy"] is not None) == tests == (tmp_path / "clients.csv").exists()
+    if tests:
+        rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
+        assert [(row["client"], row["true_cluster"]) for row in rows] == [(str(i), str(CLUSTER[i])) for i in (1, 3)]
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "Missing or damaged" not in (tmp_path / "report.html").read_text()
+
+
+def test_true_clusters_that_are_unknown_are_left_out(tmp_path):
+    simulate(out=tmp_path, true_cluster=None, test_clients=None, config={"method": "mine"})
+    assert (tmp_path / "clients.csv").read_text().splitlines()[0] == "seed,client,examples,cluster"
+    summary, _ = read_run(tmp_path)
+    assert (summary["num_clusters"], summary["split_hash"], summary["mean"]["accuracy"]) == (None, None, None)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    damaged = json.loads((tmp_path / "summary.json").read_text())
+    del damaged["split_hash"], damaged["sha256"]
+    (tmp_path / "summary.json").write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match="it does not have split_hash as jfcl writes it"):
+        read_run(tmp_path)
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    def __init__(self):
+        self.rounds = []
+
+    def on_checkpoint(self, round, folder):
+        self.rounds.append(round)
+
+
+@pytest.mark.parametrize("first, wanted", [(0.0, [1, ROUNDS]), (1e9, [ROUNDS])])
+def test_the_first_checkpoint_is_early(first, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_CHECKPOINT", first)
+    seen = Checkpoints()
+    simulate(out=tmp_path, checkpoint_seconds=1e9, callbacks=[seen])
+    assert seen.rounds == wanted
+    # Of a run that is resumed there is one already.
+    seen = Checkpoints()
+    simulate(out=tmp_path, resume=True, num_rounds=ROUNDS + 3, checkpoint_seconds=1e9, callbacks=[seen])
+    assert seen.rounds == [ROUNDS + 3]
+
+
+@pytest.mark.parametrize("kind", ["clients", "population"])
+def test_a_resumed_run_names_its_first_round(kind, tmp_path, capsys):
+    def run(**options):
+        options = {"out": tmp_path, "num_rounds": 2000, "progress": True} | options
+        if kind == "clients":
+            return simulate(**options)
+        store = ClientStore.from_clients(CLIENTS)
+        return jfcl.simulate_population(FEDAVG, store, key=KEYS[0], cohort=4, eval_every=9, **options)
+
+    def said():
+        return " ".join(capsys.readouterr().err.split())
+
+    class Failing:
+        def on_start(self, run):
+            raise RuntimeError
+
+    with pytest.raises(jfcl.callbacks.CallbackError):
+        run(callbacks=[Failing()])
+    assert "resum" not in said().replace("resume=True", "").replace("--resume", "")
+    run(resume=True, stop_after=2)
+    assert "no checkpoint yet: beginning again with round 1" in said()
+    run(resume=True, stop_after=3)
+    assert "resuming after round 2 of 2,000" in said()
+    run(resume=True, stop_after=4, progress=False)
+    assert said() == ""
+
+
+# ---- A learning rate that is too high --------------------------------------------------------------------------------
+
+
+def test_a_loss_that_grows_is_noted():
+    wild = jfcl.fedavg(TASK, jfcl.local_training(optax.sgd(1e5), num_steps=2))
+    with pytest.warns(UserWarning, match=r"round 2, .* training loss, .*, is far above that of round 1, .*--lr"):
+        simulate(wild, num_rounds=2)
+
+
+@pytest.mark.parametrize("loss, is_noted", [(24.0, True), (22.0, False), (float("inf"), True), (float("nan"), False)])
+def test_a_loss_far_above_guessing_is_noted(loss, is_noted):
+    subjects = evaluation.Subjects([0, 1], None, None, None, False, num_classes=10)  # guessing: 2.3
+    records = [{"seed": s, "round": t, "train_loss": loss if s else 1.0} for t in (1, 2) for s in (0, 1)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        progress.warn_if_loss_is_high(records, subjects)
+        progress.warn_if_loss_is_high([], subjects)
+    assert [
+        f"round 2, seed 1: the training loss, {loss:.3g}, is far above that of guessing" in str(w.message) for w in said
+    ] == [True] * is_noted
+
+
+def test_a_run_that_diverges_says_how_to_repeat_it(tmp_path):
+    def exploding(key, state, clients):
+        state, metrics = FEDAVG.step(key, state, clients)
+        return state._replace(params=jax.tree.map(lambda p: p * jnp.inf, state.params)), metrics
+
+    algorithm = jfcl.Algorithm(FEDAVG.init, exploding, TASK)
+    with pytest.raises(jfcl.DivergedError, match=r"\(--lr\) .* another folder \(--out\), since .*x keeps this run$"):
+        simulate(algorithm, out=tmp_path / "x")  # there is no checkpoint
+    assert not runs.RunFolder(tmp_path / "x").has_checkpoint()
+    with pytest.raises(jfcl.DivergedError, match=r"a lower learning rate \(--lr\) usually helps$"):
+        simulate(algorithm)
