@@ -83,12 +83,12 @@ def compares_clusters(summary: dict[str, Any]) -> bool:
 
 
 def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns sentences on the cells of the table of results that do not explain themselves."""
+    """Returns notes on the cells of the table of results that do not explain themselves."""
     found = [[row["rounds_to_recovery"] for row in s["per_seed"]] for s in summaries.values() if compares_clusters(s)]
     if not any(None in rounds and set(rounds) != {None} for rounds in found):
         return []
     share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
-    return [f"Found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these."]
+    return [f"found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these"]
 
 
 def seeds_text(summary: dict[str, Any]) -> str:
@@ -119,12 +119,12 @@ def differences_text(configs: dict[str, dict[str, Any]]) -> str:
 
 
 def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns sentences on runs that cannot be compared by their options alone."""
+    """Returns notes on runs that cannot be compared by their options alone."""
     splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
-    found = [f"These runs are on {len(splits)} different splits of the data."] if len(splits) > 1 else []
+    found = [f"these runs are on {len(splits)} different splits of the data"] if len(splits) > 1 else []
     others = [name for name, config in configs.items() if not is_configured(config)]
     if others and len(configs) > 1:
-        found.append(f"Options and data of {', '.join(others)} are not known: config.json does not hold them.")
+        found.append(f"options and data of {', '.join(others)} are not known, since config.json does not hold them")
     return found
 
 

@@ -101,6 +101,16 @@ def section(title: str, *parts: str, level: int = 2) -> str:
     return "\n".join([element(f"h{level}", title), *kept]) if kept else ""
 
 
+def sentences(notes: Iterable[str]) -> str:
+    """Returns notes as one text.
+
+    Example:
+      >>> sentences(["after round 9", "mean over seeds"])
+      'After round 9. Mean over seeds.'
+    """
+    return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
+
+
 def items(texts: Iterable[object]) -> str:
     """Returns a list of texts."""
     return "<ul>\n" + "\n".join(element("li", text) for text in texts) + "\n</ul>"

@@ -161,7 +161,7 @@ def _results(runs: dict[str, PartialRun]) -> str:
     heads, rows = results_rows(with_records)
     seeds = " or ".join(sorted({seeds_text(summary) for summary in with_records.values()}))
     rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in with_records.values()))
-    caption = " ".join([f"After round {' or '.join(rounds)}; {seeds}.", *results_notes(with_records)])
+    caption = html.sentences([f"after round {' or '.join(rounds)}; {seeds}", *results_notes(with_records)])
     return html.section("Results", html.table("results", heads, rows, caption))
 
 
@@ -169,7 +169,7 @@ def _differences(runs: dict[str, PartialRun]) -> str:
     """Returns the options in which runs differ."""
     configs = {name: run.config | {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
     rows = [[name, *values] for name, values in differences(list(configs.values()))]
-    notes = html.element("p", " ".join(differences_notes(configs)), _class="note") if differences_notes(configs) else ""
+    notes = html.element("p", html.sentences(found), _class="note") if (found := differences_notes(configs)) else ""
     table = html.table("differences", ["option", *runs], rows, kind="text") if rows else ""
     return html.section("Differences", notes, table)
 

@@ -237,7 +237,7 @@ def restarts_note(config: Config, found: Sweep) -> str:
     if "restarts" not in METHODS[config.method].options or chosen.restarts != 1 or None in accuracy:
         return ""
     low, high = 100 * min(accuracy), 100 * max(accuracy)
-    between = f"The seeds of the best configuration end between {low:.1f} and {high:.1f} %"
+    between = f"the seeds of the best configuration end between {low:.1f} and {high:.1f} %"
     return f"{between}: some may have found other clusters; --restarts 5 can prevent that" * (high - low > 100 * SPREAD)
 
 

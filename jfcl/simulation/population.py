@@ -223,9 +223,8 @@ def simulate_population(
         steps = sum(end.totals.get("client_steps", [0.0]))
         history = PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, why, rows)
         if summary and folder is not None and called.is_finished():
-            true = None if store.cluster is None else store.cluster[evaluated]
-            about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "true_cluster": true}
-            keep_results(out, history, **about, num_clients=n)
+            about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "num_clients": n}
+            keep_results(out, history, **about, true_cluster=backend.subjects.true_cluster)
     return history
 
 
