@@ -204,7 +204,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     what = "run one method with all combinations of some options, and choose the best on held-out examples"
     _sweep_parser(commands.add_parser("sweep", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
-    compare.add_argument("runs", nargs="+", metavar="DIR", help="folders of runs: 'jfcl run --out', jfcl.simulate(out=)")
+    compare.add_argument("runs", nargs="+", metavar="DIR", help="folders of 'jfcl run --out' or jfcl.simulate(out=)")
     compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
     report = commands.add_parser(
         "report",
@@ -213,7 +213,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         " clients, costs, options, and how to resume. Of a run that is unfinished or damaged, it reports the rest.",
         allow_abbrev=False,
     )
-    report.add_argument("runs", nargs="+", metavar="DIR", help="folders of runs: 'jfcl run --out', jfcl.simulate(out=)")
+    report.add_argument("runs", nargs="+", metavar="DIR", help="folders of 'jfcl run --out' or jfcl.simulate(out=)")
     report.add_argument(
         "--out",
         metavar="FILE.html",
