@@ -139,9 +139,10 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
 
 
 def accepted(metadata) -> str:
-    """Returns the values that a `Range`, `Interval` or `OneOf` accepts, in Markdown."""
+    """Returns the values that a `Range`, `Interval`, `OneOf` or `Named` accepts, in Markdown."""
     if hasattr(metadata, "choices"):
-        return " ".join(f"`{choice}`" for choice in metadata.choices)
+        own = " or `MODULE:NAME`" if hasattr(metadata, "find") else ""
+        return " ".join(f"`{choice}`" for choice in metadata.choices) + own
     if hasattr(metadata, "text"):
         return f"`{metadata.text}`"
     return f"≥ {metadata.least}"

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
-from jfcl.core import check_choice
-from jfcl.core.options import OneOf, Option, first_sentence, options_of
+from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.experiments.bench import sweep
-from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+from jfcl.experiments.commands import read_config
+from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
 from jfcl.experiments.names import near_option
+from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import sweep_options
 from jfcl.experiments.tables import lists
 from jfcl.experiments.trackers import TRACKERS
@@ -36,7 +37,16 @@ MOST_CHOICES = 4  # in a metavar
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as `ValueError`, and the nearest name for an unknown flag."""
+    """argparse with errors as `ValueError`, the nearest name for an unknown flag, and the flags of a user's methods."""
+
+    takes_method = False  # whether METHOD is an argument
+
+    def parse_known_args(self, args=None, namespace=None):
+        method = _own_method(self, args) if self.takes_method else None
+        if method is not None:
+            self.conflict_handler = "resolve"  # a name that methods of the library have, perhaps with another type
+            _add(self.add_argument_group(f"Method: options of {method}"), method_options(method).values())
+        return super().parse_known_args(args, namespace)
 
     def parse_args(self, args=None, namespace=None):
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -49,6 +59,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ValueError(message)
+
+
+def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
+    """Returns the `MODULE:FACTORY` that is METHOD among the arguments, or else the method of `--config`."""
+    before, file, method = None, None, None
+    for text in args:
+        has_value = before is not None and before.nargs != 0  # of a flag without a value, it is 0
+        file = text if has_value and before.dest == "config" else file
+        method = text if not has_value and is_own(text) else method
+        flag, _, value = text.partition("=")
+        before = None if value else parser._option_string_actions.get(flag)
+        file = value if value and flag == "--config" else file
+    if method is None and file is not None and is_text(file):
+        method = read_config(file).get("method")
+    return method if is_own(method) else None
 
 
 def _all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -110,7 +135,9 @@ def run_parser(
 def _add_options(parser: argparse.ArgumentParser, method: str | None) -> None:
     """Adds METHOD and the options of a `Config`."""
     parser.add_argument("-h", "--help", action=_RunHelp, help="show this text")
-    parser.add_argument("method", metavar="METHOD", nargs="?", help="'jfcl list methods'; default: that of --config")
+    parser.takes_method = True
+    what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
+    parser.add_argument("method", metavar="METHOD", nargs="?", help=what)
     own = method_options(method) if method else {n: o for n, o in all_options().items() if n not in common_options()}
     if own:
         _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), own.values())
@@ -118,7 +145,7 @@ def _add_options(parser: argparse.ArgumentParser, method: str | None) -> None:
         title = group.__doc__.split("\n")[0].rstrip(".")
         _add(
             parser.add_argument_group(title),
-            [option for name, option in options.items() if method is None or method in methods_with(name)],
+            [option for name, option in options.items() if method is None or takes(method, name)],
         )
 
 
@@ -143,11 +170,11 @@ class _RunHelp(argparse._HelpAction):
         if method is None:
             print(run_overview(parser))
             parser.exit()
-        check_choice("method", method, METHODS)
+        summary = find_method(method).summary
         of_method = Parser(
             prog=parser.prog,
             usage=f"{parser.prog} {method} [options]",
-            description=f"{METHODS[method].summary}.\n\nAn option that is left out has the value in brackets.",
+            description=f"{summary}.\n\nAn option that is left out has the value in brackets.",
             add_help=False,
             **PLAIN,
         )
@@ -166,7 +193,7 @@ def run_overview(parser: argparse.ArgumentParser) -> str:
         f"  {parser.prog + ' METHOD --help':<25} explains the options of METHOD and those below",
         "  jfcl list                 names of methods, data sets, models, attacks, ...",
         "",
-        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}", width, subsequent_indent="  "),
+        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}, or MODULE:FACTORY", width, subsequent_indent="  "),
         "",
     ]
     for group in parser._action_groups[2:]:
@@ -271,7 +298,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         " that would take longer than --seconds are left out.",
         allow_abbrev=False,
     )
-    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all]")
+    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all], or MODULE:FACTORY")
     bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
     bench.add_argument("--mappings", nargs="+", metavar="NAME", help="mappings of the clients ['chunked(1)' ... vmap]")
     bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")

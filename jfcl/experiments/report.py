@@ -20,6 +20,7 @@ from jfcl.core import check, files, shown
 from jfcl.experiments import html_page as html
 from jfcl.experiments.comparison import by_name, differences, number, results_rows, seeds_text, size_text
 from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.own import is_own
 from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
 from jfcl.experiments.privacy import privacy_text
 
@@ -393,7 +394,8 @@ def _seeds(run: PartialRun, label: str) -> str:
 def _options(run: PartialRun, label: str) -> list[str]:
     """Returns the options of a run, those that differ from the default in bold, and the versions."""
     method = run.config.get("method")
-    default = to_saved(Config(method), "") if isinstance(method, str) else run.config
+    imported = is_own(method)  # not imported for a report: its own options are saved where they are given
+    default = to_saved(Config("" if imported else method), "") if isinstance(method, str) else run.config
     left_out = ("versions", "split_hash", "key")
     values = [
         ("rounds" if name == "num_rounds" else name, _shown(value), value != default.get(name))

@@ -36,7 +36,6 @@ from jfcl.experiments.setups import (
 )
 from jfcl.experiments.tables import numbers_table
 from jfcl.experiments.validation import validate
-from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
@@ -48,8 +47,10 @@ MOST_SHOWN = 30  # cells in a table
 FILES = ("sweep.json", "best.toml", "heatmap.png")
 
 
-def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, list[Any]]:
+def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | None = None) -> dict[str, list[Any]]:
     """Returns the values of every option in texts such as `"lr=0.01,0.1"`; `flags` are the options given by flags.
+
+    `method` is needed for options of a user's own.
 
     Raises:
       ValueError: no text; another form; an unknown option, or one twice; a value of another type or out of range.
@@ -59,7 +60,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, l
       {'lr': [0.01, 0.1], 'num_models': [2, 4]}
     """
     check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
-    known, grid = all_options(), {}
+    known, grid = all_options(method), {}
     for text in texts:
         given, _, values = text.partition("=")
         check(given.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
@@ -130,7 +131,7 @@ def run_sweep(
     options = {"metric": metric, "holdout": holdout, "at_once": at_once}
     for name, option in sweep_options().items():
         option.check(options[name])
-    known = all_options()
+    known = all_options(config.method)
     for name, values in grid.items():
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
         for value in values:
@@ -151,7 +152,7 @@ def run_sweep(
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     loaded = load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        check_model_reads(cell, cells[0].model in LANGUAGE_MODELS)
+        check_model_reads(cell, loaded.vocab_size is not None)
     train, held_out = hold_out(loaded.federation.train, holdout, seed=config.data_seed)
     if loaded.malicious is not None:  # as in the final test, attackers do not count
         held_out = held_out._replace(size=np.where(loaded.malicious, 0, held_out.size).astype(np.int32))
