@@ -115,6 +115,10 @@ def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
     names = {"__name__": "page"}
     for notes, code in blocks(page, "python"):
+        if saved := re.search(r"<!-- file ((\w+)\.py) -->", notes):  # a module that the page tells to save
+            Path(saved[1]).write_text(code)
+            monkeypatch.delitem(sys.modules, saved[2], raising=False)
+            continue
         needed = re.search(r"<!-- needs (\w+) -->", notes)  # an optional package
         if needed and importlib.util.find_spec(needed[1]) is None:
             continue
