@@ -6,6 +6,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
@@ -63,15 +64,18 @@ class Parser(argparse.ArgumentParser):
 
 def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
     """Returns the `MODULE:FACTORY` that is METHOD among the arguments, or else the method of `--config`."""
-    before, file, method = None, None, None
+    method, file, taker = None, None, None  # taker: of a flag that takes this text
     for text in args:
-        has_value = before is not None and before.nargs != 0  # of a flag without a value, it is 0
-        file = text if has_value and before.dest == "config" else file
-        method = text if not has_value and is_own(text) else method
         flag, _, value = text.partition("=")
-        before = None if value else parser._option_string_actions.get(flag)
-        file = value if value and flag == "--config" else file
-    if method is None and file is not None and is_text(file):
+        if taker is None and is_own(text):
+            method = text
+        if taker is not None and taker.dest == "config":
+            file = text
+        elif taker is None and flag == "--config":
+            file = value
+        found = parser._option_string_actions.get(text) if taker is None else None
+        taker = None if found is None or found.nargs == 0 else found
+    if method is None and file and is_text(file) and Path(file).is_file():  # the command reports a missing one
         method = read_config(file).get("method")
     return method if is_own(method) else None
 
