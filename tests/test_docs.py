@@ -5,6 +5,7 @@ import inspect
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -51,6 +52,13 @@ def test_every_page_is_reachable():
     missing = {name_of(page) for page in PAGES} - found
     assert not missing
     assert all((DOCS / f"{name}.md").exists() or name.startswith(GENERATED) for name in found)
+
+
+def test_the_installation_lists_every_extra():
+    page = (DOCS / "start" / "install.md").read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`([\w-]+)`", "\n".join(line.split("|")[1] for line in page.strip().splitlines()))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(listed) == sorted(extras)
 
 
 def test_the_citation_names_this_version():
