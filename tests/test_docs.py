@@ -1,5 +1,6 @@
 """The site in docs/: every page is reachable, its links resolve, its code runs and its commands parse."""
 
+import codeop
 import importlib.util
 import inspect
 import re
@@ -137,6 +138,20 @@ def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
     if is_short and "ran" not in names:
         pytest.skip("all blocks of the page are slow (make test-slow)")
     assert "ran" in names, "no block of the page runs"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_code_can_be_pasted_into_a_prompt(page):
+    """Python's plain prompt ends a loop, a function or a class at a blank line, and nowhere else."""
+    for notes, code in blocks(page, "python"):
+        if "<!-- file" in notes or code.startswith("%"):
+            continue
+        compiler, typed = codeop.CommandCompiler(), []
+        for line in [*code.splitlines(), ""]:
+            typed.append(line)
+            if compiler("\n".join(typed)) is not None:
+                typed.clear()
+        assert not typed, typed
 
 
 @pytest.mark.parametrize(
