@@ -208,6 +208,8 @@ def test_options_of_an_own_method_in_python():
     with pytest.raises(ValueError, match="quantile must be given: method mine_factories:needs has no default for it"):
         setup(Config("mine_factories:needs"))
     assert find_method("mine_factories:needs").summary == "FedAvg"
+    command = ["run", "--quantile", "many", "mine_factories:needs"]
+    assert cli.build_parser().parse_args(command).quantile == "many"
 
 
 @pytest.mark.parametrize("name", ["Net", "Small", "pair"])

@@ -105,7 +105,7 @@ def find_model(name: str) -> Callable[[int], Any]:
     return make
 
 
-def load_dataset(name: str, data_dir: str | None) -> data.Dataset:
+def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     """Returns the data set of a name that `jfcl.data.load` knows, or the one that `MODULE:FUNCTION` returns.
 
     Raises:
@@ -113,7 +113,7 @@ def load_dataset(name: str, data_dir: str | None) -> data.Dataset:
         something else.
 
     Example:
-      >>> load_dataset("digits", None).num_classes
+      >>> find_dataset("digits", None).num_classes
       10
     """
     if not is_own(name):

@@ -44,8 +44,7 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
-from jfcl.experiments.own import find_method, find_model, is_own
-from jfcl.experiments.own import load_dataset as load_named
+from jfcl.experiments.own import find_dataset, find_method, find_model, is_own
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
@@ -261,7 +260,7 @@ def attack_data(config: Config, federation):
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    dataset = load_named(config.dataset, data_dir)
+    dataset = find_dataset(config.dataset, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
