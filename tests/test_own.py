@@ -102,6 +102,14 @@ def clash(task, training, *, lr: float = 0.1, client_axis=None):
     """
 
 
+def reserved(task, training, *, out: str = "x", client_axis=None):
+    """An option with the name of a flag that is no option of a run.
+
+    Args:
+      out: a word.
+    """
+
+
 def out_of_range(task, training, *, heat: Annotated[int, Range(2)] = 1, client_axis=None):
     """A wrong default.
 
@@ -241,7 +249,8 @@ def test_models_of_a_class_or_function(name):
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
-        (["mine_factories:out_of_range"], "heat must be an integer, at least 2, got 1"),
+        (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has one"),
+        (["mine_factories:out_of_range"], "argument of method 'mine_factories:out_of_range': heat must be an integer, at least 2"),
         (["mine_factories:needs"], "quantile must be given: method mine_factories:needs has no default for it"),
         (["mine/method:f"], "unknown method 'mine/method:f'. Accepted: fedavg, "),
         (["ifac"], "knn_per, or MODULE:FACTORY for one of your own"),

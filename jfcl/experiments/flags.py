@@ -45,8 +45,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         method = _own_method(self, args) if self.takes_method else None
         if method is not None:
+            options = method_options(method)
+            for name in options.keys() & ({action.dest for action in self._actions} - all_options().keys()):
+                raise ValueError(f"argument {name} of method {method!r} must have another name: {self.prog} has one")
             self.conflict_handler = "resolve"  # a name that methods of the library have, perhaps with another type
-            _add(self.add_argument_group(f"Method: options of {method}"), method_options(method).values())
+            _add(self.add_argument_group(f"Method: options of {method}"), options.values())
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args=None, namespace=None):

@@ -130,7 +130,7 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
 
 
 def required(method: Method) -> list[str]:
-    """Returns the arguments of a factory that have no default and that not every run gives it."""
+    """Returns the keyword-only arguments of a factory that have no default."""
     parameters = inspect.signature(method.make).parameters
     return [name for name in method.options if parameters[name].default is inspect.Parameter.empty]
 
@@ -204,7 +204,9 @@ def _read_method(name: str, make: Any) -> Method:
             raise ValueError(f"{where.format(option)} have an annotation, such as {kind}, to have a flag")
         if default is inspect.Parameter.empty and option not in {*declared, *ALWAYS_GIVEN}:
             raise ValueError(f"{where.format(option)} have a default, or an annotation of a number, a text or bool")
-    for option in declared.values():
-        if option.default is not None:
+    for option in [option for option in declared.values() if option.default is not None]:
+        try:
             option.check(option.default)
+        except ValueError as error:
+            raise ValueError(f"the default of an argument of method {name!r}: {error}") from None
     return method

@@ -41,7 +41,7 @@ def check_values(config: Config) -> None:
 def _check_names(method: str) -> None:
     """Raises `ValueError` for an unknown method, and for options with the name of a common one, or no text."""
     declared, where = find_method(method).declared, f"argument {{}} of method {method!r} must have"
-    for name in declared.keys() & common_options().keys() - set(AS_DECLARED):
+    for name in declared.keys() & {"method", "options", *common_options()} - set(AS_DECLARED):
         raise ValueError(f"{where.format(name)} another name: --{name.replace('_', '-')} is of every method")
     for name, option in method_options(method).items():
         if not option.text:
@@ -109,8 +109,8 @@ def _check_training(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     """Checks the options of optimiser and schedule against each other."""
     name, schedule = config.optimizer or "sgd", config.schedule or "constant"
-    of_method, takes = "momentum" in find_method(config.method).options, OPTIMIZERS[name].momentum is not None
-    fits = of_method or takes or config.momentum is None
+    of_method, takes_it = "momentum" in find_method(config.method).options, OPTIMIZERS[name].momentum is not None
+    fits = of_method or takes_it or config.momentum is None
     check(fits, "momentum", config.momentum, f"left out with --optimizer {name}, which has its own")
     accepted = f"one without momentum: that of {config.method} is of the clients' gradients"
     check(not (of_method and OPTIMIZERS[name].momentum), "optimizer", name, accepted)
