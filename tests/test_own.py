@@ -250,7 +250,7 @@ def test_models_of_a_class_or_function(name):
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
         (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has one"),
-        (["mine_factories:out_of_range"], "argument of method 'mine_factories:out_of_range': heat must be an integer, at least 2"),
+        (["mine_factories:out_of_range"], "method 'mine_factories:out_of_range': heat must be an integer"),
         (["mine_factories:needs"], "quantile must be given: method mine_factories:needs has no default for it"),
         (["mine/method:f"], "unknown method 'mine/method:f'. Accepted: fedavg, "),
         (["ifac"], "knn_per, or MODULE:FACTORY for one of your own"),
