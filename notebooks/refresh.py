@@ -36,7 +36,9 @@ SHOWN = ("image/png", "text/html", "text/plain")  # the types of outputs that ar
 # The code cell below the title. An accelerator's plug-in must have the version of JAX, which pip may replace: the extra
 # of JAX for the plug-in that is there makes pip install the two together.
 INSTALL = f"""\
-JFCL = "jfcl"  # before the first release: "git+https://github.com/{REPOSITORY}"; also the folder of a copy
+# Before the first release on PyPI, write the address of the repository,
+# "git+https://github.com/{REPOSITORY}", or the folder of a copy.
+JFCL = "jfcl"
 
 try:
     import jfcl

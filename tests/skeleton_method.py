@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jfcl.algorithms.aggregate import cluster_mean
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, Task, check, client_keys, is_concrete, is_finite, num_bytes
+from jfcl.core.options import Interval, Real
 from jfcl.execution import mapping
 
 
@@ -28,13 +29,17 @@ class ServerMomentumState(NamedTuple):
 
 
 def server_momentum(
-    task: Task, training: local.LocalTraining, *, beta: Any = 0.9, client_axis: mapping.Mapping | None = None
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    beta: Annotated[Real, Interval("[0, 1)")] = 0.9,
+    client_axis: mapping.Mapping | None = None,
 ) -> Algorithm:
     """Trains one model: `v ← β v + mean of the clients' updates`, `w ← w + v`.
 
     Args:
       task, training, client_axis: as in `jfcl.fedavg`; the clients' optimisers start afresh in every round.
-      beta: in [0, 1); 0 is FedAvg.
+      beta: share of the velocity that is left after a round; 0 is FedAvg.
 
     Returns:
       `Algorithm` with a `ServerMomentumState`. Cost of a round: `N` local trainings; memory `O(N D)`.

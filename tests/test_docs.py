@@ -1,10 +1,12 @@
 """The site in docs/: every page is reachable, its links resolve, its code runs and its commands parse."""
 
+import codeop
 import importlib.util
 import inspect
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -51,6 +53,13 @@ def test_every_page_is_reachable():
     missing = {name_of(page) for page in PAGES} - found
     assert not missing
     assert all((DOCS / f"{name}.md").exists() or name.startswith(GENERATED) for name in found)
+
+
+def test_the_installation_lists_every_extra():
+    page = (DOCS / "start" / "install.md").read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`([\w-]+)`", "\n".join(line.split("|")[1] for line in page.strip().splitlines()))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(listed) == sorted(extras)
 
 
 def test_the_citation_names_this_version():
@@ -115,6 +124,10 @@ def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
     names = {"__name__": "page"}
     for notes, code in blocks(page, "python"):
+        if saved := re.search(r"<!-- file ((\w+)\.py) -->", notes):  # a module that the page tells to save
+            Path(saved[1]).write_text(code)
+            monkeypatch.delitem(sys.modules, saved[2], raising=False)
+            continue
         needed = re.search(r"<!-- needs (\w+) -->", notes)  # an optional package
         if needed and importlib.util.find_spec(needed[1]) is None:
             continue
@@ -125,6 +138,20 @@ def test_code_runs(page, is_short, tmp_path, monkeypatch, capsys):
     if is_short and "ran" not in names:
         pytest.skip("all blocks of the page are slow (make test-slow)")
     assert "ran" in names, "no block of the page runs"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_code_can_be_pasted_into_a_prompt(page):
+    """Python's plain prompt ends a loop, a function or a class at a blank line, and nowhere else."""
+    for notes, code in blocks(page, "python"):
+        if "<!-- file" in notes or code.startswith("%"):
+            continue
+        compiler, typed = codeop.CommandCompiler(), []
+        for line in [*code.splitlines(), ""]:
+            typed.append(line)
+            if compiler("\n".join(typed)) is not None:
+                typed.clear()
+        assert not typed, typed
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Private training against a loop in NumPy, written from the papers, and against published values of the accountant."""
 
 import math
+import re
+import shlex
 import zlib
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +19,11 @@ from jfcl.privacy import GaussianDP, epsilon, noise_of_sums
 from scipy import stats
 
 import jfcl
+from jfcl import cli
 from jfcl.algorithms import privacy
 from jfcl.core import Clients, Task
 from jfcl.experiments import Config, run
+from jfcl.experiments.config import all_options
 from jfcl.experiments.privacy import privacy_of, privacy_text
 from jfcl.experiments.validation import validate
 from jfcl.testing import check_algorithm, problem
@@ -461,3 +466,16 @@ def test_conformance(name, cohort):
     make = partial(jfcl.ifca, num_clusters=2) if name == "ifca" else partial(jfcl.fedavg, weights="equal")
     dp = GaussianDP(2.0, 0.05, quantile=0.5, min_size=2)
     check_algorithm(partial(make, dp=dp, cohort=cohort), recovers=name == "ifca" and cohort is None)
+
+
+@needs_accountant
+def test_the_page_states_the_epsilon_of_its_commands():
+    page = (Path(jfcl.__file__).parent.parent / "docs" / "howto" / "private.md").read_text()
+    stated = re.findall(r"^(jfcl run .*?) *# ε = ([\d.]+)$", page.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(stated) == 4
+    for command, number in stated:
+        args = vars(cli.build_parser().parse_args(shlex.split(command)[1:]))
+        config = Config(**{name: args[name] for name in ("method", *all_options()) if name in args})
+        count = config.population or config.clients
+        found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), config.dp_clip)
+        assert f"{found['epsilon']:.3g}" == number, command

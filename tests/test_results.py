@@ -215,3 +215,10 @@ def test_a_run_that_diverges_says_how_to_repeat_it(tmp_path):
     assert not runs.RunFolder(tmp_path / "x").has_checkpoint()
     with pytest.raises(jfcl.DivergedError, match=r"a lower learning rate \(--lr\) usually helps$"):
         simulate(algorithm)
+
+
+def test_a_run_that_stopped_between_evaluations_cannot_end_there(tmp_path):
+    simulate(out=tmp_path, eval_every=2, stop_after=3)
+    with pytest.raises(ValueError, match="num_rounds must be more than the 3 rounds already done"):
+        simulate(out=tmp_path, eval_every=2, num_rounds=3, resume=True)
+    assert [row["round"] for row in simulate(out=tmp_path, eval_every=2, resume=True).records] == [2, 2, 4, 4]

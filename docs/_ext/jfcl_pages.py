@@ -139,9 +139,10 @@ def table_of(options: Mapping[str, Option], texts: Mapping[str, str]) -> str:
 
 
 def accepted(metadata) -> str:
-    """Returns the values that a `Range`, `Interval` or `OneOf` accepts, in Markdown."""
+    """Returns the values that a `Range`, `Interval`, `OneOf` or `Named` accepts, in Markdown."""
     if hasattr(metadata, "choices"):
-        return " ".join(f"`{choice}`" for choice in metadata.choices)
+        own = " or `MODULE:NAME`" if hasattr(metadata, "find") else ""
+        return " ".join(f"`{choice}`" for choice in metadata.choices) + own
     if hasattr(metadata, "text"):
         return f"`{metadata.text}`"
     return f"≥ {metadata.least}"
@@ -189,6 +190,11 @@ def api_index() -> str:
     return "\n\n".join(parts)
 
 
+def contributing() -> str:
+    """Returns CONTRIBUTING.md without its links, which are to files of the repository."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", (HERE.parent / "CONTRIBUTING.md").read_text())
+
+
 def outdated(app, env, added, changed, removed) -> list[str]:
     """Returns the pages that take something from the library, which may have changed where the page has not."""
     return [name for name in env.found_docs if "<!-- " in Path(env.doc2path(name)).read_text()]
@@ -199,6 +205,7 @@ def read(app, docname: str, source: list[str]) -> None:
     text = re.sub(r"<!-- options of (\w+) -->", lambda m: options_of(m[1]), source[0])
     text = text.replace("<!-- options of every run -->", options_of_every_run() if "of every run" in text else "")
     text = text.replace("<!-- modules of the API -->", api_index()) if "<!-- modules" in text else text
+    text = text.replace("<!-- text of CONTRIBUTING.md -->", contributing() if "<!-- text of" in text else "")
     up = "../" * docname.count("/")
     text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
     text = re.sub(rf"(?<!!)\[([^\]]*)\]\({re.escape(up)}\.\./[^)]*\)", r"\1", text)  # to files that no page includes

@@ -27,6 +27,7 @@ from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.core.options import Range, options_of
 from jfcl.execution import mapping, memory
+from jfcl.experiments.own import find_method, is_own, required
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
 from jfcl.models.networks import Conv
 from jfcl.simulation.folder import environment
@@ -39,11 +40,12 @@ MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
     "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
     "pmap": mapping.pmapped,
 }
-METHODS: dict[str, Callable[..., Algorithm]] = {
+METHODS: dict[str, Callable[..., Algorithm]] = {  # beside those of `MODULE:FACTORY`
     "fedavg": lambda task, training, clusters, **options: fedavg(task, training, **options),
     "local": lambda task, training, clusters, **options: local_only(task, training, **options),
     "ifca": lambda task, training, clusters, **options: ifca(task, training, num_clusters=clusters, **options),
 }
+GIVEN = ("client_axis", "num_clusters")  # to a user's own methods
 IMAGE_MODELS = [name for name in MODELS if name not in LANGUAGE_MODELS]
 MOST_SECONDS = 60.0  # of a round that is run though no smaller one was
 Count = Annotated[int, Range(1)]
@@ -54,7 +56,7 @@ class Case(NamedTuple):
     """The work of a round.
 
     Attributes:
-      method: a name in `METHODS`.
+      method: a name in `METHODS`, or `MODULE:FACTORY`.
       model: a name in `jfcl.models.MODELS`.
       clients: `N`.
       examples: `M`, of every client.
@@ -87,7 +89,11 @@ def make_training(case: Case) -> LocalTraining:
 def make_algorithm(case: Case, client_axis: mapping.Mapping, *, init_params: PyTree | None = None) -> Algorithm:
     """The case's method under a mapping, from models drawn at random or `init_params`."""
     options = {"client_axis": client_axis} | ({} if init_params is None else {"init_params": init_params})
-    return METHODS[case.method](make_task(case.model), make_training(case), case.clusters, **options)
+    if case.method in METHODS:
+        return METHODS[case.method](make_task(case.model), make_training(case), case.clusters, **options)
+    method = find_method(case.method)
+    options |= {"num_clusters": case.clusters} if "num_clusters" in method.options else {}
+    return method.make(make_task(case.model), make_training(case), **options)
 
 
 def make_clients(case: Case) -> Clients:
@@ -212,7 +218,7 @@ def sweep(
     """Measures one round of every method x model x mapping x number of clients, on random images.
 
     Args:
-      methods, models, mappings: names in `METHODS`, `IMAGE_MODELS`, `MAPPINGS`.
+      methods, models, mappings: names in `METHODS` or `MODULE:FACTORY`, in `IMAGE_MODELS`, in `MAPPINGS`.
       clients: numbers of clients, `N`.
       examples: per client. `M`.
       batch_size: examples per local step.
@@ -246,7 +252,11 @@ def sweep(
     ):
         check(len(given) > 0, f"{argument}s", given, "at least one name")
         for name in given:
-            check_choice(argument, name, known)
+            if argument == "method" and is_own(name):
+                missing = [option for option in required(find_method(name)) if option not in GIVEN]
+                check(not missing, "method", name, f"one that has a default for {', '.join(missing)}")
+            else:
+                check_choice(argument, name, known)
     check(len(clients) > 0, "clients", clients, "at least one number")
     for n in clients:
         check_count("clients", n)

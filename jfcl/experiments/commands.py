@@ -16,7 +16,6 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jfcl.algorithms import METHODS
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
@@ -24,6 +23,7 @@ from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import bench, plan, read_run, report, reproduce, run, sweeps, trackers
 from jfcl.experiments.comparison import by_name, differences_notes, differences_text, results_notes, seeds_text
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
+from jfcl.experiments.own import find_method
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.validation import check_values, validate
@@ -38,8 +38,11 @@ LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Reads options from a TOML file or a run's `config.json`; raises `ValueError` for wrong names and types."""
+def read_config(path: str, method: str | None = None) -> dict[str, Any]:
+    """Reads options from a TOML file or a run's `config.json`; raises `ValueError` for wrong names and types.
+
+    `method` is the one that they are for, where it is not that of the file.
+    """
     file, where = Path(path), f"--config {path}"
     if not file.is_file():
         raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
@@ -55,7 +58,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
-    return check_options(from_saved(raw) if file.suffix == ".json" else raw, where)
+    return check_options(from_saved(raw) if file.suffix == ".json" else raw, where, method)
 
 
 def _divide_cpu(devices: int | None, default: int | None = None) -> None:
@@ -130,17 +133,18 @@ def _read_options(args: argparse.Namespace) -> Config:
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
-    options = (read_config(args.config) if args.config else {}) | _flags(args)
+    options = read_config(args.config, args.method) if args.config else {}
     options |= {"method": args.method} if args.method else {}
+    options |= _flags(args, options.get("method"))
     if "method" not in options:
         given = "METHOD must be given, or stand in --config; 'jfcl list methods' shows them"
         raise ValueError(f"{given}\n{FIRST_COMMANDS}")
     return options
 
 
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
+def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
     """Returns the options of a `Config` that are given by flags."""
-    known = all_options()
+    known = all_options(method)
     return {name: value for name, value in vars(args).items() if name in known}
 
 
@@ -204,8 +208,9 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     """`jfcl sweep`."""
     # Read and check the options.
     options = _given_options(args)
-    check_choice("method", options["method"], METHODS)
-    grid = sweeps.read_grid(args.grid, _flags(args))
+    method = options["method"]
+    find_method(method)
+    grid = sweeps.read_grid(args.grid, _flags(args, method), method)
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
     check_values(config)
     _check_out(args.out)

@@ -32,6 +32,7 @@ from jfcl.core.options import (
 )
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from jfcl.experiments.own import Named, find_method, find_model, is_own
 from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
@@ -61,6 +62,7 @@ NotNegative = Annotated[float, Interval("[0, inf)")]
 NotNegativeReal = Annotated[Real, Interval("[0, inf)")]
 Share = Annotated[float, Interval("[0, 1)")]
 
+AS_DECLARED = ("cohort", "momentum", "radius")  # common options that a factory declares itself, by the same name
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 STANDS_FOR = {
     "num_models": ("num_clusters",),
@@ -83,7 +85,7 @@ class Data:
     """Data: which client holds which examples.
 
     Attributes:
-      dataset: data set; 'jfcl list datasets' shows them.
+      dataset: data set; 'jfcl list datasets' shows them, MODULE:FUNCTION is one of your own.
       heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'.
       clients: number of clients.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
@@ -131,7 +133,7 @@ class Training:
     """Training: model, local training, rounds and cohorts.
 
     Attributes:
-      model: model; 'jfcl list models' shows them.
+      model: model; 'jfcl list models' shows them, MODULE:NAME is one of your own.
       rounds: communication rounds.
       local_steps: local steps per round; default without --local-epochs: 10, or 1 where clients send gradients.
       local_epochs: passes over the client's examples per round, instead of steps.
@@ -167,7 +169,7 @@ class Training:
       remember: clients outside the cohort of a --population that are compared by their last updates (cfl).
     """
 
-    model: Annotated[str, OneOf(models.MODELS)] = "mlp"
+    model: Annotated[str, Named(models.MODELS, find_model)] = "mlp"
     rounds: Count = 100
     local_steps: Steps = None
     local_epochs: Steps = None
@@ -259,10 +261,12 @@ class Config(Data, Training, Attack, Privacy, Run):
     """All options that decide the result of a run: `Config("cfl", clients=20, eps_1=0.4)`.
 
     The options that are common to the methods are fields; `options` holds those of the method that are given. Both are
-    keyword arguments, and attributes. `jfcl run METHOD --help` explains them.
+    keyword arguments, and attributes. `jfcl run METHOD --help` explains them. A method of your own is
+    `"module:factory"`, which is imported.
 
     Raises:
       TypeError: a name that is no option of any method.
+      ValueError: a `"module:factory"` that cannot be imported, or of another form.
 
     Example:
       >>> config = Config("cfl", clients=20, eps_1=0.4)
@@ -274,7 +278,7 @@ class Config(Data, Training, Attack, Privacy, Run):
     options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __init__(self, method: str, *, options: dict[str, Any] | None = None, **given: Any):
-        common, declared = common_options(), all_options()
+        common, declared = common_options(), all_options(method)
         own = (options or {}) | {name: value for name, value in given.items() if name not in common}
         for name in own.keys() - declared.keys():
             raise TypeError(f"Config has no option {name!r}{nearest(name, declared)}")
@@ -286,7 +290,7 @@ class Config(Data, Training, Attack, Privacy, Run):
 
     def __getattr__(self, name: str) -> Any:
         """An option of the method, given or its default; None for an option that only other methods have."""
-        if name.startswith("__") or name not in all_options():
+        if name.startswith("__") or name in ("method", "options") or name not in all_options(self.method):
             raise AttributeError(f"Config has no option {name!r}")
         own = method_options(self.method)
         return self.options.get(name, own[name].default if name in own else None)
@@ -319,19 +323,25 @@ def groups() -> dict[type, dict[str, Option]]:
 def method_options(method: str) -> dict[str, Option]:
     """Returns the options that the factory of a method declares, without those given by a common option."""
     stood_for = {argument for names in STANDS_FOR.values() for argument in names}
-    declared = METHODS[method].declared if method in METHODS else {}
+    declared = find_method(method).declared if method in METHODS or is_own(method) else {}
     return {name: o for name, o in declared.items() if name not in stood_for and name not in common_options()}
 
 
-def all_options() -> dict[str, Option]:
-    """Returns the common options and those of all methods. A name has the same type in all methods."""
-    return {name: o for method in METHODS for name, o in method_options(method).items()} | common_options()
+def all_options(method: str | None = None) -> dict[str, Option]:
+    """Returns the common options and those of all methods; as `method` declares them, where others have them too."""
+    every = {name: o for known in METHODS for name, o in method_options(known).items()}
+    return every | (method_options(method) if isinstance(method, str) else {}) | common_options()
+
+
+def takes(method: str, name: str) -> bool:
+    """Returns whether a method takes an option."""
+    needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
+    return not needed or not needed.isdisjoint(find_method(method).options)
 
 
 def methods_with(name: str) -> list[str]:
-    """Returns the methods that take an option."""
-    needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
-    return [name for name, method in METHODS.items() if not needed or needed & set(method.options)]
+    """Returns the methods of the library that take an option."""
+    return [method for method in METHODS if takes(method, name)]
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -383,7 +393,7 @@ def from_saved(saved: dict[str, Any]) -> dict[str, Any]:
     others = ("num_rounds", "split_hash", "cohorts", "versions", "schedule_rounds")
     options = {name: v for name, v in saved.items() if name not in others and not _is_saved_always(name, v)}
     options |= {"rounds": saved["num_rounds"]} if "num_rounds" in saved else {}
-    known, common = all_options(), common_options()
+    known, common = all_options(saved.get("method")), common_options()
     options = {
         name: float(v) if name in known and known[name].kind is float and v in ("inf", "-inf") else v  # JSON has no inf
         for name, v in options.items()
@@ -403,14 +413,15 @@ def schedule_rounds(config: Config) -> int | None:
     return config.rounds if planned else None
 
 
-def check_options(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the options in `raw`, read from the file `where`, with the types of `Config`.
+def check_options(raw: dict[str, Any], where: str, method: str | None = None) -> dict[str, Any]:
+    """Returns the options in `raw`, read from the file `where`, with the types of `Config`; of `method`, or that in it.
 
     Raises:
       ValueError: a name that is no option, an option given twice (`local-steps` and `local_steps`), a value of another
         type.
     """
-    kinds, options = {"method": str} | {name: option.kind for name, option in all_options().items()}, {}
+    known, options = all_options(method or raw.get("method")), {}
+    kinds = {"method": str} | {name: option.kind for name, option in known.items()}
     for given, value in raw.items():
         name = given.replace("-", "_")
         if name not in kinds:

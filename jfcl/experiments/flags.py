@@ -7,14 +7,16 @@ import itertools
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
-from jfcl.core import check_choice
-from jfcl.core.options import OneOf, Option, first_sentence, options_of
+from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.experiments.bench import sweep
-from jfcl.experiments.config import all_options, common_options, groups, method_options, methods_with
+from jfcl.experiments.commands import read_config
+from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
 from jfcl.experiments.names import near_option
+from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.tables import lists
 from jfcl.experiments.trackers import TRACKERS
@@ -37,7 +39,19 @@ MOST_CHOICES = 4  # in a metavar
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as `ValueError`, and the nearest name for an unknown flag."""
+    """argparse with errors as `ValueError`, the nearest name for an unknown flag, and the flags of a user's methods."""
+
+    takes_method = False  # whether METHOD is an argument
+
+    def parse_known_args(self, args=None, namespace=None):
+        method = _own_method(self, args) if self.takes_method else None
+        if method is not None:
+            options = method_options(method)
+            for name in options.keys() & ({action.dest for action in self._actions} - all_options().keys()):
+                raise ValueError(f"argument {name} of method {method!r} must have another name: {self.prog} has one")
+            self.conflict_handler = "resolve"  # a name that methods of the library have, perhaps with another type
+            _add(self.add_argument_group(f"Method: options of {method}"), options.values())
+        return super().parse_known_args(args, namespace)
 
     def parse_args(self, args=None, namespace=None):
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -55,6 +69,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ValueError(message)
+
+
+def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
+    """Returns the `MODULE:FACTORY` that is METHOD among the arguments, or else the method of `--config`."""
+    method, file, taker = None, None, None  # taker: of a flag that takes this text
+    for text in args:
+        flag, _, value = text.partition("=")
+        if taker is None and is_own(text):
+            method = text
+        if taker is not None and taker.dest == "config":
+            file = text
+        elif taker is None and flag == "--config":
+            file = value
+        found = parser._option_string_actions.get(text) if taker is None else None
+        taker = None if found is None or found.nargs == 0 else found
+    if method is None and file and is_text(file) and Path(file).is_file():  # the command reports a missing one
+        method = read_config(file).get("method")
+    return method if is_own(method) else None
 
 
 def _all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -120,7 +152,9 @@ def run_parser(
 def _add_options(parser: argparse.ArgumentParser, method: str | None, **defaults: int) -> None:
     """Adds METHOD and the options of a `Config`, some with other `defaults` in their help."""
     parser.add_argument("-h", "--help", action=_RunHelp, help="show this text")
-    parser.add_argument("method", metavar="METHOD", nargs="?", help="'jfcl list methods'; default: that of --config")
+    parser.takes_method = True
+    what = "'jfcl list methods', or MODULE:FACTORY for your own; default: that of --config"
+    parser.add_argument("method", metavar="METHOD", nargs="?", help=what)
     own = method_options(method) if method else {n: o for n, o in all_options().items() if n not in common_options()}
     if own:
         _add(parser.add_argument_group(f"Method: options of {method or 'single methods'}"), own.values())
@@ -131,7 +165,7 @@ def _add_options(parser: argparse.ArgumentParser, method: str | None, **defaults
             [
                 option._replace(default=defaults.get(name, option.default))
                 for name, option in options.items()
-                if method is None or method in methods_with(name)
+                if method is None or takes(method, name)
             ],
         )
 
@@ -157,11 +191,11 @@ class _RunHelp(argparse._HelpAction):
         if method is None:
             print(run_overview(parser))
             parser.exit()
-        check_choice("method", method, METHODS)
+        summary = find_method(method).summary
         of_method = Parser(
             prog=parser.prog,
             usage=f"{parser.prog} {method} [options]",
-            description=f"{METHODS[method].summary}.\n\nAn option that is left out has the value in brackets.",
+            description=f"{summary}.\n\nAn option that is left out has the value in brackets.",
             add_help=False,
             **PLAIN,
         )
@@ -180,7 +214,7 @@ def run_overview(parser: argparse.ArgumentParser) -> str:
         f"  {parser.prog + ' METHOD --help':<25} explains the options of METHOD and those below",
         "  jfcl list                 names of methods, data sets, models, attacks, ...",
         "",
-        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}", width, subsequent_indent="  "),
+        *textwrap.wrap(f"METHOD: {', '.join(METHODS)}, or MODULE:FACTORY", width, subsequent_indent="  "),
         "",
     ]
     for group in parser._action_groups[2:]:
@@ -285,7 +319,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         " that would take longer than --seconds are left out.",
         allow_abbrev=False,
     )
-    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all]")
+    bench.add_argument("--methods", nargs="+", metavar="NAME", help="of fedavg, ifca, local [all], or MODULE:FACTORY")
     bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
     bench.add_argument("--mappings", nargs="+", metavar="NAME", help="mappings of the clients ['chunked(1)' ... vmap]")
     bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")

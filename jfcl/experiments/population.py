@@ -21,6 +21,7 @@ from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.experiments.config import OF_PARTITION, Config, to_resume
+from jfcl.experiments.own import is_own
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.experiments.validation import validate
@@ -176,13 +177,13 @@ def make_stores(
     Returns:
       `(config, train, test, size of the vocabulary or None)`, `config` with the options that describe the stores.
     """
-    texts = config.model in LANGUAGE_MODELS
     if folder.exists():
         store, tests = data.open_stores(folder)
         for part in (store, tests):
             part.verify(progress=progress)
         check_dealt(config, store, folder)
         config = dataclasses.replace(config, **as_dealt(store))
+        texts = config.model in LANGUAGE_MODELS or (is_own(config.model) and "vocab_size" in store.about)
         return config, store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
@@ -197,7 +198,7 @@ def make_stores(
         dataset,
         num_clients=config.population,
         examples_per_client=config.examples_per_client or EXAMPLES,
-        about={"vocab_size": config.vocab_size, "length": config.length} if texts else {},
+        about={"vocab_size": config.vocab_size, "length": config.length} if vocab_size is not None else {},
         progress=progress,
         **dealt(config),
     )

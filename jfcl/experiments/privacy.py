@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.algorithms import METHODS, attacks
+from jfcl.algorithms import attacks
 from jfcl.algorithms.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
 from jfcl.core import check
 from jfcl.experiments.config import Config, of_population
+from jfcl.experiments.own import find_method
 
 OPTIONS = ("dp_noise", "dp_quantile", "dp_min_size", "dp_sampling", "dp_delta")  # those that need `dp_clip`
 
@@ -78,7 +79,7 @@ def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.nd
     delta = default_delta(num_clients) if config.dp_delta is None else config.dp_delta
     about = {"num_clients": num_clients, "cohort": config.cohort, "num_rounds": num_rounds, "delta": delta}
     found = epsilon(dp, **about) if dp.noise > 0 else None
-    several = "num_clusters" in METHODS[config.method].options
+    several = "num_clusters" in find_method(config.method).options
     count = (config.num_models or config.clusters) if several else 1
     shares = np.bincount(cluster, minlength=count) / len(cluster)
     scale, participants = noise_of_sums(dp, count) * clip, config.cohort or num_clients

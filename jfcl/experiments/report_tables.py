@@ -11,6 +11,7 @@ from jfcl.core import shown
 from jfcl.experiments import html_page as html
 from jfcl.experiments.comparison import RECOVERY, compares_clusters, number
 from jfcl.experiments.config import Config, all_options, check_options, from_saved, to_saved
+from jfcl.experiments.own import is_own
 from jfcl.experiments.partial import PartialRun, first_seed
 from jfcl.experiments.used import used_options
 
@@ -71,8 +72,9 @@ def seeds(run: PartialRun, label: str) -> str:
 def options(run: PartialRun, label: str) -> list[str]:
     """Returns the options of a run, those that differ from the default in bold, and the versions."""
     configured, left_out = run.is_configured(), ("versions", "split_hash", "key")
-    default = to_saved(Config(run.config["method"]), "") if configured else run.config
-    used = (run.attempt(_used, run) or {}) if configured else {}
+    imported = configured and is_own(run.config["method"])  # not for a report: its own options are saved where given
+    default = to_saved(Config("" if imported else run.config["method"]), "") if configured else run.config
+    used = (run.attempt(_used, run) or {}) if configured and not imported else {}
     values = [
         ("rounds" if name == "num_rounds" else name, _shown(used.get(name, value)), value != default.get(name))
         for name, value in run.config.items()

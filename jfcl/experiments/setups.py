@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jfcl import data, kernels, models
-from jfcl.algorithms import METHODS, attacks
+from jfcl.algorithms import attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import LocalTraining, local_training, most_steps
 from jfcl.core import (
@@ -35,6 +35,7 @@ from jfcl.core import (
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
 from jfcl.experiments.config import (
+    AS_DECLARED,
     PRECISIONS,
     Config,
     as_dict,
@@ -43,6 +44,7 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
+from jfcl.experiments.own import find_dataset, find_method, find_model, is_own
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.used import keep, local_steps
 from jfcl.experiments.validation import validate
@@ -76,7 +78,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     lr = _learning_rate(config, training, largest)
     if callable(lr) and training.keep == "nothing":
         training = training._replace(keep="schedule")
-    of_method = "momentum" in METHODS[config.method].options  # the method's, not the optimiser's
+    of_method = "momentum" in find_method(config.method).options  # the method's, not the optimiser's
     optimizer = make_optimizer(
         config.optimizer or "sgd",
         lr,
@@ -202,10 +204,10 @@ def _warm_start(config: Config, task: Task) -> PyTree:
 
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
     """Returns the method of `config`, with those of its options that are given."""
-    method = METHODS[config.method]
+    method = find_method(config.method)
     options: dict[str, Any] = {"client_axis": client_axis}
     # Options with the same name and type in the factory.
-    common = {name: getattr(config, name) for name in ("cohort", "momentum", "radius")}
+    common = {name: getattr(config, name) for name in AS_DECLARED}
     given = dict(method.defaults) | config.options | {name: v for name, v in common.items() if v is not None}
     if config.dp_clip is not None:
         options["dp"] = mechanism(config)
@@ -258,7 +260,7 @@ def attack_data(config: Config, federation):
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    dataset = data.load(config.dataset, data_dir=data_dir)
+    dataset = find_dataset(config.dataset, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
@@ -275,8 +277,10 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
 
 
 def check_model_reads(config: Config, texts: bool) -> None:
-    """Raises `ValueError` for a model of images on `texts`, or a model of texts on images."""
-    if texts != (config.model in models.LANGUAGE_MODELS):
+    """Raises `ValueError` for a model of images on `texts`, or a model of texts on images; a user's own may be both."""
+    if is_own(config.model):
+        check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
+    elif texts != (config.model in models.LANGUAGE_MODELS):
         holds, reads = ("texts", "images") if texts else ("images", "texts")
         fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
         raise ValueError(
@@ -303,12 +307,15 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     Raises:
       ValueError: data that the model cannot read.
     """
-    make = models.MODELS[config.model][0]
+    if vocab_size is not None:
+        models.check_tokens(federation.train, vocab_size)
+        models.check_tokens(federation.test, vocab_size, name="test clients")
+    made = find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
+    if isinstance(made, Task):
+        return made
     if vocab_size is None:
-        return models.classification(make(federation.num_classes), federation.input_shape, federation.num_classes)
-    models.check_tokens(federation.train, vocab_size)
-    models.check_tokens(federation.test, vocab_size, name="test clients")
-    return models.language_model(make(vocab_size), config.length, vocab_size)
+        return models.classification(made, federation.input_shape, federation.num_classes)
+    return models.language_model(made, config.length, vocab_size)
 
 
 def matmul_precision(name: str) -> str | None:

@@ -17,7 +17,6 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm, check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, options_of
@@ -26,6 +25,7 @@ from jfcl.execution import mapping
 from jfcl.experiments.comparison import number
 from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
 from jfcl.experiments.names import nearest
+from jfcl.experiments.own import find_method
 from jfcl.experiments.setups import (
     Loaded,
     check_model_reads,
@@ -37,7 +37,6 @@ from jfcl.experiments.setups import (
 )
 from jfcl.experiments.tables import numbers_table
 from jfcl.experiments.validation import validate
-from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
@@ -51,8 +50,10 @@ SPREAD = 0.05  # of the accuracy over seeds, beyond which restarts are suggested
 FILES = ("sweep.json", "best.toml", "heatmap.png")
 
 
-def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, list[Any]]:
+def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | None = None) -> dict[str, list[Any]]:
     """Returns the values of every option in texts such as `"lr=0.01,0.1"`; `flags` are the options given by flags.
+
+    `method` is needed for options of a user's own.
 
     Raises:
       ValueError: no text; another form; an unknown option, or one twice; a value of another type or out of range.
@@ -62,7 +63,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, l
       {'lr': [0.01, 0.1], 'num_models': [2, 4]}
     """
     check(texts, "grid", texts, "given: --grid NAME=VALUE,VALUE,..., such as --grid lr=0.01,0.1")
-    known, grid = all_options(), {}
+    known, grid = all_options(method), {}
     for text in texts:
         given, _, values = text.partition("=")
         check(given.strip() and values.strip(), "grid", text, "NAME=VALUE,VALUE,..., such as lr=0.01,0.1")
@@ -135,7 +136,7 @@ def run_sweep(
     options = {"metric": metric, "holdout": holdout, "at_once": at_once}
     for name, option in sweep_options().items():
         option.check(options[name])
-    known = all_options()
+    known = all_options(config.method)
     for name, values in grid.items():
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
         for value in values:
@@ -156,7 +157,7 @@ def run_sweep(
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
     loaded = load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        check_model_reads(cell, cells[0].model in LANGUAGE_MODELS)
+        check_model_reads(cell, loaded.vocab_size is not None)
     train, held_out = hold_out(loaded.federation.train, holdout, seed=config.data_seed)
     if loaded.malicious is not None:  # as in the final test, attackers do not count
         held_out = held_out._replace(size=np.where(loaded.malicious, 0, held_out.size).astype(np.int32))
@@ -234,7 +235,7 @@ def restarts_note(config: Config, found: Sweep) -> str:
     """Returns a sentence that suggests restarts, if the seeds of the best cell differ and the method has them."""
     best = found.cells[found.best]
     chosen, accuracy = dataclasses.replace(config, **best.values), [row.get("accuracy") for row in best.per_seed]
-    if "restarts" not in METHODS[config.method].options or chosen.restarts != 1 or None in accuracy:
+    if "restarts" not in find_method(config.method).options or chosen.restarts != 1 or None in accuracy:
         return ""
     low, high = 100 * min(accuracy), 100 * max(accuracy)
     between = f"the seeds of the best configuration end between {low:.1f} and {high:.1f} %"

@@ -78,10 +78,15 @@ def lists() -> dict[str, dict[str, str]]:
         return {name: (fn.__doc__ or "").split("\n")[0] for name, fn in functions.items()}
 
     return {
-        "methods": {name: method.summary for name, method in METHODS.items()},
+        "methods": {name: method.summary for name, method in METHODS.items()}
+        | {"MODULE:FACTORY": "a method of your own: a function in a file of the current folder, or of a package"},
         "datasets": {name: entry[1] for name, entry in data.DATASETS.items()}
-        | {"(any other)": "an image classification set of tensorflow-datasets, by its name there"},
-        "models": {name: entry[1] for name, entry in models.MODELS.items()},
+        | {
+            "(any other)": "an image classification set of tensorflow-datasets, by its name there",
+            "MODULE:FUNCTION": "a data set of your own: a function that returns a jfcl.data.Dataset",
+        },
+        "models": {name: entry[1] for name, entry in models.MODELS.items()}
+        | {"MODULE:NAME": "a model of your own: a flax module or a function, of the number of outputs"},
         "heterogeneities": {name: entry[1] for name, entry in data.HETEROGENEITY.items()},
         "partitions": {name: entry[1] for name, entry in data.PARTITIONS.items()},
         "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jfcl.algorithms import METHODS
 from jfcl.experiments.config import Config, as_dict, method_options
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
+from jfcl.experiments.own import find_method
 
 EVALUATIONS = 50  # in a run, about
 ALL = "all"
@@ -16,12 +16,12 @@ def local_steps(config: Config) -> int | None:
     """Returns the local steps of a round; None where `local_epochs` counts them."""
     if config.local_epochs is not None:
         return None
-    return config.local_steps or METHODS[config.method].defaults.get("local_steps", 10)
+    return config.local_steps or find_method(config.method).defaults.get("local_steps", 10)
 
 
 def keep(config: Config) -> str:
     """Returns what a client keeps of its optimiser for the next round; a schedule keeps at least its count."""
-    return config.keep or METHODS[config.method].defaults.get("keep", "nothing")
+    return config.keep or find_method(config.method).defaults.get("keep", "nothing")
 
 
 def eval_every(config: Config) -> int:
@@ -44,7 +44,7 @@ def used_options(config: Config) -> dict[str, Any]:
       >>> found["local_steps"], found["optimizer"], found["eval_every"], found["num_models"], found["cohort"]
       (10, 'sgd', 4, 3, 'all')
     """
-    options, optimizer = METHODS[config.method].options, OPTIMIZERS[config.optimizer or "sgd"]
+    options, optimizer = find_method(config.method).options, OPTIMIZERS[config.optimizer or "sgd"]
     own = {name: option.default for name, option in method_options(config.method).items()}
     own |= {"optimizer": "sgd", "schedule": "constant", "batch_size": ALL, "examples_per_client": ALL}
     own |= {"local_steps": local_steps(config), "keep": keep(config), "eval_every": eval_every(config)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jfcl import kernels, models
-from jfcl.algorithms import METHODS, attacks
-from jfcl.core import check, check_choice
+from jfcl.algorithms import attacks
+from jfcl.core import check
 from jfcl.core.options import MOST_REPEATED, Excludes, Needs
 from jfcl.experiments.config import (
+    AS_DECLARED,
     OF_PARTITION,
     Config,
     all_options,
@@ -15,8 +16,10 @@ from jfcl.experiments.config import (
     methods_with,
     of_population,
     partition_options,
+    takes,
 )
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
+from jfcl.experiments.own import find_method, required
 from jfcl.experiments.privacy import check_private_run
 
 
@@ -27,12 +30,22 @@ def check_values(config: Config) -> None:
       ValueError: one does not fit; `validate` checks those that depend on each other and on the data as well.
     """
     check(isinstance(config.method, str), "method", config.method, "of type str")
-    check_choice("method", config.method, METHODS)
+    _check_names(config.method)
     for name, option in common_options().items():
         option.check(getattr(config, name))
     for name, value in config.options.items():
-        method_options(config.method).get(name, all_options()[name]).check(value)
+        all_options(config.method)[name].check(value)
     _check_method_has(config)
+
+
+def _check_names(method: str) -> None:
+    """Raises `ValueError` for an unknown method, and for options with the name of a common one, or no text."""
+    declared, where = find_method(method).declared, f"argument {{}} of method {method!r} must have"
+    for name in declared.keys() & {"method", "options", *common_options()} - set(AS_DECLARED):
+        raise ValueError(f"{where.format(name)} another name: --{name.replace('_', '-')} is of every method")
+    for name, option in method_options(method).items():
+        if not option.text:
+            raise ValueError(f"{where.format(name)} an entry under Args in the docstring, its flag's help")
 
 
 def _check_method_has(config: Config) -> None:
@@ -40,8 +53,7 @@ def _check_method_has(config: Config) -> None:
     given = [name for name, option in common_options().items() if getattr(config, name) not in (option.default, None)]
     if of_population(config):
         given = [name for name in given if name != "cohort"]  # the population draws its cohorts itself
-    takers = {name: methods_with(name) for name in [*given, *config.options]}
-    refused = {name: methods for name, methods in takers.items() if config.method not in methods}
+    refused = {name: methods_with(name) for name in [*given, *config.options] if not takes(config.method, name)}
     if refused:
         words = "; ".join(f"{name} (only {', '.join(methods)})" for name, methods in sorted(refused.items()))
         raise ValueError(f"method {config.method} has no option {words}")
@@ -97,8 +109,8 @@ def _check_training(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     """Checks the options of optimiser and schedule against each other."""
     name, schedule = config.optimizer or "sgd", config.schedule or "constant"
-    of_method, takes = "momentum" in METHODS[config.method].options, OPTIMIZERS[name].momentum is not None
-    fits = of_method or takes or config.momentum is None
+    of_method, takes_it = "momentum" in find_method(config.method).options, OPTIMIZERS[name].momentum is not None
+    fits = of_method or takes_it or config.momentum is None
     check(fits, "momentum", config.momentum, f"left out with --optimizer {name}, which has its own")
     accepted = f"one without momentum: that of {config.method} is of the clients' gradients"
     check(not (of_method and OPTIMIZERS[name].momentum), "optimizer", name, accepted)
@@ -115,7 +127,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_attack(config: Config) -> None:
-    options = set(METHODS[config.method].options)
+    options = set(find_method(config.method).options)
     if config.attack is not None:
         check(config.malicious > 0, "malicious", config.malicious, "above 0 with --attack")
         some = round(config.malicious * config.clients)
@@ -138,6 +150,9 @@ def _check_attack(config: Config) -> None:
 def _check_own(config: Config) -> None:
     """Checks the options of the method against each other, as their declarations `Need` and `Exclude` others."""
     given = config.options | {name: getattr(config, name) for name in common_options()}
+    for name in required(find_method(config.method)):
+        has = name not in method_options(config.method) or given.get(name) is not None
+        check(has, name, None, f"given: method {config.method} has no default for it")
     for name, value in config.options.items():
         option = method_options(config.method)[name]
         for other in option.others(Needs):

@@ -294,7 +294,8 @@ def read_checkpoint(
     """Returns the last checkpoint, the same in every process, with a state like `like`; None without one.
 
     Raises:
-      ValueError: as `RunFolder.restore`; more than `num_rounds` rounds are done.
+      ValueError: as `RunFolder.restore`; more than `num_rounds` rounds are done, or so many without the evaluation that
+        ends a run.
     """
     found = hosts.by_first(lambda: folder.restore(like, any_round=any_round))
     about = hosts.same_everywhere(None if found is None else [found.round, found.totals, found.records])
@@ -302,5 +303,7 @@ def read_checkpoint(
         return None
     done, totals, records = about
     check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
+    is_evaluated = done < num_rounds or (records and records[-1]["round"] == done)
+    check(is_evaluated, "num_rounds", num_rounds, f"more than the {done} rounds already done: the last is not evaluated")
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found.state
     return Restored(done, hosts.same_arrays(state), totals, records)

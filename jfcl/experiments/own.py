@@ -1,0 +1,212 @@
+"""Methods, models and data sets by name: those of the library, and a user's own as `MODULE:NAME`.
+
+A module is imported as `python -m` does: the current folder comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+from flax import nnx
+
+from jfcl import data
+from jfcl.algorithms import METHODS, Method
+from jfcl.core import check, check_choice
+from jfcl.core.options import first_sentence, read_hint
+from jfcl.models import MODELS
+
+FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+ALWAYS_GIVEN = ("client_axis", "num_clusters", "cluster")  # to factories that take them
+
+
+class Named(NamedTuple):
+    """The names in `choices`, and those of the form `MODULE:NAME`; `find` raises `ValueError` for others."""
+
+    choices: Collection[str]
+    find: Callable[[str], Any]
+
+    def check(self, name: str, value: str) -> None:
+        """Raises `ValueError` for a name of nothing, or of something that does not fit."""
+        self.find(value)
+
+
+def is_own(name: Any) -> bool:
+    """Returns whether a name has the form `MODULE:NAME`.
+
+    Example:
+      >>> is_own("my_method:server_momentum"), is_own("ifca"), is_own("mnist:3.0.1")
+      (True, False, False)
+    """
+    return isinstance(name, str) and FORM.fullmatch(name) is not None
+
+
+def find_method(name: str) -> Method:
+    """Returns the method of a name in `jfcl.algorithms.METHODS`, or of `MODULE:FACTORY`, which is imported.
+
+    Raises:
+      ValueError: an unknown name; a module that cannot be imported, with its error; a factory of another form than
+        `(task, training, *, client_axis, ...)`, or with an argument that nothing gives.
+
+    Example:
+      >>> find_method("jfcl.algorithms.ditto:ditto").make is find_method("ditto").make
+      True
+      >>> find_method("ifac")
+      Traceback (most recent call last):
+      ValueError: unknown method 'ifac': did you mean 'ifca'? Accepted: ..., or MODULE:FACTORY for one of your own
+    """
+    if name in METHODS:
+        return METHODS[name]
+    _check_known("method", name, METHODS, "MODULE:FACTORY")
+    return _read_method(name, _find("method", name))
+
+
+def find_model(name: str) -> Callable[[int], Any]:
+    """Returns the function from a number of outputs to the model of a name in `MODELS`, or of `MODULE:NAME`.
+
+    Raises:
+      ValueError: an unknown name; a module that cannot be imported; no class or function of the number of outputs.
+
+    Example:
+      >>> find_model("jfcl.models:MLP")(10), find_model("mlp")(10) == find_model("jfcl.models:MLP")(10)
+      (MLP(
+          # attributes
+          num_outputs = 10
+          hidden = (200,)
+      ), True)
+    """
+    if name in MODELS:
+        return MODELS[name][0]
+    _check_known("model", name, MODELS, "MODULE:NAME")
+    make = _find("model", name)
+    accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
+    check(callable(make), "model", name, accepted)
+    if inspect.isclass(make) and issubclass(make, nnx.Module):
+        return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
+    if inspect.isclass(make) and issubclass(make, nn.Module):
+        taken = [f.name for f in dataclasses.fields(make) if f.init and f.name not in ("parent", "name")]
+        check(taken, "model", name, accepted)
+    try:
+        inspect.signature(make).bind(10)
+    except TypeError as error:
+        raise ValueError(f"model must be {accepted}, got {name!r}: {error}") from None
+    return make
+
+
+def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
+    """Returns the data set of a name that `jfcl.data.load` knows, or the one that `MODULE:FUNCTION` returns.
+
+    Raises:
+      ValueError: what `jfcl.data.load` refuses; a module that cannot be imported; a function with arguments, or of
+        something else.
+
+    Example:
+      >>> find_dataset("digits", None).num_classes
+      10
+    """
+    if not is_own(name):
+        return data.load(name, data_dir=data_dir)
+    make, accepted = _find("dataset", name), "the name of a function without arguments that returns a jfcl.data.Dataset"
+    check(callable(make), "dataset", name, accepted)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"dataset must be {accepted}, got {name!r}: {error}") from None
+    found = make()
+    check(isinstance(found, data.Dataset), "dataset", name, f"{accepted}; it returns {type(found).__name__}")
+    return found
+
+
+def required(method: Method) -> list[str]:
+    """Returns the keyword-only arguments of a factory that have no default."""
+    parameters = inspect.signature(method.make).parameters
+    return [name for name in method.options if parameters[name].default is inspect.Parameter.empty]
+
+
+def _check_known(what: str, name: str, known: Collection[str], form: str) -> None:
+    if is_own(name):
+        return
+    try:
+        check_choice(what, name, known)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {form} for one of your own") from None
+
+
+def _find(what: str, name: str) -> Any:
+    """Imports what `MODULE:NAME` names."""
+    module_name, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
+    if module_name not in sys.modules:
+        importlib.invalidate_caches()  # a file that is a moment old
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} {name!r}: {_why_not_imported(module_name, error)}") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, [n for n in vars(module) if not n.startswith("_")], n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        where = getattr(module, "__file__", None) or "built in"
+        raise ValueError(f"{what} {name!r}: module {module_name} ({where}) has no {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _why_not_imported(module: str, error: BaseException) -> str:
+    """Returns the sentence on an error in an import, with the line of the module where it occurs."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        modules = [path.stem for path in Path().glob("*.py")]
+        packages = [path.parent.name for path in Path().glob("*/__init__.py")]
+        near = difflib.get_close_matches(module, modules + packages, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        return f"there is no module {module!r} in this folder, nor among the installed packages{hint}"
+    text = f"module {module!r} cannot be imported: {type(error).__name__}: {error}"
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    if isinstance(error, SyntaxError) or not lines:
+        return text
+    return f"{text} ({lines[0].filename}, line {lines[0].lineno})"
+
+
+@functools.cache
+def _read_method(name: str, make: Any) -> Method:
+    """Returns the method of a factory; raises `ValueError` for one of another form than the command line calls."""
+    form = f"method {name!r} must be a function (task, training, *, client_axis, ...) that returns an Algorithm, and"
+    if not inspect.isfunction(make):
+        raise ValueError(f"{form} is {type(make).__name__}")
+    parameters = inspect.signature(make).parameters
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional[:2] != ["task", "training"] or "client_axis" not in parameters:
+        raise ValueError(f"{form} takes ({', '.join(parameters)})")
+    where = f"argument {{}} of method {name!r} must"
+    if positional[2:]:
+        raise ValueError(f"{where.format(positional[2])} be keyword-only: write a * before it")
+    method = Method(make, first_sentence(" ".join((inspect.getdoc(make) or make.__name__).split("\n\n")[0].split())))
+    try:
+        declared = method.declared
+    except Exception as error:  # whatever the evaluation of an annotation raises
+        raise ValueError(f"the annotations of method {name!r} cannot be read: {error}") from error
+    for option in method.options:
+        default, annotation = parameters[option].default, parameters[option].annotation
+        if annotation is inspect.Parameter.empty and read_hint(type(default)) is not None:
+            kind = type(default).__name__
+            raise ValueError(f"{where.format(option)} have an annotation, such as {kind}, to have a flag")
+        if default is inspect.Parameter.empty and option not in {*declared, *ALWAYS_GIVEN}:
+            raise ValueError(f"{where.format(option)} have a default, or an annotation of a number, a text or bool")
+    for option in [option for option in declared.values() if option.default is not None]:
+        try:
+            option.check(option.default)
+        except ValueError as error:
+            raise ValueError(f"the default of an argument of method {name!r}: {error}") from None
+    return method

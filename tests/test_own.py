@@ -1,0 +1,281 @@
+"""A user's own method, model and data set on the command line, as MODULE:NAME."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jfcl import cli
+from jfcl.experiments import Config, load_run, read_run
+from jfcl.experiments.config import all_options, takes
+from jfcl.experiments.own import find_method, find_model
+from jfcl.experiments.setups import setup
+
+METHOD = "mine_method:server_momentum"
+# The names of the modules begin with mine: no other test has them.
+MODELS = """
+import flax.linen as nn
+import jax, jfcl
+from flax import nnx
+
+
+class Net(nn.Module):
+    num_outputs: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.num_outputs)(x.reshape(len(x), -1))
+
+
+class Small(nnx.Module):
+    def __init__(self, num_outputs, *, rngs):
+        self.last = nnx.Linear(64, num_outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(x.reshape(len(x), -1))
+
+
+class Fixed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def pair(num_outputs):
+    init = lambda key: {"w": 0.01 * jax.random.normal(key, (64, num_outputs))}
+    return jfcl.models.task(init, lambda params, x: x.reshape(len(x), -1) @ params["w"], kind="classification")
+
+
+def some_digits():
+    digits = jfcl.data.load("digits")
+    return digits._replace(name="some", train={name: rows[:400] for name, rows in digits.train.items()})
+
+
+def nothing():
+    return 0
+
+
+VALUE = 3
+"""
+FACTORIES = '''
+import jfcl
+from typing import Annotated
+from jfcl.core.options import Range
+
+
+def plain(a, b):
+    """No factory."""
+
+
+def no_axis(task, training):
+    """No mapping."""
+
+
+def no_text(task, training, *, heat: float = 1.0, client_axis=None):
+    """An option without help."""
+
+
+def no_annotation(task, training, *, heat=1.0, client_axis=None):
+    """An option without a type."""
+
+
+def positional(task, training, heat=1.0, *, client_axis=None):
+    """An option in the wrong place."""
+
+
+def no_default(task, training, *, fn, client_axis=None):
+    """What nothing gives."""
+
+
+def unread(task, training, *, heat: "Missing" = 1.0, client_axis=None):
+    """An annotation of nothing."""
+
+
+def clash(task, training, *, lr: float = 0.1, client_axis=None):
+    """An option with the name of another.
+
+    Args:
+      lr: learning rate.
+    """
+
+
+def reserved(task, training, *, out: str = "x", client_axis=None):
+    """An option with the name of a flag that is no option of a run.
+
+    Args:
+      out: a word.
+    """
+
+
+def out_of_range(task, training, *, heat: Annotated[int, Range(2)] = 1, client_axis=None):
+    """A wrong default.
+
+    Args:
+      heat: how hot.
+    """
+
+
+def needs(task, training, *, quantile: str, num_clusters: int, client_axis=None):
+    """FedAvg. The type of an option is its own.
+
+    Args:
+      quantile: a word, and a number in other methods.
+    """
+    return jfcl.fedavg(task, training, client_axis=client_axis)
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current folder, with the modules of a user."""
+    skeleton = Path(__file__).with_name("skeleton_method.py").read_text()
+    texts = {"method": skeleton, "models": MODELS, "factories": FACTORIES, "syntax": "x = (1", "exit": "exit(3)"}
+    texts |= {"name": "import jax\n\ny = undefined\n", "import": "import not_there\n"}
+    for name, text in texts.items():
+        (tmp_path / f"mine_{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.setenv("COLUMNS", "300")
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget():
+    """Removes the modules, as in another process."""
+    for name in [name for name in sys.modules if name.startswith("mine_")]:
+        del sys.modules[name]
+
+
+def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
+    data = ["--dataset", "mine_models:some_digits", "--clients", "4", "--clusters", "2", "--quiet", "--out", "run"]
+    assert cli.main(["run", "--beta", "0.25", *data, "--rounds", "1", "--model", "mine_models:Net", METHOD]) == 0
+    saved = json.loads((folder / "run" / "config.json").read_text())
+    names = {"method": METHOD, "model": "mine_models:Net", "dataset": "mine_models:some_digits", "beta": 0.25}
+    assert {name: saved[name] for name in names} == names
+    forget()
+    again = ["run", "--config", "run/config.json", "--out", "run", "--resume", "--quiet", "--rounds", "2"]
+    assert cli.main([*again, "--beta", "0.5"]) == 2
+    assert "beta: it has 0.25, asked for 0.5" in capsys.readouterr().err
+    forget()
+    assert cli.main([*again, "--beta", "0.25"]) == 0 and read_run("run")[0]["method"] == METHOD
+    forget()
+    found = load_run("run")
+    assert found.config.beta == 0.25 and found.params["Dense_0"]["kernel"].shape == (1, 64, 10)
+    forget()
+    capsys.readouterr()
+    # Without the module, runs are compared and reported all the same, and do not resume.
+    (folder / "mine_method.py").unlink()
+    assert cli.main(["compare", "run"]) == 0 and cli.main(["report", "run", "--out", "page.html"]) == 0
+    assert METHOD in (folder / "page.html").read_text()
+    assert cli.main(again) == 2 and "there is no module 'mine_method'" in capsys.readouterr().err
+
+
+def test_the_help_of_an_own_method_has_its_options(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["run", METHOD, "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0 and printed.startswith(f"usage: jfcl run {METHOD} [options] Trains one model: v")
+    assert "--beta X share of the velocity that is left after a round; 0 is FedAvg [0.9]" in printed
+    flags = printed.replace(",", " ").split()
+    assert {"--clients", "--lr"} <= set(flags) and not {"--num-models", "--eps-1"} & set(flags)
+
+
+def test_an_own_method_in_a_sweep(folder, capsys):
+    tiny = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--seeds", "1", "--model", "linear", "--quiet"]
+    assert cli.main(["sweep", METHOD, "--grid", "beta=0.1,0.5", *tiny, "--out", "sweep"]) == 0
+    best = (folder / "sweep" / "best.toml").read_text()
+    assert f'method = "{METHOD}"' in best and "beta = 0." in best
+    capsys.readouterr()
+    assert cli.main(["sweep", METHOD, "--grid", "bta=0.1", *tiny]) == 2
+    assert "grid: unknown option 'bta': did you mean 'beta'?" in capsys.readouterr().err
+
+
+def test_an_own_method_in_a_bench(folder, capsys):
+    measured = ["--models", "linear", "--clients", "2", "--mappings", "vmap", "--examples", "2", "--quiet"]
+    assert cli.main(["bench", "--methods", "mine_factories:needs", *measured]) == 2
+    assert "method must be one that has a default for quantile, got 'mine_factories:needs'" in capsys.readouterr().err
+    assert cli.main(["bench", "--methods", METHOD, *measured, "--out", "b"]) == 0
+    assert json.loads((folder / "b" / "bench.json").read_text())["rows"][0]["seconds"] > 0
+
+
+def test_options_of_an_own_method_in_python():
+    config = Config(METHOD, beta=0.5)
+    assert (config.beta, Config(METHOD).beta, config.options) == (0.5, 0.9, {"beta": 0.5})
+    with pytest.raises(TypeError, match="did you mean 'beta'"):
+        Config(METHOD, betta=0.5)
+    with pytest.raises(TypeError, match="no option 'beta'"):
+        Config("fedavg", beta=0.5)
+    assert "beta" not in all_options() and takes(METHOD, "beta") and not takes(METHOD, "cohort")
+    assert Config("mine_factories:needs", quantile="many").quantile == "many"
+    assert all_options("mine_factories:needs")["quantile"].kind is str and all_options()["quantile"].kind is float
+    with pytest.raises(ValueError, match="quantile must be given: method mine_factories:needs has no default for it"):
+        setup(Config("mine_factories:needs"))
+    assert find_method("mine_factories:needs").summary == "FedAvg"
+    command = ["run", "--quantile", "many", "mine_factories:needs"]
+    assert cli.build_parser().parse_args(command).quantile == "many"
+
+
+@pytest.mark.parametrize("name", ["Net", "Small", "pair"])
+def test_models_of_a_class_or_function(name):
+    task = setup(Config("local", clients=2, clusters=1, model=f"mine_models:{name}")).task
+    x = np.zeros((3, 8, 8, 1), np.float32)
+    assert jax.eval_shape(lambda key: task.predict(task.init(key), x), jax.random.key(0)).shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["mine_metod:f"], "method 'mine_metod:f': there is no module 'mine_metod' in this folder, nor among the"
+         " installed packages: did you mean 'mine_method'?"),
+        (["mine_method.py:f"], "no module 'mine_method.py' in this folder, nor among the installed packages: did you"),
+        (["mine_method:server_mom"], "mine_method.py) has no 'server_mom': did you mean 'server_momentum'?"),
+        (["mine_syntax:f"], "module 'mine_syntax' cannot be imported: SyntaxError: '(' was never closed (mine_"),
+        (["mine_name:f"], "NameError: name 'undefined' is not defined ("),
+        (["mine_name:f"], "mine_name.py, line 3)"),
+        (["mine_import:f"], "module 'mine_import' cannot be imported: ModuleNotFoundError: No module named 'not_"),
+        (["mine_exit:f"], "module 'mine_exit' cannot be imported: SystemExit: 3"),
+        (["mine_models:VALUE"], "method 'mine_models:VALUE' must be a function (task, training, *, client_axis, ...)"
+         " that returns an Algorithm, and is int"),
+        (["mine_factories:plain"], "that returns an Algorithm, and takes (a, b)"),
+        (["mine_factories:no_axis"], "that returns an Algorithm, and takes (task, training)"),
+        (["mine_factories:no_text"], "argument heat of method 'mine_factories:no_text' must have an entry under Args"),
+        (["mine_factories:no_annotation"], "must have an annotation, such as float, to have a flag"),
+        (["mine_factories:positional"], "argument heat of method 'mine_factories:positional' must be keyword-only"),
+        (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
+        (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
+        (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
+        (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has one"),
+        (["mine_factories:out_of_range"], "method 'mine_factories:out_of_range': heat must be an integer"),
+        (["mine_factories:needs"], "quantile must be given: method mine_factories:needs has no default for it"),
+        (["mine/method:f"], "unknown method 'mine/method:f'. Accepted: fedavg, "),
+        (["ifac"], "knn_per, or MODULE:FACTORY for one of your own"),
+        ([METHOD, "--beta", "1.0"], "beta must be in [0, 1), got 1.0"),
+        ([METHOD, "--bta", "1.0"], "unknown option --bta: did you mean --beta?"),
+        ([METHOD, "--num-models", "2"], f"method {METHOD} has no option num_models (only oracle, "),
+        (["fedavg", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'? Accepted: linear, "),
+        (["fedavg", "--model", "mpl"], "gpt, or MODULE:NAME for one of your own"),
+        (["fedavg", "--model", "mine_models:Nt"], "mine_models.py) has no 'Nt': did you mean 'Net'?"),
+        (["fedavg", "--model", "mine_models:Fixed"], "model must be the name of a class or function of the number of"),
+        (["fedavg", "--model", "mine_models:nothing"], "got 'mine_models:nothing': too many positional arguments"),
+        (["fedavg", "--model", "mine_models:VALUE"], "got 'mine_models:VALUE'"),
+        (["fedavg", "--dataset", "mine_models:nothing"], "returns a jfcl.data.Dataset; it returns int, got"),
+        (["fedavg", "--dataset", "mine_models:pair"], "got 'mine_models:pair': missing a required argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(command, words, capsys):
+    assert cli.main(["run", *command]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.startswith("jfcl: error:") and printed.out == ""
+
+
+def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):
+    assert find_model("mine_models:Net")(4).num_outputs == 4
+    assert sys.path[0] == str(folder) and sys.path.count(str(folder)) == 1
+    find_method(METHOD)
+    assert sys.path.count(str(folder)) == 1
