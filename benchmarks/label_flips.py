@@ -1,0 +1,98 @@
+"""FedAvg under label flips (Byzantine CFL, table 1): which setting that the paper leaves open gives its accuracies?
+
+    python benchmarks/label_flips.py --dataset mnist --epochs 5 --rounds 40
+    python benchmarks/label_flips.py --dataset mnist --inputs standard --init torch --rounds 200
+
+30 % of the clients have the label 0 for all examples. Each run adds its row to results/label-flips-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from common import RESULTS, report
+
+import jfcl
+from jfcl.core import Clients, PyTree, Task
+from jfcl.experiments import Config
+from jfcl.experiments.setups import setup
+
+COLUMNS = ["dataset", "epochs", "lr", "inputs", "init", "clients", "rounds", "attack", "accuracy", "seconds"]
+
+
+def with_torch_init(task: Task) -> Task:
+    """Returns `task` with PyTorch's default initialisation: uniform in ±1 / sqrt(fan in), biases too."""
+    layers = jax.eval_shape(task.init, jax.random.key(0))
+
+    def init(key: jax.Array) -> PyTree:
+        drawn = {}
+        for i, (name, layer) in enumerate(layers.items()):
+            width = float(np.prod(layer["kernel"].shape[:-1])) ** -0.5
+            keys = dict(zip(layer, jax.random.split(jax.random.fold_in(key, i), len(layer)), strict=True))
+            drawn[name] = {n: jax.random.uniform(keys[n], x.shape, x.dtype, -width, width) for n, x in layer.items()}
+        return drawn
+
+    return task._replace(init=init)
+
+
+def standardised(clients: Clients, mean: float, std: float) -> Clients:
+    """Returns `clients` with inputs of mean 0 and standard deviation 1."""
+    return clients._replace(
+        examples=clients.examples | {"x": (clients.examples["x"] - np.float32(mean)) / np.float32(std)}
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the row of one setting, with the accuracy of the benign clients in 20 of the rounds."""
+    attack = None if args.attack == "none" else args.attack
+    options = {"dataset": args.dataset, "heterogeneity": "none", "clusters": 1, "model": "cnn_mnist", "batch_size": 100}
+    options |= {"clients": args.clients, "examples_per_client": 600, "local_epochs": args.epochs, "lr": args.lr}
+    options |= {"rounds": args.rounds, "attack": attack, "malicious": 0.3 if attack else 0.0}
+    parts = setup(Config("fedavg", **options))
+    train, test, task = parts.federation.train, parts.federation.test, parts.task
+    if args.inputs == "standard":
+        x = np.asarray(train.examples["x"])
+        mean, std = float(x.mean()), float(x.std())
+        train, test = standardised(train, mean, std), standardised(test, mean, std)
+    if args.init == "torch":
+        task = with_torch_init(task)
+    algorithm = jfcl.fedavg(task, parts.training, client_axis=parts.client_axis)
+    began = time.perf_counter()
+    history = jfcl.simulate(
+        algorithm,
+        train,
+        key=jax.random.key(0),
+        num_rounds=args.rounds,
+        test_clients=test,
+        eval_every=max(1, args.rounds // 20),
+    )
+    by_round = {str(row["round"]): round(100 * float(row["accuracy"]), 2) for row in history.records}
+    accuracy = by_round[str(args.rounds)]
+    return vars(args) | {"accuracy": accuracy, "accuracy by round": by_round, "seconds": time.perf_counter() - began}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist")
+    parser.add_argument("--epochs", type=int, default=1, help="local epochs")
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--inputs", choices=("pixels", "standard"), default="pixels", help="in [0, 1], or standardised")
+    parser.add_argument("--init", choices=("flax", "torch"), default="flax", help="whose default initialisation")
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--attack", choices=("label_zero", "none"), default="label_zero")
+    args = parser.parse_args()
+    row = run(args)
+    kept = [r for file in RESULTS.glob("label-flips-*.json") for r in json.loads(file.read_text())["rows"]]
+    others = [r for r in kept if any(r[name] != value for name, value in vars(args).items())]
+    rows = sorted([*others, row], key=lambda r: [str(r[name]) for name in COLUMNS])
+    report("label-flips", "FedAvg under label flips", COLUMNS, rows, "python benchmarks/label_flips.py, with options")
+
+
+if __name__ == "__main__":
+    main()
