@@ -108,7 +108,8 @@ def runnable() -> list:
     """Returns the pages with code, shortened, without blocks that are marked as slow, and as it is (slow)."""
     found = []
     for page in PAGES:
-        if blocks(page, "python") and name_of(page) not in RUN_ELSEWHERE:
+        runs = any("<!-- not run" not in notes for notes, _ in blocks(page, "python"))
+        if runs and name_of(page) not in RUN_ELSEWHERE:
             for is_short in (True, False):
                 marks = [] if is_short else [pytest.mark.slow]
                 name = f"{name_of(page)}{', short' * is_short}"
