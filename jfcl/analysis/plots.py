@@ -65,6 +65,11 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
+def _whole_numbers() -> MaxNLocator:
+    """Returns the ticks of an axis of rounds or clients."""
+    return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+
+
 def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns `(rounds [E], values [E, R])`; NaN for a seed without a finite value at a round."""
     rounds = sorted({r["round"] for r in records})
@@ -93,7 +98,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
         rounds, values = _by_round(records, metric)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
         axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(_whole_numbers())
     axes.set_xlabel("round")
     axes.set_ylabel(label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
@@ -176,7 +181,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     style = {"cmap": colors, "vmin": -0.5, "vmax": colors.N - 0.5, "aspect": "auto", "interpolation": "nearest"}
     strip.imshow(sorted_by[order][:, None], **style)
     kind = "true" if is_known else "last"
-    strip.yaxis.set_major_locator(MaxNLocator(integer=True))
+    strip.yaxis.set_major_locator(_whole_numbers())
     strip.set(xticks=[], ylabel=f"client, sorted by {kind} cluster", title=kind)
     axes.imshow(renamed, **style)
     rounds = [r["round"] for r in chosen]
@@ -276,7 +281,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
         below["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the lines
         axes.annotate(text, (middle, node.round + thick / 2), **below)
     axes.set(ylim=(last * 1.15 + thick, -thick * 1.5), xlim=(-0.7, len(place) - 0.3), xticks=[])
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(_whole_numbers())
     axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
     return figure
