@@ -1,11 +1,11 @@
 """A round of FedAvg with the deep models: seconds, multiplications, memory, with our convolutions and with XLA's.
 
-    python benchmarks/models.py [--only NAME] [--quick]
+    python benchmarks/models.py [--only NAME] [--ours] [--quick]
 
 Images of 32 x 32 x 3, texts of 32 words under a vocabulary of 10,000; float32, on one device. The network "with XLA's
 convolutions" is the same one on `jax.lax.conv_general_dilated`, as flax has it without our option. A form is not
-repeated once it has taken `LIMIT_SECONDS`. `--quick`: narrow models and two clients, to see that it works; nothing is
-written.
+repeated once it has taken `LIMIT_SECONDS`; `--ours` leaves out XLA's. `--quick`: narrow models and two clients, to see
+that it works; nothing is written.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def make_clients(name: str, clients: int, examples: int) -> jfcl.Clients:
     return jax.device_put(jfcl.Clients({"x": x, "y": y}, jnp.full(clients, examples, jnp.int32)))
 
 
-def rows_of(name: str, quick: bool) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, quick: bool, ours: bool) -> Iterator[dict[str, Any]]:
     """A row for each mapping and kind of convolutions."""
     clients, examples, batch = (2, 2, 2) if quick else (CLIENTS, EXAMPLES, BATCH)
     training = jfcl.local_training(optax.sgd(0.01), num_steps=STEPS, batch_size=batch)
     data = make_clients(name, clients, examples)
-    for plain in (False, True) if name.startswith(("resnet", "mobilenet")) else (False,):
+    for plain in (False, True) if name.startswith(("resnet", "mobilenet")) and not ours else (False,):
         for mapping in ("chunked(1)", "vmap"):
             with convolutions(plain):
                 task, (first, *rest) = make(name, quick)
@@ -102,14 +102,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the names of the models to run")
     parser.add_argument("--quick", action="store_true", help="narrow models, nothing is written")
+    parser.add_argument("--ours", action="store_true", help="without XLA's convolutions, which take minutes")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1)
     rows: list[dict[str, Any]] = [{"model": "sgemm", "what": "2048 x 2048", "gflops": sgemm_gflops()}]
     for name in NAMES:
         if args.only in name:
-            rows += rows_of(name, args.quick)
+            rows += rows_of(name, args.quick, args.ours)
     columns = ["model", "what", "seconds", "client_steps/s", "gflops", "compile_seconds", "temporary_mb"]
-    command = "python benchmarks/models.py" + (f" --only '{args.only}'" if args.only else "")
+    command = "python benchmarks/models.py" + (f" --only '{args.only}'" if args.only else "") + " --ours" * args.ours
     title = f"One round of FedAvg: {CLIENTS} clients, {STEPS} steps of {BATCH} examples"
     report(None if args.quick else "-".join(["models", *args.only.split()]), title, columns, rows, command)
 
