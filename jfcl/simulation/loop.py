@@ -303,7 +303,7 @@ def read_checkpoint(
         return None
     done, totals, records = about
     check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
-    is_evaluated = done < num_rounds or (records and records[-1]["round"] == done)
-    check(is_evaluated, "num_rounds", num_rounds, f"more than the {done} rounds already done: the last is not evaluated")
+    may_end = done < num_rounds or (records and records[-1]["round"] == done)
+    check(may_end, "num_rounds", num_rounds, f"more than the {done} rounds already done: the last is not evaluated")
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found.state
     return Restored(done, hosts.same_arrays(state), totals, records)
