@@ -43,6 +43,7 @@ from jfcl.core.scopes import (
     parts,
     path_flags,
     personal_part,
+    reparametrised,
     trained_part,
 )
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
@@ -98,6 +99,7 @@ __all__ = [
     "personal_part",
     "platform",
     "random_order",
+    "reparametrised",
     "server_key",
     "set_parameter",
     "shape_struct",

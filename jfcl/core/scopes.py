@@ -113,6 +113,19 @@ def parameter_names(params: PyTree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
+def reparametrised(
+    task: Task, whole: Callable[[Callable], Callable], *, init: Callable, train_loss: Callable, merge: Callable | None
+) -> Task:
+    """Returns the task of other parameters, those of which `whole` makes each of its functions a function.
+
+    `train_loss` is left out for a task without one, and a `dense_start` is lost.
+    """
+    named = {name: getattr(task, name) for name in ("loss", "predict", "correct", "represent")}
+    functions = {name: None if function is None else whole(function) for name, function in named.items()}
+    functions["train_loss"] = None if task.train_loss is None else train_loss
+    return task._replace(**functions, init=init, dense_start=None, merge=merge)
+
+
 def of_rest(task: Task, fixed: Any) -> Task:
     """Returns the task of the parameters that are `None` in `fixed`, with the others as they are in `fixed`.
 
@@ -120,7 +133,7 @@ def of_rest(task: Task, fixed: Any) -> Task:
     """
 
     def whole(function):
-        return None if function is None else lambda params, x: function(joined(params, fixed), x)
+        return lambda params, x: function(joined(params, fixed), x)
 
     def train_loss(key, params, batch, real):
         losses, new = task.train_loss(key, joined(params, fixed), batch, real)
@@ -129,13 +142,5 @@ def of_rest(task: Task, fixed: Any) -> Task:
     def init(key):
         return jax.tree.map(lambda f, x: x if f is None else None, fixed, task.init(key), is_leaf=lambda x: x is None)
 
-    return task._replace(
-        init=init,
-        loss=whole(task.loss),
-        predict=whole(task.predict),
-        correct=whole(task.correct),
-        represent=whole(task.represent),
-        train_loss=None if task.train_loss is None else train_loss,
-        dense_start=None,
-        merge=None if task.merge is None else lambda params: task.merge(joined(params, fixed)),
-    )
+    merge = None if task.merge is None else lambda params: task.merge(joined(params, fixed))
+    return reparametrised(task, whole, init=init, train_loss=train_loss, merge=merge)

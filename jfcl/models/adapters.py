@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name
+from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name, reparametrised
 from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
 
 ADAPTERS = zlib.crc32(b"adapters")  # folded into the key of a model
@@ -115,8 +115,6 @@ def lora(
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
-        if function is None:
-            return None
         return lambda own, *rest: function(merge(own), *rest) if beside is None else beside(function, own, *rest)
 
     def train_loss(key, own, batch, real):
@@ -124,16 +122,7 @@ def lora(
         return losses, kept(own, new)
 
     before = task.merge or (lambda params: params)
-    return base._replace(
-        init=init,
-        loss=adapted(base.loss),
-        predict=adapted(base.predict),
-        correct=adapted(base.correct),
-        represent=adapted(base.represent),
-        train_loss=None if base.train_loss is None else train_loss,
-        dense_start=None,
-        merge=lambda own: before(merge(own)),
-    )
+    return reparametrised(base, adapted, init=init, train_loss=train_loss, merge=lambda own: before(merge(own)))
 
 
 def _is_none(x: Any) -> bool:

@@ -313,8 +313,9 @@ def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> N
     """
     count = len(subjects.seeds)
     for first, last in zip(records[:count], records[-count:], strict=True):
-        guess = math.log(subjects.num_classes) if (subjects.num_classes or 0) > 1 else first["train_loss"]
-        what = "guessing" if guess is not first["train_loss"] else f"round {first['round']}"
+        guess, what = first["train_loss"], f"round {first['round']}"
+        if (subjects.num_classes or 0) > 1:
+            guess, what = math.log(subjects.num_classes), "guessing"
         if guess > 0 and last["train_loss"] > HIGH * guess:
             warnings.warn(
                 f"round {last['round']}, seed {last['seed']}: the training loss, {last['train_loss']:.3g}, is far above"
