@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from small_network import NORMAL, PLAIN, C, D, H, M, N, Net
 
 import jfcl
 from jfcl.core import parameter_names
@@ -16,7 +17,6 @@ from jfcl.execution.jitted import jitted
 from jfcl.execution.memory import memory_of
 from jfcl.testing import count_compilations
 
-N, M, D, H, C = 4, 6, 3, 5, 2
 SIZES = np.array([6, 4, 6, 3], np.int32)
 TRAINING = jfcl.local_training(optax.sgd(0.2), num_steps=3)
 CPU = jfcl.client_mesh(2)
@@ -26,17 +26,6 @@ def data(sizes=SIZES, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(N, M, D)).astype(np.float32)
     return jfcl.Clients({"x": x, "y": rng.integers(0, C, (N, M)).astype(np.int32)}, np.asarray(sizes, np.int32))
-
-
-class Net(nn.Module):
-    normal: bool = False
-
-    @nn.compact
-    def __call__(self, x, train: bool = False):
-        x = nn.Dense(H)(x)
-        if self.normal:
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
-        return nn.Dense(C)(jnp.tanh(x))
 
 
 class Called(Net):
@@ -58,8 +47,6 @@ class Nnx(nnx.Module):
         return self.last(jnp.tanh(self.norm(self.first(x))))
 
 
-PLAIN = jfcl.models.classification(Net(), (D,), C)
-NORMAL = jfcl.models.classification(Net(True), (D,), C)
 OF_NNX = jfcl.models.classification(Nnx, (D,), C)
 PAIR = jfcl.models.task(
     lambda key: {"w": jax.random.normal(key, (D, H)), "v": jnp.ones((H, C))},

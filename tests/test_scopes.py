@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from small_network import EPS, KEPT, NORMAL, PLAIN, C, D, H, M, N
 
 import jfcl
 from jfcl.core import divided, joined, part_like, trained_part
 from jfcl.testing import count_compilations
 
-LR, STEPS, EPS, KEPT = 0.2, 3, 1e-5, 0.5
-N, M, D, H, C = 4, 6, 3, 5, 2
+LR, STEPS = 0.2, 3
 
 
 def data(seed=0, sizes=(6, 4, 6, 3)):
@@ -24,19 +24,6 @@ def data(seed=0, sizes=(6, 4, 6, 3)):
     return jfcl.Clients({"x": x, "y": rng.integers(0, C, (N, M))}, np.asarray(sizes, np.int32))
 
 
-class Net(nn.Module):
-    normal: bool = False
-
-    @nn.compact
-    def __call__(self, x, train: bool = False):
-        x = nn.Dense(H)(x)
-        if self.normal:
-            x = nn.BatchNorm(use_running_average=not train, momentum=KEPT, epsilon=EPS)(x)
-        return nn.Dense(C)(jnp.tanh(x))
-
-
-PLAIN = jfcl.models.classification(Net(), (D,), C)
-NORMAL = jfcl.models.classification(Net(True), (D,), C)
 TRAINING = jfcl.local_training(optax.sgd(LR), num_steps=STEPS)
 
 
