@@ -334,6 +334,7 @@ TINY = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round .* all clients use one of the")  # after two rounds of a tiny run
+@pytest.mark.filterwarnings("ignore:round .* the training loss")  # steps against the gradient, in figure 6
 @pytest.mark.parametrize("name", TINY)
 def test_recipes_on_real_data(name, tmp_path, data_dir):
     recipe = RECIPES[name]
