@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
@@ -115,6 +116,14 @@ def test_recovery_ignores_names(found, seed):
     assert a == pytest.approx(b)
     assert a["clusters_in_use"] == len(set(found.tolist()))
     assert cluster_recovery(found, found)["adjusted_rand"] == 1 and cluster_recovery(found, found)["purity"] == 1
+
+
+@given(found=labels, seed=st.integers(0, 99), kinds=st.integers(1, 4))
+def test_recovery_agrees_with_scikit_learn(found, seed, kinds):
+    true = np.random.default_rng(seed).integers(0, kinds, len(found))
+    agreement = cluster_recovery(np.array(found), true)
+    assert agreement["adjusted_rand"] == pytest.approx(adjusted_rand_score(true, found), abs=1e-14)
+    assert agreement["nmi"] == pytest.approx(normalized_mutual_info_score(true, found), abs=1e-14)
 
 
 def test_adjusted_rand_by_pair_counting():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from scipy.special import entr
 
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
 from jfcl.core import Clients, PyTree, Task, of_rest
@@ -156,25 +157,53 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
       >>> cluster_recovery(found=[0, 0, 0, 0], true=[0, 0, 1, 1])["cluster_accuracy"]
       0.5
     """
-    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # half a second to import
-    from sklearn.metrics.cluster import contingency_matrix
-
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
     in_use, counts = len(np.unique(found)), true >= 0
     if not counts.any():
         raise ValueError("true must have the cluster of one client at least, got -1 for all")
-    found, true = found[counts], true[counts]
-    table = contingency_matrix(found, true)
+    table = _contingency(found[counts], true[counts])
     matched = table[linear_sum_assignment(table, maximize=True)].sum()
     return {
-        "cluster_accuracy": float(matched / len(found)),
-        "adjusted_rand": float(adjusted_rand_score(true, found)),
-        "nmi": float(normalized_mutual_info_score(true, found)),
-        "purity": float(table.max(axis=1).sum() / len(found)),
+        "cluster_accuracy": float(matched / table.sum()),
+        "adjusted_rand": _adjusted_rand(table),
+        "nmi": _normalized_mutual_information(table),
+        "purity": float(table.max(axis=1).sum() / table.sum()),
         "clusters_in_use": in_use,
     }
+
+
+def _contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Returns the numbers of clients by found and true cluster, one row for each found cluster."""
+    (rows, i), (columns, j) = (np.unique(names, return_inverse=True) for names in (found, true))
+    cells = i.astype(np.int64) * len(columns) + j
+    return np.bincount(cells, minlength=len(rows) * len(columns)).reshape(len(rows), len(columns))
+
+
+def _adjusted_rand(table: np.ndarray) -> float:
+    """Returns the adjusted Rand index: pairs of clients that are together in both, one or none of the clusterings."""
+    squares = [int((counts.astype(np.int64) ** 2).sum()) for counts in (table, table.sum(axis=1), table.sum(axis=0))]
+    clients = int(table.sum())
+    both, only_found, only_true = squares[0] - clients, squares[1] - squares[0], squares[2] - squares[0]
+    none = clients**2 - clients - both - only_found - only_true
+    if only_found == only_true == 0:
+        return 1.0
+    expected = (both + only_true) * (only_true + none) + (both + only_found) * (only_found + none)
+    return 2.0 * (both * none - only_found * only_true) / expected
+
+
+def _normalized_mutual_information(table: np.ndarray) -> float:
+    """Returns the mutual information of the clusterings, divided by the mean of their entropies."""
+    share = table / table.sum()
+    by_found, by_true = share.sum(axis=1), share.sum(axis=0)
+    if len(by_found) == len(by_true) == 1:
+        return 1.0
+    shared = share[table > 0]
+    parts = shared * np.log(shared / np.outer(by_found, by_true)[table > 0])
+    information = parts[np.abs(parts) > np.finfo(float).eps].sum()  # independent clusterings have exactly 0
+    entropies = entr(by_found).sum() + entr(by_true).sum()
+    return float(np.clip(2.0 * information / entropies, 0.0, 1.0))
 
 
 def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = FOUND) -> int | None:
