@@ -121,6 +121,8 @@ def test_a_plan_has_the_fastest_mapping_that_fits(on_cpu, monkeypatch):
     assert sum(count for count, _ in found.cost.collectives.values()) > 0
     for text in (found.step_hlo, found.init_hlo):
         assert text.startswith("HloModule")
+    late = f"{1000 * found.cost.seconds:.3g} ms a round (predicted)"
+    assert repr(found).startswith("<Plan for h100:2: fits") and late in repr(found) and "HloModule" not in repr(found)
     # With too little memory, nothing fits, and the advice is larger slices, which two of eight are not yet.
     chip = targets.CHIPS["h100"]._replace(memory=1000.0)
     monkeypatch.setitem(targets.CHIPS, "h100", chip)
@@ -148,6 +150,7 @@ def test_a_refusal_of_the_compiler_is_a_plan_that_does_not_fit(on_cpu, monkeypat
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=16e9))
     found = plan(make, problem()[0], target="h100:2")
     assert not found.fits and found.cost is None and found.needed_bytes == 18_400_000_000
+    assert repr(found) == "<Plan for h100:2: refused by the compiler, 18.4 of 16 GB a chip>"
     assert "--target h100:4" in found.advice and math.isnan(found.seconds(5)) and found.step_hlo == ""
     assert json.loads(json.dumps(found.as_dict()))["seconds_per_round"] is None
 

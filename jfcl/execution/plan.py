@@ -88,6 +88,15 @@ class Plan(NamedTuple):
     step_hlo: str
     init_hlo: str
 
+    def __repr__(self) -> str:
+        """Returns one line, without the programs."""
+        size = f"{self.needed_bytes / 1e9:.3g} of {self.limit_bytes / 1e9:.3g} GB a chip"
+        how = self.mapping if self.chunk is None else f"{self.mapping}({self.chunk})"
+        if self.cost is None:
+            return f"<Plan for {self.target}: refused by the compiler, {size}>"
+        late = f"{1000 * self.cost.seconds:.3g} ms a round (predicted)"
+        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {how}, {late}>"
+
     def seconds(self, num_rounds: int) -> float:
         """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""
         if self.cost is None or self.init_seconds is None:
