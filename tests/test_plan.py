@@ -219,7 +219,7 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     [
         ([], "target must be given, such as --target v5e:2x4"),
         (["--target", "v5e:2x3"], "a slice of v5e that exists"),
-        (["--target", "h100:2", "--population", "100"], "population must be left out"),
+        (["--target", "h100:2", "--population", "100"], "population, store must be left out"),
         (["--target", "h100:2", "--mapping", "pmap"], "mapping must be vmap, chunked, sharded or auto"),
         (["--target", "h100:2", "--mapping", "chunked"], "chunk must be given with --mapping chunked"),
         (["--target", "h100:2", "--devices", "2"], "devices must be left out"),

@@ -42,7 +42,8 @@ def plan_run(
     validate(config)
     check(target is not None, "target", target, "given, such as --target v5e:2x4 or --target h100")
     chosen = targets.target(target)
-    check(not of_population(config), "population", config.population, "left out: plan --clients as many as the cohort")
+    accepted = "left out: plan --clients as many as the cohort"
+    check(not of_population(config), "population, store", (config.population, config.store), accepted)
     check(config.mapping != "pmap", "mapping", config.mapping, "vmap, chunked, sharded or auto")
     check(config.devices is None, "devices", config.devices, "left out: the target has its own")
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
