@@ -144,7 +144,8 @@ def run_sweep(
     cells = [dataclasses.replace(config, **values) for values in _combinations(grid)]
     for cell in cells:
         validate(cell)
-    check(not of_population(config), "population", config.population, "left out: a sweep is of clients on the device")
+    accepted = "left out: a sweep is of clients on the device"
+    check(not of_population(config), "population, store", (config.population, config.store), accepted)
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
