@@ -302,7 +302,7 @@ def test_twelve_values_of_every_flag(command, action, folder, finished, capsys, 
     if action.dest == "rounds":  # so many are accepted, and run for as long; see below
         values = [v for v in values if v not in ("1000000000", "2147483647")]
     last = []
-    if command == "plan":  # an accepted value ends at the compiler (with one, these plans take hours), or at --population
+    if command == "plan":  # an accepted value ends at the compiler, or at --population
         monkeypatch.setattr(targets, "mesh", no_compiler)
         last = ["compiler", "population"]
     cases = [(with_value(command, action, value), names_of(action, value) + last) for value in values]
