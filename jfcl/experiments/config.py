@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +25,8 @@ from jfcl.core.options import (
     Option,
     Range,
     Real,
-    accepts_tracers,
-    argument_texts,
     first_sentence,
-    read_hint,
+    options_of,
 )
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
@@ -80,7 +78,7 @@ STANDS_FOR = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
     """Data: which client holds which examples.
 
@@ -128,7 +126,7 @@ class Data:
     data_seed: Annotated[int, Seed] = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """Training: model, local training, rounds and cohorts.
 
@@ -201,7 +199,7 @@ class Training:
     remember: Annotated[int | None, Range(0)] = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attack:
     """Attack: malicious clients, and aggregators that withstand them.
 
@@ -221,7 +219,7 @@ class Attack:
     bucket_size: CountOrNone = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """Run: seeds, evaluation, devices.
 
@@ -309,15 +307,12 @@ def common_options() -> dict[str, Option]:
 @functools.cache
 def groups() -> dict[type, dict[str, Option]]:
     """Returns the common options of each group: `Data`, `Training`, `Attack`, `Privacy` and `Run`."""
-    found = {}
-    for group in (Data, Training, Attack, Privacy, Run):
-        hints, texts = typing.get_type_hints(group, include_extras=True), argument_texts(group)
-        defaults = {field.name: field.default for field in dataclasses.fields(group)}
-        found[group] = {}
-        for name, default in defaults.items():
-            (kind, optional, metadata), traced = read_hint(hints[name]), accepts_tracers(hints[name])
-            found[group][name] = Option(name, kind, optional, default, first_sentence(texts[name]), metadata, traced)
-    return found
+    return {group: declared_options(group) for group in (Data, Training, Attack, Privacy, Run)}
+
+
+def declared_options(function: Callable) -> dict[str, Option]:
+    """Returns the options that a function, or a dataclass of keywords, declares; their help is one sentence."""
+    return {name: o._replace(text=first_sentence(o.text)) for name, o in options_of(function).items()}
 
 
 def method_options(method: str) -> dict[str, Option]:

@@ -9,7 +9,7 @@ from jfcl.algorithms.privacy import SAMPLING
 from jfcl.core.options import Interval, OneOf, Range
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Privacy:
     """Privacy: differential privacy of each client, with equal weights.
 

@@ -19,11 +19,21 @@ from rich.text import Text
 
 from jfcl.core import Algorithm, check, max_examples
 from jfcl.core.files import write_whole
-from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, options_of
+from jfcl.core.options import Interval, OneOf, Option, Range
 from jfcl.data import hold_out
 from jfcl.execution import mapping
 from jfcl.experiments.comparison import number
-from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
+from jfcl.experiments.config import (
+    Config,
+    Data,
+    Run,
+    all_options,
+    common_options,
+    declared_options,
+    groups,
+    of_population,
+    to_saved,
+)
 from jfcl.experiments.names import nearest
 from jfcl.experiments.own import find_method
 from jfcl.experiments.setups import (
@@ -195,9 +205,8 @@ def run_sweep(
 @functools.cache
 def sweep_options() -> dict[str, Option]:
     """Returns the options of `run_sweep` that have flags of their own."""
-    names = ("metric", "holdout", "at_once")
-    found = options_of(run_sweep)
-    return {name: found[name]._replace(text=first_sentence(found[name].text)) for name in names}
+    found = declared_options(run_sweep)
+    return {name: found[name] for name in ("metric", "holdout", "at_once")}
 
 
 def _combinations(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
