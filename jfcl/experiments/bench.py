@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.algorithms import fedavg, ifca, local_only
 from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.core.options import Range, options_of
@@ -40,11 +39,7 @@ MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
     "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
     "pmap": mapping.pmapped,
 }
-METHODS: dict[str, Callable[..., Algorithm]] = {  # beside those of `MODULE:FACTORY`
-    "fedavg": lambda task, training, clusters, **options: fedavg(task, training, **options),
-    "local": lambda task, training, clusters, **options: local_only(task, training, **options),
-    "ifca": lambda task, training, clusters, **options: ifca(task, training, num_clusters=clusters, **options),
-}
+METHODS = ("fedavg", "local", "ifca")  # beside those of `MODULE:FACTORY`
 GIVEN = ("client_axis", "num_clusters")  # to a user's own methods
 IMAGE_MODELS = [name for name in MODELS if name not in LANGUAGE_MODELS]
 MOST_SECONDS = 60.0  # of a round that is run though no smaller one was
@@ -89,8 +84,6 @@ def make_training(case: Case) -> LocalTraining:
 def make_algorithm(case: Case, client_axis: mapping.Mapping, *, init_params: PyTree | None = None) -> Algorithm:
     """The case's method under a mapping, from models drawn at random or `init_params`."""
     options = {"client_axis": client_axis} | ({} if init_params is None else {"init_params": init_params})
-    if case.method in METHODS:
-        return METHODS[case.method](make_task(case.model), make_training(case), case.clusters, **options)
     method = find_method(case.method)
     options |= {"num_clusters": case.clusters} if "num_clusters" in method.options else {}
     return method.make(make_task(case.model), make_training(case), **options)
