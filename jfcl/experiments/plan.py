@@ -9,17 +9,17 @@ from pathlib import Path
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jfcl.analysis import plots
-from jfcl.core import Clients, check, client_shapes, files, max_examples
+from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes
 from jfcl.execution import mapping, targets
 from jfcl.execution.plan import Plan, plan
 from jfcl.experiments.comparison import size_text
 from jfcl.experiments.config import PRECISIONS, Config, as_dict, of_population
 from jfcl.experiments.setups import load_dataset, make_algorithm, make_federation, make_task, make_training
+from jfcl.experiments.tables import LOOK
 from jfcl.experiments.validation import validate
 from jfcl.simulation.folder import finite_or_none
 
@@ -51,9 +51,8 @@ def plan_run(
     federation = make_federation(config, dataset, _ONE)
     task = make_task(config, federation, vocab_size)
     training = make_training(config, max_examples(federation.train))
-    clients, tests = (_of_all(c, config.clients) for c in (federation.train, federation.test))
-    others = _num_bytes(tests) / chosen.count
-    others += 0 if federation.newcomers is None else _num_bytes(federation.newcomers) / chosen.count
+    both = federation.train, federation.test
+    clients, tests = (client_shapes(Clients(one.examples, one.size), config.clients) for one in both)
     inner = {"vmap": [jax.vmap]}.get(config.mapping)
     with jax.default_matmul_precision(PRECISIONS[config.precision]):
         return plan(
@@ -61,20 +60,11 @@ def plan_run(
             clients,
             target=target,
             inner=inner if config.chunk is None else [mapping.chunked(config.chunk)],
-            other_bytes=others,
+            other_bytes=num_bytes((tests, federation.newcomers)) / chosen.count,
             seeds=config.seeds,
             name=f"{config.method} with model {config.model!r}",
             tick=tick,
         )
-
-
-def _of_all(one: Clients, count: int) -> Clients:
-    """Returns the shapes of `count` clients like the one given."""
-    return client_shapes(Clients(one.examples, one.size), count)
-
-
-def _num_bytes(clients: Clients) -> int:
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(clients))
 
 
 def write_plan(found: Plan, config: Config, out: Path) -> None:
@@ -97,24 +87,13 @@ def write_plan(found: Plan, config: Config, out: Path) -> None:
 
 def tables(found: Plan, config: Config) -> list[Table]:
     """Returns the tables of a plan, in 80 columns: the mappings, what a round needs, and its largest parts."""
-    shown = [_candidates_table(found, f"{config.method}, model {config.model}, on {_chips(found)}")]
-    shown.append(_facts_table(found, config))
-    if found.cost is not None:
-        shown.append(_parts_table(found))
-    return shown
+    shown = [_candidates_table(found, config), _facts_table(found, config)]
+    return shown if found.cost is None else [*shown, _parts_table(found)]
 
 
-def _chips(found: Plan) -> str:
-    chosen = targets.target(found.target)
-    return f"{found.target}: {chosen.count} x {chosen.chip.name}"
-
-
-def _table(title: str | None, *heads: str) -> Table:
-    look = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}
-    table = Table(title=title and Text(title), show_header=bool(heads), **look)
-    for head in heads:
-        table.add_column(head, justify="left" if head == heads[0] else "right")
-    return table
+def _table(title: str | None, name: str, *numbers: str) -> Table:
+    columns = (Column(head, justify="right") for head in numbers)
+    return Table(name, *columns, title=title and Text(title), **LOOK)
 
 
 def _duration(seconds: float | None) -> str:
@@ -132,7 +111,9 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _candidates_table(found: Plan, title: str) -> Table:
+def _candidates_table(found: Plan, config: Config) -> Table:
+    chosen = targets.target(found.target)
+    title = f"{config.method}, model {config.model}, on {found.target}: {chosen.count} x {chosen.chip.name}"
     table = _table(title, "clients of a chip at a time", "memory", "a round, predicted")
     for c in found.candidates:
         large = c.needed_bytes > found.limit_bytes
@@ -142,19 +123,22 @@ def _candidates_table(found: Plan, title: str) -> Table:
     return table
 
 
-def _facts_table(found: Plan, config: Config) -> Table:
-    table, cost = _table(None), found.cost
-    table.add_column()
-    table.add_column(overflow="fold")
-    limit = size_text(found.limit_bytes)
-    sizes = {
+def _sizes(found: Plan) -> dict[str, float]:
+    """Returns the bytes on a chip, part by part."""
+    return {
         "data": found.data_bytes,
-        "state and padding": found.argument_bytes - found.data_bytes,
+        "state and padding": max(found.argument_bytes - found.data_bytes, 0),
         "results": found.output_bytes,
         "temporaries": found.temp_bytes,
         "tests": found.other_bytes,
     }
-    each = "" if cost is None else f" ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})"
+
+
+def _facts_table(found: Plan, config: Config) -> Table:
+    table, cost = Table(Column(), Column(overflow="fold"), show_header=False, **LOOK), found.cost
+    limit = size_text(found.limit_bytes)
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in _sizes(found).items())
+    each = "" if cost is None else f" ({sizes})"
     table.add_row("fits", f"{'yes' if found.fits else 'no'}: {size_text(found.needed_bytes)} of {limit} a chip{each}")
     if cost is None:
         return table
@@ -202,15 +186,7 @@ def picture(found: Plan) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     memory, seconds = figure.subplots(1, 2, width_ratios=(1, 2))
     bottom = 0.0
-    sizes = {
-        "data": found.data_bytes,
-        "state and padding": max(found.argument_bytes - found.data_bytes, 0),
-        "results": found.output_bytes,
-        "temporaries": found.temp_bytes,
-        "tests": found.other_bytes,
-    }
-    if found.cost is None:
-        sizes = {"needed": found.needed_bytes}
+    sizes = {"needed": found.needed_bytes} if found.cost is None else _sizes(found)
     for name, size in sizes.items():
         memory.bar(0, size / 1e9, 0.6, bottom=bottom / 1e9, label=f"{name}, {size_text(size)}")
         bottom += size

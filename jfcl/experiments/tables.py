@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jfcl import data, kernels, models
@@ -16,15 +16,14 @@ from jfcl.experiments.comparison import results_rows
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
 from jfcl.experiments.recipes import RECIPES
 
+LOOK = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}  # of a table
+
 
 def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
     """Returns an empty table with columns of names and columns of numbers, one blank apart."""
-    table = Table(title=Text(title), box=SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", title_style="")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    return table
+    columns = [Column(name, overflow="fold") for name in names]
+    columns += [Column(head, justify="right", no_wrap=True) for head in heads]
+    return Table(*columns, title=Text(title), padding=0, **LOOK)
 
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
@@ -38,10 +37,8 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
 
 def rows_table(rows: list[dict[str, Any]], title: str) -> Table:
     """Returns the table of a recipe: the columns are the names in `rows`."""
-    table = Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, show_edge=False)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    for name in columns:
-        table.add_column(name)
+    table = Table(*columns, title=title, **LOOK)
     for row in rows:
         table.add_row(*[_cell(row.get(name)) for name in columns])
     return table
