@@ -14,7 +14,6 @@ from PIL import Image
 from jfcl.analysis import parameter_tree
 from jfcl.analysis.parameter_tree import load_splits
 from jfcl.core import PyTree
-from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.results import check_no_sweep, check_summary, is_number, is_whole
 from jfcl.experiments.setups import load_params
 from jfcl.simulation.folder import RunFolder, finite_or_none, identity, read_json, verify_file
@@ -73,10 +72,6 @@ class PartialRun(NamedTuple):
             if str(error) not in self.problems:
                 self.problems.append(str(error) or type(error).__name__)
             return None
-
-    def is_configured(self) -> bool:
-        """Returns whether `config.json` holds all options, as that of `jfcl run` does."""
-        return is_configured(self.config)
 
     def read_picture(self, name: str) -> bytes | None:
         """Returns `plots/NAME.png` of a finished run, or None if it is not there or damaged."""

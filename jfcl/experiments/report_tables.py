@@ -9,7 +9,7 @@ import numpy as np
 
 from jfcl.core import shown
 from jfcl.experiments import html_page as html
-from jfcl.experiments.comparison import RECOVERY, compares_clusters, number
+from jfcl.experiments.comparison import RECOVERY, compares_clusters, is_configured, number
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.own import is_own
 from jfcl.experiments.partial import PartialRun, first_seed
@@ -71,13 +71,12 @@ def seeds(run: PartialRun, label: str) -> str:
 
 def used_config(run: PartialRun) -> dict[str, Any]:
     """Returns the options of a run with the values that it used, as far as they are known."""
-    found = run.attempt(as_used, run.config, str(run.folder / "config.json")) if run.is_configured() else None
-    return found or run.config
+    return run.attempt(as_used, run.config, str(run.folder / "config.json")) or run.config
 
 
 def options(run: PartialRun, label: str) -> list[str]:
     """Returns the options of a run, those that differ from the default in bold, and the versions."""
-    configured, left_out = run.is_configured(), ("versions", "split_hash", "key")
+    configured, left_out = is_configured(run.config), ("versions", "split_hash", "key")
     imported = configured and is_own(run.config["method"])  # not for a report: its own options are saved where given
     default = to_saved(Config("" if imported else run.config["method"]), "") if configured else run.config
     used = used_config(run)
@@ -107,7 +106,7 @@ def commands(run: PartialRun) -> list[str]:
     folder = shlex.quote(str(run.folder))
     base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))}"
     planned, done = run.config.get("num_rounds"), run.summary["num_rounds"]
-    if not run.is_configured():
+    if not is_configured(run.config):
         text = "To resume it, call jfcl.simulate with the same arguments, out and resume=True." if run.config else ""
         return [html.element("p", text)] if text else []
     again = ["# repeat it in another folder", f"{base} --out {shlex.quote(f'{run.folder}-2')}"]

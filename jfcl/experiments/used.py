@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jfcl.algorithms import METHODS
+from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, all_options, as_dict, check_options, from_saved, method_options
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 from jfcl.experiments.own import find_method
@@ -62,16 +63,16 @@ def used_options(config: Config) -> dict[str, Any]:
 def as_used(saved: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the content of the `config.json` of `jfcl run` with the values of `used_options` for those not given.
 
-    That of a user's own method, which would have to be imported, is returned as it is.
+    That of a run in Python, and that of a user's own method, which would have to be imported, are returned as they are.
 
     Raises:
       ValueError: a value that is none of the option; `where` is the file.
 
     Example:
-      >>> as_used({"method": "ifca", "clusters": 3, "num_models": None, "optimizer": None, "num_rounds": 9}, "")
-      {'method': 'ifca', 'clusters': 3, 'num_models': 3, 'optimizer': 'sgd', 'num_rounds': 9}
+      >>> as_used({"method": "ifca", "clusters": 3, "num_models": None, "num_rounds": 9, "split_hash": ""}, "")
+      {'method': 'ifca', 'clusters': 3, 'num_models': 3, 'num_rounds': 9, 'split_hash': ''}
     """
-    if saved["method"] not in METHODS:
+    if not is_configured(saved) or saved["method"] not in METHODS:
         return saved
     known = {name: value for name, value in saved.items() if name in (*all_options(), "method", "num_rounds")}
     used = used_options(Config(**check_options(from_saved(known), where)))
