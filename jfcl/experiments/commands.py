@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import math
 import os
 import shlex
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from jfcl.experiments.comparison import (
     by_name,
     differences_notes,
     differences_text,
-    is_configured,
     results_notes,
     seeds_text,
+    unused,
+    with_name,
 )
 from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
 from jfcl.experiments.own import find_method
@@ -113,14 +115,8 @@ def _check_out(out: str | None) -> None:
 
 def _unused(folder: str) -> Path:
     """Returns `folder`, or the first of `folder-2`, `folder-3`, ... that does not exist."""
-    base = Path(folder) if Path(folder).name else Path(folder).resolve()
-    if not base.name:
-        raise ValueError(f"out must be a new folder, got {folder!r}")
-    out, number = base, 1
-    while out.exists():
-        number += 1
-        out = base.with_name(f"{base.name}-{number}")
-    return out
+    check(with_name(folder).name, "out", folder, "a new folder")
+    return unused(with_name(folder))
 
 
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
@@ -181,6 +177,15 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     _print_summary(config, summary, args.out, console)
 
 
+@contextlib.contextmanager
+def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """Shows a progress bar; yields `(description, number of all steps) -> None`, which moves it by one step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task(begin, total=None)
+        yield lambda what, total: bar.update(task, description=what, total=total, advance=1)
+
+
 def command_plan(args: argparse.Namespace, console: Console) -> None:
     """`jfcl plan`."""
     config = _read_options(args)
@@ -188,17 +193,8 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     if args.out is not None:
         check(not (Path(args.out) / "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=args.quiet,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("compiling for a target", total=None)
-        tick = lambda what, total: bar.update(task, description=f"compiled {what}", total=total, advance=1)  # noqa: E731
+    with _bar("compiling for a target", args.quiet) as advance:
+        tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
         found = plan.plan_run(config, args.target, data_dir=args.data_dir, tick=tick)
     for table in plan.tables(found, config):
         console.print(table, "")
@@ -290,15 +286,13 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     for name, folder in folders.items():
         file, rounds = folder / "config.json", {"num_rounds": summaries[name]["num_rounds"]}  # those that were computed
         config = read_json(file)
-        configs[name] = config | rounds
-        used[name] = (as_used(config, str(file)) if is_configured(config) else config) | rounds
+        configs[name], used[name] = config | rounds, as_used(config, str(file)) | rounds
     if differ := differences_text(configs, used):
         console.print(f"they differ in {differ}", markup=False)
     for note in [*results_notes(summaries), *differences_notes(configs)]:
         console.print(f"note: {note}", markup=False)
     # The plots.
-    first = Path(args.runs[0]) if Path(args.runs[0]).name else Path(args.runs[0]).resolve()
-    out = Path(args.out) if args.out else _unused(str(first.parent / "compare"))
+    out = Path(args.out) if args.out else unused(with_name(args.runs[0]).parent / "compare")
     records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # matplotlib reads $ as mathematics
     plots.save(plots.curves(records), out / "accuracy.png")
     plots.save(plots.bars(records), out / "methods.png")
@@ -370,10 +364,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     if args.quick:
         options = {"methods": ["fedavg"], "models": ["mlp"], "clients": [10]} | options
     # Measure.
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=args.quiet, transient=True) as bar:
-        task = bar.add_task("speed of matrix products", total=None)
-        tick = lambda what, total: bar.update(task, description=what, total=total, advance=1)  # noqa: E731
+    with _bar("speed of matrix products", args.quiet) as tick:
         found = bench.sweep(**options, tick=tick)
     # Print, and write the files.
     console.print(bench_table(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,18 @@ def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
         path = Path(folder).resolve()
         found[path.name if path.name not in found else str(path)] = Path(folder)
     return found
+
+
+def with_name(path: str | Path) -> Path:
+    """Returns a path that ends in the name of its file or folder, also for the current folder."""
+    path = Path(path)
+    return path if path.name else path.resolve()
+
+
+def unused(path: Path, suffix: str = "") -> Path:
+    """Returns the first of `path`, `path-2`, `path-3`, ..., each with the suffix, that does not exist."""
+    names = (f"{path.name}{'' if i == 1 else f'-{i}'}{suffix}" for i in itertools.count(1))
+    return next(found for name in names if not (found := path.with_name(name)).exists())
 
 
 def number(value: float | None, std: float | None, digits: int) -> str:

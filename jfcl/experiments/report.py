@@ -26,6 +26,8 @@ from jfcl.experiments.comparison import (
     results_rows,
     seeds_text,
     size_text,
+    unused,
+    with_name,
 )
 from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
 from jfcl.experiments.privacy import privacy_text
@@ -80,11 +82,9 @@ def _place(folders: Sequence[str | Path], out: str | Path | None) -> Path:
     if out is not None:
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         return Path(out)
-    first = Path(folders[0])
     if len(folders) == 1:
-        return first / NAME
-    beside = (first if first.name else first.resolve()).parent
-    return next(file for i in range(10**6) if not (file := beside / f"report{f'-{i + 1}' if i else ''}.html").exists())
+        return Path(folders[0]) / NAME
+    return unused(with_name(folders[0]).parent / "report", ".html")
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -107,16 +107,16 @@ def page_of(runs: dict[str, PartialRun]) -> bytes:
     parts = [] if alone else [_differences(runs)]
     parts += [html.section("Curves", html.figures(_curves(runs))), html.section("Bytes and seconds", _costs(runs))]
     for name, run in runs.items():
-        body = _of_run(name, run, 2 if alone else 3, alone)
+        body = _of_run(run, "" if alone else f"{name}-")
         parts += body if alone else [html.section(name, _status(run), *body)]
     # By now all files have been read.
     head = [html.element("h1", title), _status(runs[title]) if alone else "", _problems(runs), _results(runs)]
     return html.page(f"{title} (jfcl report)", f"jfcl {__version__}", [*head, *parts])
 
 
-def _of_run(name: str, run: PartialRun, level: int, alone: bool) -> list[str]:
-    """Returns the sections on one run."""
-    tree, label = run.read_tree(), "" if alone else f"{name}-"
+def _of_run(run: PartialRun, label: str) -> list[str]:
+    """Returns the sections on one run; `label` begins the identities of their parts, and is empty for a run alone."""
+    tree, level = run.read_tree(), 3 if label else 2
     sections = {
         "Privacy": _privacy(run),
         "Clusters over rounds": [_clusters(run, label)],
