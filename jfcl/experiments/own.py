@@ -92,16 +92,12 @@ def find_model(name: str) -> Callable[[int], Any]:
     _check_known("model", name, MODELS, "MODULE:NAME")
     make = _find("model", name)
     accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
-    check(callable(make), "model", name, accepted)
     if inspect.isclass(make) and issubclass(make, nnx.Module):
         return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
     if inspect.isclass(make) and issubclass(make, nn.Module):
         taken = [f.name for f in dataclasses.fields(make) if f.init and f.name not in ("parent", "name")]
         check(taken, "model", name, accepted)
-    try:
-        inspect.signature(make).bind(10)
-    except TypeError as error:
-        raise ValueError(f"model must be {accepted}, got {name!r}: {error}") from None
+    _check_takes("model", name, make, (10,), accepted)
     return make
 
 
@@ -119,11 +115,7 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     if not is_own(name):
         return data.load(name, data_dir=data_dir)
     make, accepted = _find("dataset", name), "the name of a function without arguments that returns a jfcl.data.Dataset"
-    check(callable(make), "dataset", name, accepted)
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise ValueError(f"dataset must be {accepted}, got {name!r}: {error}") from None
+    _check_takes("dataset", name, make, (), accepted)
     found = make()
     check(isinstance(found, data.Dataset), "dataset", name, f"{accepted}; it returns {type(found).__name__}")
     return found
@@ -142,6 +134,15 @@ def _check_known(what: str, name: str, known: Collection[str], form: str) -> Non
         check_choice(what, name, known)
     except ValueError as error:
         raise ValueError(f"{error}, or {form} for one of your own") from None
+
+
+def _check_takes(what: str, name: str, make: Any, arguments: tuple, accepted: str) -> None:
+    """Raises `ValueError` for what cannot be called with `arguments`."""
+    check(callable(make), what, name, accepted)
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{what} must be {accepted}, got {name!r}: {error}") from None
 
 
 def _find(what: str, name: str) -> Any:
