@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.core import PyTree, check, check_count, client_ids, joined, path_name, personal_part
+from jfcl.core import PyTree, check, check_count, client_ids, joined, personal_part
 from jfcl.execution import hosts
 from jfcl.experiments import serving
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
@@ -58,10 +58,10 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     `personal.npz` holds personal parameters, where the run has any and is not one of a population.
     """
     name, records = summary["method"], history.records
-    contents = {"clients.csv": _clients_csv(history, parts), "params.npz": _npz(history.state.params)}
+    contents = {"clients.csv": _clients_csv(history, parts), "params.npz": _first_seeds(history.state.params)}
     own = personal_part(history.state)
     if jax.tree.leaves(own) and not _of_cohort(history):
-        contents["personal.npz"] = _npz(own)
+        contents["personal.npz"] = _first_seeds(own)
     figures = {"accuracy": plots.curves({name: records}), "loss": plots.curves({name: records}, "train_loss")}
     if "perplexity" in history.clients:
         figures["perplexity"] = plots.curves({name: records}, "perplexity")
@@ -89,12 +89,9 @@ def _clients_csv(history: History, parts: Setup) -> bytes:
     return clients_csv(history.clients, parts.seeds, ids, cluster, extra)
 
 
-def _npz(tree: PyTree) -> bytes:
+def _first_seeds(tree: PyTree) -> bytes:
     """Returns the arrays of the first seed in `tree`, `[R, ...]` each, as the contents of an `.npz` file."""
-    buffer = io.BytesIO()
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    np.savez(buffer, **{path_name(path): np.asarray(leaf[0]) for path, leaf in leaves})
-    return buffer.getvalue()
+    return serving.npz_bytes(jax.tree.map(lambda leaf: np.asarray(leaf[0]), tree))
 
 
 def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, Figure], list[float] | None]:

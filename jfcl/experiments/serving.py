@@ -21,12 +21,23 @@ BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
 
 
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of `tree` by their paths, such as `Dense_0/kernel`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def npz_bytes(tree: PyTree) -> bytes:
+    """Returns the arrays of `tree`, under their paths, as the content of an `.npz` file."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **by_path(tree))
+    return buffer.getvalue()
+
+
 def structured(arrays: PyTree, like: PyTree) -> PyTree:
     """Returns the arrays of a file in the structure of `like`, each under its path; `()` where `like` has no leaves."""
     if not jax.tree.leaves(like):
         return ()
-    rows = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)}
-    wanted = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+    rows, wanted = by_path(arrays), list(by_path(like))
     check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), f"those of the run: {wanted}")
     return jax.tree.unflatten(jax.tree.structure(like), [rows[name] for name in wanted])
 
@@ -93,16 +104,12 @@ def export_model(
     needed = FORMATS[file.suffix]
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ValueError(f"file must be .npz without the package {needed}: pip install 'jfcl[serve]'")
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    arrays = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
     if file.suffix == ".npz":
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        write_whole(file, buffer.getvalue())
+        write_whole(file, npz_bytes(model))
     elif file.suffix == ".safetensors":
         from safetensors.numpy import save
 
-        write_whole(file, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+        write_whole(file, save({name: np.ascontiguousarray(array) for name, array in by_path(model).items()}))
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
         check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")

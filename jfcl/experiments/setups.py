@@ -12,6 +12,7 @@ from zipfile import BadZipFile, ZipFile
 import jax
 import numpy as np
 import optax
+from flax.traverse_util import unflatten_dict
 
 from jfcl import data, kernels, models
 from jfcl.algorithms import attacks
@@ -129,16 +130,10 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
         return ()
     if not saved.is_file():
         raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
-    params: dict[str, Any] = {}
     try:
         arrays = _read_arrays(saved)
-        for path, array in arrays.items():
-            *parents, name = path.split("/")
-            node = params
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[name] = array
-    except (BadZipFile, OSError, EOFError, ValueError, TypeError, AttributeError, MemoryError) as error:
+        params = unflatten_dict(arrays, sep="/")
+    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError) as error:
         raise ValueError(f"{saved} is damaged: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # another compression; a password
         raise ValueError(f"{saved} was not written by jfcl: {error}") from None
