@@ -15,10 +15,8 @@ from jfcl.experiments.own import find_method
 OPTIONS = ("dp_noise", "dp_quantile", "dp_min_size", "dp_sampling", "dp_delta")  # those that need `dp_clip`
 
 
-def mechanism(config: Config) -> GaussianDP | None:
-    """Returns the mechanism of `config`; None where it has none."""
-    if config.dp_clip is None:
-        return None
+def mechanism(config: Config) -> GaussianDP:
+    """Returns the mechanism of `config`, with `dp_clip`."""
     return GaussianDP(
         clip=config.dp_clip,
         noise=config.dp_noise or 0.0,

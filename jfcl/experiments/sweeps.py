@@ -49,7 +49,7 @@ from jfcl.experiments.tables import numbers_table
 from jfcl.experiments.validation import validate
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_folder import SweepFolder
-from jfcl.simulation.grid_results import METRICS, MOST_CELLS, Sweep
+from jfcl.simulation.grid_results import METRICS, Sweep, check_grid
 
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
 OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share", "personal")
@@ -151,7 +151,8 @@ def run_sweep(
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
         for value in values:
             known[name].check(value)
-    cells = [dataclasses.replace(config, **values) for values in _combinations(grid)]
+    combinations = itertools.product(*check_grid(grid).values())
+    cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
     for cell in cells:
         validate(cell)
     accepted = "left out: a sweep is of clients on the device"
@@ -207,12 +208,6 @@ def sweep_options() -> dict[str, Option]:
     """Returns the options of `run_sweep` that have flags of their own."""
     found = declared_options(run_sweep)
     return {name: found[name] for name in ("metric", "holdout", "at_once")}
-
-
-def _combinations(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    count = math.prod(len(values) for values in grid.values())
-    check(count <= MOST_CELLS, "grid", f"{count} combinations", f"of at most {MOST_CELLS}")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def _maker(config: Config, loaded: Loaded, largest: int, client_axis: mapping.Mapping) -> Callable[..., Algorithm]:
