@@ -20,7 +20,7 @@ from docutils import nodes
 from pictures import PICTURES, picture
 
 from jfcl.algorithms import METHODS
-from jfcl.core.options import Option, argument_texts
+from jfcl.core.options import Option, argument_texts, first_sentence
 from jfcl.experiments.config import STANDS_FOR, groups
 from jfcl.experiments.flags import flag_of
 
@@ -119,7 +119,10 @@ def options_of_every_run() -> str:
     parts = []
     for group, options in groups().items():
         title, _, about = inspect.getdoc(group).splitlines()[0].rstrip(".").partition(": ")
-        texts = {name: re.sub(r"'(jfcl [^']*)'|(--[a-z-]+\w)", r"`\1\2`", o.text) for name, o in options.items()}
+        texts = {
+            name: re.sub(r"'(jfcl [^']*)'|(--[a-z-]+\w)", r"`\1\2`", first_sentence(o.text))
+            for name, o in options.items()
+        }
         parts.append(f"## {title}\n\n{about.capitalize()}.\n\n{table_of(options, texts)}")
     return "\n\n".join(parts)
 

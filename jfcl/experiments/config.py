@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,16 +17,7 @@ from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
-from jfcl.core.options import (
-    MOST_REPEATED,
-    Interval,
-    OneOf,
-    Option,
-    Range,
-    Real,
-    first_sentence,
-    options_of,
-)
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.experiments.own import Named, find_method, find_model, is_own
@@ -307,12 +297,7 @@ def common_options() -> dict[str, Option]:
 @functools.cache
 def groups() -> dict[type, dict[str, Option]]:
     """Returns the common options of each group: `Data`, `Training`, `Attack`, `Privacy` and `Run`."""
-    return {group: declared_options(group) for group in (Data, Training, Attack, Privacy, Run)}
-
-
-def declared_options(function: Callable) -> dict[str, Option]:
-    """Returns the options that a function, or a dataclass of keywords, declares; their help is one sentence."""
-    return {name: o._replace(text=first_sentence(o.text)) for name, o in options_of(function).items()}
+    return {group: options_of(group) for group in (Data, Training, Attack, Privacy, Run)}
 
 
 def method_options(method: str) -> dict[str, Option]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
-from jfcl.core.options import OneOf, Option, is_text
+from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.commands import read_config
-from jfcl.experiments.config import all_options, common_options, declared_options, groups, method_options, takes
+from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
 from jfcl.experiments.names import near_option
 from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
@@ -107,7 +107,7 @@ def flag_of(name: str) -> str:
 def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
     """Adds a flag for each option."""
     for option in options:
-        text = option.text.replace("%", "%%")
+        text = first_sentence(option.text).replace("%", "%%")
         if option.kind is bool:
             group.add_argument(flag_of(option.name), action="store_true", default=argparse.SUPPRESS, help=text)
             continue
@@ -327,7 +327,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--models", nargs="+", metavar="NAME", help="see 'jfcl list models' [mlp cnn_mnist]")
     bench.add_argument("--mappings", nargs="+", metavar="NAME", help="mappings of the clients ['chunked(1)' ... vmap]")
     bench.add_argument("--clients", nargs="+", type=int, metavar="N", help="numbers of clients [10 100 1000]")
-    _add(bench, declared_options(sweep).values())
+    _add(bench, options_of(sweep).values())
     bench.add_argument(
         "--devices", type=int, metavar="N", help="divide the CPU into so many; adds 'sharded(chunked(1))'"
     )

@@ -19,21 +19,11 @@ from rich.text import Text
 
 from jfcl.core import Algorithm, check, max_examples
 from jfcl.core.files import write_whole
-from jfcl.core.options import Interval, OneOf, Option, Range
+from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
 from jfcl.execution import mapping
 from jfcl.experiments.comparison import number
-from jfcl.experiments.config import (
-    Config,
-    Data,
-    Run,
-    all_options,
-    common_options,
-    declared_options,
-    groups,
-    of_population,
-    to_saved,
-)
+from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
 from jfcl.experiments.names import nearest
 from jfcl.experiments.own import find_method
 from jfcl.experiments.setups import (
@@ -206,8 +196,7 @@ def run_sweep(
 @functools.cache
 def sweep_options() -> dict[str, Option]:
     """Returns the options of `run_sweep` that have flags of their own."""
-    found = declared_options(run_sweep)
-    return {name: found[name] for name in ("metric", "holdout", "at_once")}
+    return {name: options_of(run_sweep)[name] for name in ("metric", "holdout", "at_once")}
 
 
 def _maker(config: Config, loaded: Loaded, largest: int, client_axis: mapping.Mapping) -> Callable[..., Algorithm]:
