@@ -72,16 +72,16 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     return check_options(from_saved(raw) if file.suffix == ".json" else raw, where, method)
 
 
-def _divide_cpu(devices: int | None, default: int | None = None) -> None:
-    """Divides the CPU into so many devices, before JAX starts its backend; by default into `default`, or not at all."""
+def _start_devices(devices: int | None, default: int | None = None) -> None:
+    """Divides the CPU into so many devices, by default into `default` or not at all, and starts the backend of JAX.
+
+    Raises:
+      ValueError: a number below 1; `JAX_PLATFORMS` names a backend that does not exist.
+    """
     if devices is not None:
         check_count("devices", devices)
     if devices or default:
         mapping.divide_cpu(devices or default)
-
-
-def _check_platform() -> None:
-    """Starts the backend of JAX; raises `ValueError` where `JAX_PLATFORMS` names one that does not exist."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without the CUDA plugin
@@ -120,14 +120,13 @@ def _unused(folder: str) -> Path:
 
 
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
-    """Divides the CPU and connects to the other processes, where the options say so."""
-    divides = config.mapping not in ("vmap", "chunked") and args.coordinator is None
-    _divide_cpu(config.devices, min(mapping.num_cores(), config.clients) if divides else None)
+    """Connects to the other processes and divides the CPU, where the options say so."""
     if args.coordinator is not None:
         hosts.connect(args.coordinator, args.num_processes, args.process_id)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
-    _check_platform()
+    divides = config.mapping not in ("vmap", "chunked") and args.coordinator is None
+    _start_devices(config.devices, min(mapping.num_cores(), config.clients) if divides else None)
 
 
 def _read_options(args: argparse.Namespace) -> Config:
@@ -221,8 +220,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     _check_out(args.out)
     own = {name: getattr(args, name) for name in sweeps.sweep_options() if hasattr(args, name)}
     runs = config.seeds * math.prod(len(values) for values in grid.values())
-    _divide_cpu(config.devices, min(mapping.num_cores(), runs))
-    _check_platform()
+    _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
     progress = not args.quiet
     found = sweeps.run_sweep(
@@ -330,8 +328,7 @@ def _entries(given: list[str], known: Iterable[str]) -> dict[str, Any]:
 def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
     _check_out(args.out)
-    _divide_cpu(None, mapping.num_cores())
-    _check_platform()
+    _start_devices(None, mapping.num_cores())
     changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
     check_choice("recipe", args.name, RECIPES)
     changes |= _entries(args.set, RECIPES[args.name].full)
@@ -353,8 +350,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     # Read and check the options.
     out = _unused(args.out)
     _check_out(str(out))
-    _divide_cpu(args.devices)
-    _check_platform()
+    _start_devices(args.devices)
     most = len(jax.devices())
     check(args.devices is None or args.devices <= most, "devices", args.devices, f"at most the {most} there are")
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -386,8 +382,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
     for config in configs:
         validate(config)
-    _divide_cpu(None, mapping.num_cores())
-    _check_platform()
+    _start_devices(None, mapping.num_cores())
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"
         "0, 90, 180 or 270 degrees, and the methods do not know by how much. Which one\n"
