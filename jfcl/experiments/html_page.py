@@ -21,7 +21,6 @@ h1 { font-size: 1.7rem; line-height: 1.2; margin: 0.5rem 0; }
 h2 { font-size: 1.3rem; margin: 2rem 0 0.5rem; padding-bottom: 0.2rem; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1.05rem; margin: 1.4rem 0 0.4rem; }
 p { max-width: 48rem; margin: 0.5rem 0; }
-a { color: inherit; }
 .soft, figcaption, caption { color: var(--soft); font-size: 0.875rem; }
 .note { background: var(--note); padding: 0.6rem 1rem; border-left: 0.3rem solid #E69F00; max-width: none; }
 .note ul { margin: 0.3rem 0; padding-left: 1.2rem; }
