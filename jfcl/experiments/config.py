@@ -50,6 +50,7 @@ NotNegative = Annotated[float, Interval("[0, inf)")]
 NotNegativeReal = Annotated[Real, Interval("[0, inf)")]
 Share = Annotated[float, Interval("[0, 1)")]
 
+OF_COHORTS = ("sampling", "dropout", "stragglers", "remember")  # of a population
 AS_DECLARED = ("cohort", "momentum", "radius")  # common options that a factory declares itself, by the same name
 # Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
 STANDS_FOR = {
@@ -64,7 +65,7 @@ STANDS_FOR = {
     "radius": ("aggregator", "radius"),
     "bucket_size": ("aggregator",),
     "track_gap": ("true_cluster",),
-    **{f"dp_{name}": ("dp",) for name in ("clip", "noise", "quantile", "min_size", "sampling", "delta")},
+    **{field.name: ("dp",) for field in dataclasses.fields(Privacy)},
 }
 
 

@@ -20,7 +20,7 @@ from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
-from jfcl.experiments.config import OF_PARTITION, Config, to_resume
+from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, to_resume
 from jfcl.experiments.own import is_own
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
@@ -81,11 +81,7 @@ def run_population(
             store,
             key=jax.random.key(parts.seeds[0]),
             num_rounds=config.rounds,
-            cohort=config.cohort,
-            remember=config.remember,
-            sampling=config.sampling,
-            dropout=config.dropout,
-            stragglers=config.stragglers,
+            **{name: getattr(config, name) for name in ("cohort", *OF_COHORTS)},
             join=join,
             change=_attack(config, malicious, parts.federation.num_classes),
             test_store=tests,

@@ -9,10 +9,9 @@ import numpy as np
 from jfcl.algorithms import attacks
 from jfcl.algorithms.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
 from jfcl.core import check
-from jfcl.experiments.config import Config, of_population
+from jfcl.experiments.config import Config, groups, of_population
 from jfcl.experiments.own import find_method
-
-OPTIONS = ("dp_noise", "dp_quantile", "dp_min_size", "dp_sampling", "dp_delta")  # those that need `dp_clip`
+from jfcl.experiments.private_options import Privacy
 
 
 def mechanism(config: Config) -> GaussianDP:
@@ -34,7 +33,7 @@ def check_private_run(config: Config) -> None:
         guarantee; cohorts that the accountant does not know; no accountant.
     """
     if config.dp_clip is None:
-        for name in OPTIONS:
+        for name in groups()[Privacy]:
             check(getattr(config, name) is None, name, getattr(config, name), "left out without --dp-clip")
         return
     accepted = "left out without --dp-noise above 0: without noise there is no epsilon"

@@ -27,12 +27,6 @@ from jfcl.simulation.loop import History
 from jfcl.simulation.run import simulate
 
 
-def good_clusters(parts: Setup) -> np.ndarray:
-    """Returns the true clusters `[N]`, with -1 for malicious clients, the clusters of which are not a result."""
-    cluster = parts.federation.cluster
-    return cluster if parts.malicious is None else np.where(parts.malicious, -1, cluster)
-
-
 def run(
     config: Config,
     *,
@@ -92,6 +86,8 @@ def _run_on_device(
     """`run` for clients that are all on the device; `options` are those of `simulate`."""
     parts, out = setup(config, data_dir=data_dir), options["out"]
     federation = parts.federation
+    # The clusters of malicious clients are no result.
+    true_cluster = federation.cluster if parts.malicious is None else np.where(parts.malicious, -1, federation.cluster)
     history = simulate(
         parts.algorithm,
         federation.train,
@@ -99,7 +95,7 @@ def _run_on_device(
         num_rounds=config.rounds,
         test_clients=federation.test,
         newcomers=federation.newcomers,
-        true_cluster=good_clusters(parts),
+        true_cluster=true_cluster,
         seeds=parts.seeds,
         client_axis=parts.client_axis,
         config=to_resume(config, federation.split_hash, out if options["resume"] else None),

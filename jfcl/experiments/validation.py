@@ -8,6 +8,7 @@ from jfcl.core import check
 from jfcl.core.options import MOST_REPEATED, Excludes, Needs
 from jfcl.experiments.config import (
     AS_DECLARED,
+    OF_COHORTS,
     OF_PARTITION,
     Config,
     all_options,
@@ -89,7 +90,7 @@ def _check_data(config: Config) -> None:
     table = config.partition != "distribution" or config.distribution is not None
     check(table, "distribution", config.distribution, "the csv file of a table with --partition distribution")
     if not of_population(config):
-        for name in ("sampling", "dropout", "stragglers", "remember"):
+        for name in OF_COHORTS:
             value, default = getattr(config, name), common_options()[name].default
             check(value == default, name, value, "left out without --population")
     compares = config.remember is None or config.method == "cfl"
