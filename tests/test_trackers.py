@@ -11,7 +11,7 @@ import pytest
 import jfcl
 from jfcl import cli
 from jfcl.experiments import trackers
-from jfcl.simulation.callbacks import CallbackError
+from jfcl.simulation.callbacks import CallbackError, RunInfo
 from jfcl.testing import problem
 
 CLIENTS, _, TASK, TRAINING = problem()
@@ -229,6 +229,19 @@ def test_mlflow_says_where_its_curves_are(uri, said, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlflow", Recorder(get_tracking_uri=lambda: uri))
     simulate(trackers.MLflow(), None)
     assert said in capsys.readouterr().err
+
+
+def test_mlflow_takes_the_metrics_of_many_seeds_in_several_calls(monkeypatch):
+    """More than 1,000 in one call are refused."""
+    sent, entities = [], Recorder(Metric=lambda name, *_: name)
+    client = Recorder(log_batch=lambda _, metrics=(), params=(): sent.append(metrics))
+    library = Recorder(MlflowClient=lambda uri: client, entities=entities, get_tracking_uri=lambda: "https://x")
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    tracker = trackers.MLflow()
+    tracker.on_start(RunInfo("local", {}, 1, [], 0, [], None))
+    tracker.on_records([{"seed": s, "round": 1, "accuracy": 0.5, "loss": 1.0} for s in range(600)])
+    assert [len(names) for names in sent] == [0, 1000, 202]
+    assert len({name for names in sent for name in names}) == 1202
 
 
 @pytest.mark.parametrize(

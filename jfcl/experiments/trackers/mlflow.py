@@ -12,6 +12,7 @@ from jfcl.simulation.callbacks import Callback, End, RunInfo
 
 STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 LONGEST = 6000  # characters of a parameter
+MOST_METRICS = 1000  # in one call
 
 
 class MLflow(Callback):
@@ -56,7 +57,8 @@ class MLflow(Callback):
         """Logs the numbers of the records."""
         when, metric = (int(1000 * time.time()), records[0]["round"]), self._library.entities.Metric
         metrics = [metric(name, value, *when) for name, value in scalars(records).items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        for first in range(0, len(metrics), MOST_METRICS):  # those of many seeds
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
 
     def on_end(self, end: End) -> None:
         """Ends the tracked run."""
