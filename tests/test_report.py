@@ -338,8 +338,10 @@ def stop(folder: Path) -> None:
     shutil.rmtree(folder / "plots")
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:5], lines[5][:40]]))  # two rounds, one seed of the third
-    for place in (folder / "checkpoints").iterdir():
-        place.rename(place.with_name("2"))
+    *earlier, last = sorted((folder / "checkpoints").iterdir(), key=lambda place: int(place.name))
+    for place in earlier:  # of a slow machine, which makes several
+        shutil.rmtree(place)
+    last.rename(last.with_name("2"))
 
 
 @notes
