@@ -387,23 +387,20 @@ def assemble(
     return Setup(federation, task, make(client_axis), seeds, client_axis, training)
 
 
-class Loaded(NamedTuple):
-    """The clients of a run; `malicious` is the mask `[N]` under an attack, `vocab_size` that of texts."""
+def load_clients(
+    config: Config, data_dir: str | None, client_axis: mapping.Mapping
+) -> tuple[data.Federation, int | None]:
+    """Returns the clients of `config` that this process holds under `client_axis`, after an attack on their data.
 
-    federation: Any
-    vocab_size: int | None
-    malicious: np.ndarray | None = None
-
-
-def load_clients(config: Config, data_dir: str | None, client_axis: mapping.Mapping) -> Loaded:
-    """Returns the clients of `config` that this process holds under `client_axis`, after an attack on their data."""
+    Beside them, the size of the vocabulary of texts; `None` for images.
+    """
     dataset, vocab_size = load_dataset(config, data_dir)
     federation = make_federation(config, dataset, partial(mapping.own_rows, client_axis))
     if federation.num_classes is not None:
         check_labels(federation.train, federation.num_classes)
-    if config.attack is None:
-        return Loaded(federation, vocab_size)
-    return Loaded(attack_data(config, federation), vocab_size, malicious_clients(config))
+    if config.attack is not None:
+        federation = attack_data(config, federation)
+    return federation, vocab_size
 
 
 def setup(config: Config, *, data_dir: str | None = None) -> Setup:
@@ -419,6 +416,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)
-    federation, vocab_size, malicious = load_clients(config, data_dir, client_axis)
+    federation, vocab_size = load_clients(config, data_dir, client_axis)
     parts = assemble(config, federation, vocab_size, max_examples(federation.train), client_axis)
-    return parts._replace(malicious=malicious)
+    return parts if config.attack is None else parts._replace(malicious=malicious_clients(config))

@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from jfcl.core import Algorithm, check, max_examples
+from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
@@ -27,12 +27,12 @@ from jfcl.experiments.config import Config, Data, Run, all_options, common_optio
 from jfcl.experiments.names import nearest
 from jfcl.experiments.own import find_method
 from jfcl.experiments.setups import (
-    Loaded,
     check_model_reads,
     load_clients,
     make_algorithm,
     make_task,
     make_training,
+    malicious_clients,
     matmul_precision,
 )
 from jfcl.experiments.tables import numbers_table
@@ -158,19 +158,27 @@ def run_sweep(
     client_axis = jax.vmap if config.mapping == "vmap" else inner
     mesh = mapping.client_mesh(config.devices)
     row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
-    loaded = load_clients(cells[0], data_dir, client_axis)
+    federation, vocab_size = load_clients(cells[0], data_dir, client_axis)
     for cell in cells:
-        check_model_reads(cell, loaded.vocab_size is not None)
-    train, held_out = hold_out(loaded.federation.train, holdout, seed=config.data_seed)
-    if loaded.malicious is not None:  # as in the final test, attackers do not count
-        held_out = held_out._replace(size=np.where(loaded.malicious, 0, held_out.size).astype(np.int32))
+        check_model_reads(cell, vocab_size is not None)
+    train, held_out = hold_out(federation.train, holdout, seed=config.data_seed)
+    attackers = malicious_clients(config)  # as in the final test, they do not count
+    held_out = held_out._replace(size=np.where(attackers, 0, held_out.size).astype(np.int32))
     largest = max_examples(train)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
+
+    @functools.cache
+    def task(model: str) -> Task:
+        return make_task(dataclasses.replace(config, model=model), federation, vocab_size)
+
+    def make(**values) -> Algorithm:  # of a cell; the values may be tracers
+        cell = dataclasses.replace(config, **values)
+        return make_algorithm(cell, task(cell.model), make_training(cell, largest), federation, client_axis)
 
     # Run.
     with jax.default_matmul_precision(matmul_precision(config.precision)):
         found = sweep(
-            _maker(config, loaded, largest, client_axis),
+            make,
             grid,
             train,
             key=jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32)),
@@ -185,7 +193,7 @@ def run_sweep(
             client_axis=client_axis,
             out=out,
             resume=resume,
-            config=to_saved(config, loaded.federation.split_hash) | {"holdout": holdout},
+            config=to_saved(config, federation.split_hash) | {"holdout": holdout},
             progress=progress,
         )
     if out is not None and found.best is not None:
@@ -197,20 +205,6 @@ def run_sweep(
 def sweep_options() -> dict[str, Option]:
     """Returns the options of `run_sweep` that have flags of their own."""
     return {name: options_of(run_sweep)[name] for name in ("metric", "holdout", "at_once")}
-
-
-def _maker(config: Config, loaded: Loaded, largest: int, client_axis: mapping.Mapping) -> Callable[..., Algorithm]:
-    """Returns the function that makes the algorithm of a cell; its options may be tracers."""
-
-    @functools.cache
-    def task(model: str):
-        return make_task(dataclasses.replace(config, model=model), loaded.federation, loaded.vocab_size)
-
-    def make(**values) -> Algorithm:
-        cell = dataclasses.replace(config, **values)
-        return make_algorithm(cell, task(cell.model), make_training(cell, largest), loaded.federation, client_axis)
-
-    return make
 
 
 def best_toml(config: Config, found: Sweep) -> str:
