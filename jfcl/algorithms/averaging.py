@@ -125,7 +125,7 @@ class Averaging(NamedTuple):
     Attributes:
       task, training: the model and the local training.
       num_clusters: `K`.
-      start: `(params, clients) -> [N]` int32, the clusters before the first round.
+      start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
       choose: how one client finds its cluster at the start of a round.
       weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean.
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
@@ -148,7 +148,7 @@ class Averaging(NamedTuple):
     task: Task
     training: local.LocalTraining
     num_clusters: int
-    start: Callable[[PyTree, Clients], jax.Array]
+    start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
     weights: str = "size"
     divide_by: str = "cluster"

@@ -12,7 +12,7 @@ import optax
 
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import Weights, passed_on
 from jfcl.algorithms.personal import initial_state, next_personal, train_personal
 from jfcl.algorithms.round import select_cohort
 from jfcl.client import local
@@ -90,17 +90,7 @@ def ditto(
     if is_concrete(lam):
         check(0 <= lam < np.inf, "lam", lam, "0 or more, and finite")
     client_axis = mapping.or_auto(client_axis)
-    common = fedavg(
-        task,
-        training,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    common = fedavg(**passed_on(fedavg, locals()))
     near = training._replace(prox=lam)
 
     def init(key: jax.Array, clients: Clients) -> DittoState:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import optax
 
-from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
@@ -70,21 +70,4 @@ def fedavg(
       >>> np.round(state.params["w"], 1).tolist()
       [[1.0, -1.0]]
     """
-    return averaging(
-        Averaging(
-            task,
-            training,
-            num_clusters=1,
-            start=one_cluster,
-            weights=weights,
-            personal=personal,
-            personal_steps=personal_steps,
-            server_optimizer=server_optimizer,
-            cohort=cohort,
-            init_params=init_params,
-            adversary=adversary,
-            aggregator=aggregator,
-            dp=dp,
-            client_axis=client_axis,
-        )
-    )
+    return averaging(Averaging(num_clusters=1, **locals()))

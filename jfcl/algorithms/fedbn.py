@@ -59,19 +59,17 @@ def fedbn(
       (['bias', 'mean', 'scale', 'var'], (4, 3))
     """
     local.check_parts(task, training)
+    personal = in_batch_normalisation(task)
+    return fedavg(**locals())
+
+
+def in_batch_normalisation(task: Task) -> Callable[[str], bool]:
+    """Returns the choice, by a path, of the parameters in layers with batch statistics.
+
+    Raises:
+      ValueError: a model without any.
+    """
     names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
     layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
     check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")
-    return fedavg(
-        task,
-        training,
-        personal=lambda path: path.rpartition("/")[0] in layers,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        dp=dp,
-        client_axis=client_axis,
-    )
+    return lambda path: path.rpartition("/")[0] in layers

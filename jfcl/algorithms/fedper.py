@@ -59,16 +59,5 @@ def fedper(
       ((4, 5, 2), (1, 3, 5))
     """
     local.check_parts(task, training)
-    return fedavg(
-        task,
-        training,
-        personal=personal or in_head(task),
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        dp=dp,
-        client_axis=client_axis,
-    )
+    personal = personal or in_head(task)
+    return fedavg(**locals())

@@ -65,17 +65,5 @@ def fedrep(
     """
     local.check_parts(task, training)
     check_count("personal_steps", personal_steps)
-    return fedavg(
-        task,
-        training,
-        personal=personal or in_head(task),
-        personal_steps=personal_steps,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        dp=dp,
-        client_axis=client_axis,
-    )
+    personal = personal or in_head(task)
+    return fedavg(**locals())

@@ -11,9 +11,10 @@ import optax
 
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import attacked, ravel_clients, where_rows
+from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.once import clustered_once
-from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.client import local
 from jfcl.core import (
     Adversary,
@@ -100,15 +101,8 @@ def flhc(
     client_axis = mapping.or_auto(client_axis)
     if is_concrete(distance_threshold) and distance_threshold is not None:
         check(distance_threshold >= 0, "distance_threshold", distance_threshold, "0 or more")
-    options = {
-        "weights": weights,
-        "server_optimizer": server_optimizer,
-        "adversary": adversary,
-        "aggregator": aggregator,
-        "client_axis": client_axis,
-    }
-    scopes = {"personal": personal, "personal_steps": personal_steps}
-    common = fedavg(task, training, init_params=init_params, **scopes, **options)
+    options = passed_on(Averaging, locals())
+    common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
@@ -157,5 +151,4 @@ def flhc(
         return models, cluster, own
 
     rounds = rounds_before + 1
-    options |= scopes | {"num_clusters": num_clusters, "cohort": cohort, "shared": shared}
-    return clustered_once(task, training, find, messages=rounds, rounds=rounds, more_steps=personal_steps, **options)
+    return clustered_once(Averaging(**options), find, messages=rounds, rounds=rounds, more_steps=personal_steps)

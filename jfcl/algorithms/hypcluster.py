@@ -12,7 +12,7 @@ import optax
 from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
-from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.client.losses import lowest_loss
@@ -71,27 +71,15 @@ def hypcluster(
     fits = dp is None or warm_rounds == 0
     check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
     client_axis = mapping.or_auto(client_axis)
-    common = {
-        "num_clusters": num_clusters,
-        "weights": weights,
-        "shared": shared,
-        "personal": personal,
-        "personal_steps": personal_steps,
-        "server_optimizer": server_optimizer,
-        "cohort": cohort,
-        "adversary": adversary,
-        "aggregator": aggregator,
-        "dp": dp,
-        "client_axis": client_axis,
-    }
-    algorithm = ifca(task, training, init_params=init_params, **common)
+    options = passed_on(ifca, locals())
+    algorithm = ifca(**options)
     if not warm_rounds:
         return algorithm
 
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
-        warm = averaging(Averaging(task, training, start=lambda *_: parts, init_params=init_params, **common))
+        warm = averaging(Averaging(start=lambda *_: parts, **options))
 
         def one_round(t, state):
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]

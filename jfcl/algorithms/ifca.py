@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
-from jfcl.algorithms.options import PersonalSteps, Rounds, Weights
+from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.algorithms.restarts import with_restarts
 from jfcl.algorithms.round import check_at_most_clients
@@ -165,26 +165,8 @@ def ifca(
         check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=client_axis)
 
-    rules = Averaging(
-        task,
-        training,
-        num_clusters=num_clusters,
-        start=start,
-        choose=choose,
-        weights=weights,
-        divide_by=divide_by if average == "gradients" else "cluster",
-        shared=shared,
-        personal=personal,
-        personal_steps=personal_steps,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        dp=dp,
-        client_axis=client_axis,
-    )
-    algorithm = averaging(rules)._replace(by_loss=True)
+    divide_by = divide_by if average == "gradients" else "cluster"
+    algorithm = averaging(Averaging(**passed_on(Averaging, locals())))._replace(by_loss=True)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

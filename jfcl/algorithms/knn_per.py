@@ -13,7 +13,7 @@ import optax
 
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
-from jfcl.algorithms.options import Weights
+from jfcl.algorithms.options import Weights, passed_on
 from jfcl.client import local, losses
 from jfcl.core import Adversary, Algorithm, Batch, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
 from jfcl.core.options import Excludes, Interval, Range, Real
@@ -124,19 +124,9 @@ def knn_per(
     client_axis = mapping.or_auto(client_axis)
     represent = represent or task.represent or task.predict
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
-    common = fedavg(
-        task,
-        training,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    common = fedavg(**passed_on(fedavg, locals()))
 
-    def personal(model: PyTree, clients: Clients) -> Neighbours:
+    def personal_models(model: PyTree, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""
         size = jnp.asarray(clients.size)
         # The model is an argument: JAX cannot index arrays from outside in a function that `shard_map` divides.
@@ -159,22 +149,22 @@ def knn_per(
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {source}")
 
     def init(key: jax.Array, clients: Clients) -> KnnPerState:
-        n = num_clients(clients)
         if is_concrete(clients.size):
             enough_neighbours(clients)
         state = common.init(key, training_part(clients))
         model = jax.tree.map(lambda p: p[0], state.params)
-        return KnnPerState(personal(model, clients), jnp.arange(n, dtype=jnp.int32), jnp.zeros((), jnp.int32), state)
+        every = jnp.arange(num_clients(clients), dtype=jnp.int32)
+        return KnnPerState(personal_models(model, clients), every, jnp.zeros((), jnp.int32), state)
 
     def step(key: jax.Array, state: KnnPerState, clients: Clients):
         shared, metrics = common.step(key, state.common, training_part(clients))
         model = jax.tree.map(lambda p: p[0], shared.params)
-        new = KnnPerState(personal(model, clients), state.cluster, state.round + 1, shared)
+        new = KnnPerState(personal_models(model, clients), state.cluster, state.round + 1, shared)
         return new, metrics | {"mixing": jnp.where(jnp.asarray(clients.size) > 0, new.params.mixing, jnp.nan)}
 
     def refresh(state: KnnPerState, clients: Clients) -> KnnPerState:
         model = jax.tree.map(lambda p: p[0], state.common.params)
-        return state._replace(params=personal(model, clients))
+        return state._replace(params=personal_models(model, clients))
 
     return Algorithm(init, step, mixture_task(method), enough_neighbours, refresh)
 

@@ -60,22 +60,11 @@ def lg_fedavg(
       ((4, 3, 5), (1, 5, 2))
     """
     local.check_parts(task, training)
-    if personal is None:
-        head = in_head(task)
+    personal = personal or in_body(task)
+    return fedavg(**locals())
 
-        def personal(path: str) -> bool:
-            return not head(path)
 
-    return fedavg(
-        task,
-        training,
-        personal=personal,
-        weights=weights,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        init_params=init_params,
-        adversary=adversary,
-        aggregator=aggregator,
-        dp=dp,
-        client_axis=client_axis,
-    )
+def in_body(task: Task) -> Callable[[str], bool]:
+    """Returns the choice, by a path, of the parameters outside the last dense layer."""
+    head = in_head(task)
+    return lambda path: not head(path)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms.myopic_clustering import CENTERS, centers_of
-from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
+from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights, passed_on
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
 from jfcl.core.options import Interval, OneOf, Real
@@ -71,20 +71,4 @@ def momentum_clustering(
         momenta = jax.vmap(mix)(jnp.where(state.begun, momentum, 0.0), state.momentum, gradients)
         return momenta, momenta
 
-    return centers_of(
-        task,
-        training,
-        send,
-        num_clusters=num_clusters,
-        radius=radius,
-        quantile=quantile,
-        threshold_rounds=threshold_rounds,
-        quantile_rule=quantile_rule,
-        weights=weights,
-        centers=centers,
-        init_centers=init_centers,
-        init_params=init_params,
-        adversary=adversary,
-        client_axis=client_axis,
-        momentum=True,
-    )
+    return centers_of(**passed_on(centers_of, locals()), has_momenta=True)

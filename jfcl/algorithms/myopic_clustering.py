@@ -128,22 +128,7 @@ def myopic_clustering(
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
     local.check_parts(task, training)
-    return centers_of(
-        task,
-        training,
-        lambda state, gradients: (gradients, ()),
-        num_clusters=num_clusters,
-        radius=radius,
-        quantile=quantile,
-        threshold_rounds=threshold_rounds,
-        quantile_rule=quantile_rule,
-        weights=weights,
-        centers=centers,
-        init_centers=init_centers,
-        init_params=init_params,
-        adversary=adversary,
-        client_axis=client_axis,
-    )
+    return centers_of(send=lambda state, gradients: (gradients, ()), **locals())
 
 
 def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
@@ -209,13 +194,13 @@ def centers_of(
     init_params: PyTree | None,
     adversary: Adversary | None,
     client_axis: mapping.Mapping | None,
-    momentum: bool = False,
+    has_momenta: bool = False,
 ) -> Algorithm:
     """Returns the method of Algorithms 1 and 4.
 
     Args:
       send: `(state, gradients) -> (points, momenta)`, pytrees of `[N, ...]`; the server clusters the points.
-      momentum: whether the state has momenta.
+      has_momenta: whether the state has momenta.
       task, training and the others: as in `myopic_clustering`.
     """
     check_count("num_clusters", num_clusters)
@@ -234,7 +219,7 @@ def centers_of(
         n = num_clients(clients)
         phases.check_at_most_clients("num_clusters", num_clusters, clients)
         start = initial_state(task, training, key, clients, init_params)
-        momenta = jax.tree.map(jnp.zeros_like, start.params) if momentum else ()
+        momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
         first = first_centers(start.params, init_centers, num_clusters) if carry else ()
         return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client, first)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import Averaging, averaging, one_cluster
+from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, check_count, max_examples, num_bytes
+from jfcl.core import Algorithm, Clients, PyTree, max_examples, num_bytes
 
 
 def with_first_costs(
@@ -50,33 +49,28 @@ def with_first_costs(
 
 
 def clustered_once(
-    task: Task,
-    training: local.LocalTraining,
+    rules: Averaging,
     find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array, PyTree]],
     *,
     messages: int,
     rounds: int,
     more_steps: int | None = None,
-    num_clusters: int,
-    **options: Any,
 ) -> Algorithm:
     """Returns FedAvg inside the clusters that `find` finds in `init`.
 
     Args:
+      rules: of FedAvg; its `init_params` are for `find`.
       find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`.
       messages, rounds, more_steps: its cost, as in `with_first_costs`.
-      options: of `averaging`: `weights`, `shared`, `personal`, `personal_steps`, `server_optimizer`, `cohort`,
-        `adversary`, `aggregator`, `client_axis`.
     """
-    check_count("num_clusters", num_clusters)
-    inner = averaging(Averaging(task, training, num_clusters, one_cluster, **options))
+    inner = averaging(rules._replace(init_params=None))
 
     def init(key: jax.Array, clients: Clients):
-        check_at_most_clients("num_clusters", num_clusters, clients)
+        check_at_most_clients("num_clusters", rules.num_clusters, clients)
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
         params, cluster, own = find(find_key, clients)
         return state._replace(params=params, cluster=cluster.astype(jnp.int32), personal=own)
 
     cost = {"messages": messages, "rounds": rounds, "more_steps": more_steps}
-    return with_first_costs(inner._replace(init=init), training, **cost)
+    return with_first_costs(inner._replace(init=init), rules.training, **cost)

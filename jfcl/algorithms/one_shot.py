@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means
+from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.once import clustered_once
-from jfcl.algorithms.options import PersonalSteps, Rounds, Weights
+from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.personal import initial_state, train_alone
 from jfcl.algorithms.round import client_weight
 from jfcl.client import local
@@ -76,23 +77,8 @@ def one_shot(
         common = task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         return cluster_local_models(*common, personal, shared)
 
-    return clustered_once(
-        task,
-        training,
-        find,
-        messages=1,
-        rounds=local_rounds,
-        num_clusters=num_clusters,
-        weights=weights,
-        shared=shared,
-        personal=personal,
-        personal_steps=personal_steps,
-        server_optimizer=server_optimizer,
-        cohort=cohort,
-        adversary=adversary,
-        aggregator=aggregator,
-        client_axis=client_axis,
-    )
+    rules = Averaging(**passed_on(Averaging, locals()))
+    return clustered_once(rules, find, messages=1, rounds=local_rounds)
 
 
 def cluster_local_models(

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import Averaging, averaging
-from jfcl.algorithms.options import PersonalSteps, Weights
+from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
@@ -74,22 +74,4 @@ def oracle(
         check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
-    return averaging(
-        Averaging(
-            task,
-            training,
-            num_clusters=num_clusters,
-            start=start,
-            weights=weights,
-            shared=shared,
-            personal=personal,
-            personal_steps=personal_steps,
-            server_optimizer=server_optimizer,
-            cohort=cohort,
-            init_params=init_params,
-            adversary=adversary,
-            aggregator=aggregator,
-            dp=dp,
-            client_axis=client_axis,
-        )
-    )
+    return averaging(Averaging(**passed_on(Averaging, locals())))
