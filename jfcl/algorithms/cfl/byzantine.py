@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jfcl.algorithms.cfl.rounds import SIMILARITIES, Options, rounds
 from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.state import CFLState
-from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights
+from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, is_concrete
 from jfcl.core.options import Interval, OneOf, Real
@@ -75,9 +75,7 @@ def byzantine_cfl(
         return splits.cross_similarity < threshold
 
     rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
-    hidden = privacy, privacy_seed
-    scopes = None, personal, personal_steps
-    made = rounds(Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *scopes))
+    made = rounds(Options(**passed_on(Options, locals())))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)

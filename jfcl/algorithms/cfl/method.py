@@ -20,7 +20,7 @@ import numpy as np
 from jfcl.algorithms.cfl.rounds import SIMILARITIES, Options, rounds
 from jfcl.algorithms.cfl.server import Rules
 from jfcl.algorithms.cfl.splits import split_clusters
-from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights
+from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
 from jfcl.algorithms.theory import max_noise_of_split
 from jfcl.client import local
 from jfcl.core import (
@@ -206,27 +206,8 @@ def cfl(
     def accept(splits):  # equation 39
         return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
 
-    rules = Rules(
-        max_clusters,
-        ripe,
-        accept,
-        split_clusters,
-        similarity=similarity,
-        aggregator=aggregator,
-        true_cluster=true_cluster,
-        tree_dim=tree_dim,
-        recursive=recursive,
-        min_size=min_size,
-        min_examples=min_examples,
-        linkage=linkage,
-        cohort=cohort,
-        thresholds=thresholds,
-    )
-    scopes = shared, personal, personal_steps
-    hidden, judging = (privacy, privacy_seed), (validation, fallback_rounds)
-    made = rounds(
-        Options(task, training, rules, weights, *hidden, init_params, adversary, client_axis, *scopes, *judging)
-    )
+    rules = Rules(decide=split_clusters, **passed_on(Rules, locals()))
+    made = rounds(Options(**passed_on(Options, locals())))
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 

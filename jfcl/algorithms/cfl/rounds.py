@@ -49,7 +49,7 @@ SIMILARITIES = ("updates", "gradients")
 
 
 class Options(NamedTuple):
-    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's; `patience` is its `fallback_rounds`."""
+    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's."""
 
     task: Task
     training: local.LocalTraining
@@ -60,11 +60,10 @@ class Options(NamedTuple):
     init_params: PyTree | None
     adversary: Adversary | None
     client_axis: mapping.Mapping | None
-    shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
     personal_steps: int | None = None
     validation: float = 0.0
-    patience: int = 0
+    fallback_rounds: int = 0
 
     def hide(self, update: PyTree) -> PyTree:
         """Returns the message with one client's update."""
@@ -105,11 +104,11 @@ def rounds(options: Options) -> Algorithm:
     if options.privacy is not None:
         check_choice("privacy", options.privacy, OPERATORS)
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
-        check(options.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
-    check_scopes(options.task, options.training, options.shared, options.personal, options.personal_steps)
+        check(rules.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
+    check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
     accepted = "left out where parameters are shared"
-    check(options.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
-    rules = rules._replace(shared=options.shared, statistics=options.task.statistics)
+    check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
+    rules = rules._replace(statistics=options.task.statistics)
     options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
     check_clients = adversary_check(options.adversary)
@@ -170,7 +169,7 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     # Undo splits that harm.
     if options.validation:
         state = in_active_clusters(state)
-        judging = options.validation, options.patience, client_axis
+        judging = options.validation, options.fallback_rounds, client_axis
         state, metrics["undone"] = undo_harmful_splits(options.task, state, clients, *judging)
 
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
