@@ -99,27 +99,4 @@ METHODS = {
     "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)"),
 }
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "byzantine_cfl",
-    "cfl",
-    "ditto",
-    "fedavg",
-    "fedbn",
-    "federated_clustering",
-    "fedper",
-    "fedrep",
-    "fesem",
-    "flhc",
-    "hypcluster",
-    "ifca",
-    "knn_per",
-    "lg_fedavg",
-    "local_only",
-    "momentum_clustering",
-    "myopic_clustering",
-    "one_shot",
-    "oracle",
-    "with_restarts",
-]
+__all__ = ["METHODS", "Method", "with_restarts", *sorted(method.make.__name__ for method in METHODS.values())]

@@ -255,18 +255,8 @@ def hijack(scale: float = 10.0) -> UpdateAttack:
 
 
 UPDATE_ATTACKS: dict[str, Callable[..., UpdateAttack]] = {
-    "gaussian": gaussian,
-    "far": far,
-    "sign_flip": sign_flip,
-    "scaled": scaled,
-    "zero": zero,
-    "nan": nan,
-    "ipm": ipm,
-    "alie": alie,
-    "mimic": mimic,
-    "opposite": opposite,
-    "force_split": force_split,
-    "hijack": hijack,
+    make.__name__: make
+    for make in (gaussian, far, sign_flip, scaled, zero, nan, ipm, alie, mimic, opposite, force_split, hijack)
 }
 
 
@@ -324,10 +314,7 @@ def backdoor(rng, x, y, num_classes):
 
 
 DATA_ATTACKS: dict[str, DataAttack] = {
-    "label_zero": label_zero,
-    "label_reverse": label_reverse,
-    "noisy_inputs": noisy_inputs,
-    "backdoor": backdoor,
+    attack.__name__: attack for attack in (label_zero, label_reverse, noisy_inputs, backdoor)
 }
 
 
@@ -355,12 +342,11 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
     """
     check_choice("attack", name, DATA_ATTACKS)
     malicious = np.asarray(malicious)
-    check(
-        malicious.shape == (num_clients(clients),), "malicious", malicious.shape, f"of shape ({num_clients(clients)},)"
-    )
+    n = num_clients(clients)
+    check(malicious.shape == (n,), "malicious", malicious.shape, f"of shape ({n},)")
     x, y = (np.array(clients.examples[part]) for part in ("x", "y"))
     ids = np.asarray(client_ids(clients))
     for i in np.flatnonzero(malicious):
-        n, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
-        x[i, :n], y[i, :n] = DATA_ATTACKS[name](rng, x[i, :n], y[i, :n], num_classes)
+        m, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
+        x[i, :m], y[i, :m] = DATA_ATTACKS[name](rng, x[i, :m], y[i, :m], num_classes)
     return clients._replace(examples={**clients.examples, "x": x, "y": y})

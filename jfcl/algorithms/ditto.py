@@ -16,15 +16,7 @@ from jfcl.algorithms.options import Weights, passed_on
 from jfcl.algorithms.personal import initial_state, next_personal, train_personal
 from jfcl.algorithms.round import select_cohort
 from jfcl.client import local
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    is_concrete,
-)
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check
 from jfcl.core.options import Interval, Real
 from jfcl.execution import mapping
 
@@ -87,8 +79,7 @@ def ditto(
       ([2.0, 4.0], [3.0])
     """
     local.check_parts(task, training)
-    if is_concrete(lam):
-        check(0 <= lam < np.inf, "lam", lam, "0 or more, and finite")
+    check((lam >= 0) & (lam < np.inf), "lam", lam, "0 or more, and finite")
     client_axis = mapping.or_auto(client_axis)
     common = fedavg(**passed_on(fedavg, locals()))
     near = training._replace(prox=lam)

@@ -344,8 +344,7 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
     ok = training.num_steps is not None and (steps or training.num_steps == 1)
     values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
     check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
-    if is_concrete(training.prox):
-        check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
+    check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
 
 
 def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:

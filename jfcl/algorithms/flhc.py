@@ -27,7 +27,6 @@ from jfcl.core import (
     check_choice,
     check_count,
     client_ids,
-    is_concrete,
     is_finite,
     trained_part,
 )
@@ -99,8 +98,8 @@ def flhc(
     check_choice("linkage", linkage, LINKAGES)
     check_count("rounds_before", rounds_before, least=0)
     client_axis = mapping.or_auto(client_axis)
-    if is_concrete(distance_threshold) and distance_threshold is not None:
-        check(distance_threshold >= 0, "distance_threshold", distance_threshold, "0 or more")
+    fits = distance_threshold is None or distance_threshold >= 0
+    check(fits, "distance_threshold", distance_threshold, "0 or more")
     options = passed_on(Averaging, locals())
     common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
 

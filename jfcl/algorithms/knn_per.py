@@ -117,8 +117,7 @@ def knn_per(
     for name, values in (("mixing", mixing), ("mixings", mixings)):
         if values is not None and is_concrete(values):
             check(np.all((np.asarray(values) >= 0) & (np.asarray(values) <= 1)), name, values, "in [0, 1]")
-    if scale is not None and is_concrete(scale):
-        check(scale > 0, "scale", scale, "above 0")
+    check(scale is None or scale > 0, "scale", scale, "above 0")
     check(0 < validation < 1, "validation", validation, "in (0, 1)")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
     client_axis = mapping.or_auto(client_axis)

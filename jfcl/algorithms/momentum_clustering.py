@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jfcl.algorithms.myopic_clustering import CENTERS, centers_of
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights, passed_on
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check, is_concrete
+from jfcl.core import Adversary, Algorithm, PyTree, Task, check
 from jfcl.core.options import Interval, OneOf, Real
 from jfcl.execution import mapping
 
@@ -61,8 +61,7 @@ def momentum_clustering(
       [1.0, 5.0, 1.0, 5.0]
     """
     local.check_parts(task, training)
-    if is_concrete(momentum):
-        check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+    check((momentum >= 0) & (momentum < 1), "momentum", momentum, "in [0, 1)")
 
     def send(state, gradients):
         def mix(keep, m, g):

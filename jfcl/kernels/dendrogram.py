@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import is_computable, sum_dtype
+from jfcl.kernels.base import sum_dtype
 from jfcl.kernels.similarity import as_similarity
 from jfcl.kernels.spanning_tree import first_max, float_of_key, join_order, order_key
 
@@ -63,9 +63,7 @@ def _single_linkage_tree(similarity):
         )
 
     steps = jnp.arange(count, dtype=jnp.int32)
-    *_, merges = jax.lax.fori_loop(
-        0, count - 1, merge, (steps, steps, at_step, jnp.zeros((max(count - 1, 0), 3), jnp.int32))
-    )
+    *_, merges = jax.lax.fori_loop(0, count - 1, merge, (steps, steps, at_step, jnp.zeros((count - 1, 3), jnp.int32)))
     return _tree(merges, similarities)
 
 
@@ -110,11 +108,7 @@ def _complete_linkage_tree(similarity):
         row = jnp.stack([jnp.minimum(left, right), jnp.maximum(left, right), size])
         return name_of.at[b].set(count + i), size_of.at[b].set(size), merges.at[i].set(row)
 
-    carry = (
-        jnp.arange(count, dtype=jnp.int32),
-        jnp.ones(count, jnp.int32),
-        jnp.zeros((max(count - 1, 0), 3), jnp.int32),
-    )
+    carry = (jnp.arange(count, dtype=jnp.int32), jnp.ones(count, jnp.int32), jnp.zeros((count - 1, 3), jnp.int32))
     return _tree(jax.lax.fori_loop(0, count - 1, merge, carry)[2], similarities)
 
 
@@ -186,8 +180,8 @@ def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Arra
         jnp.zeros((), jnp.int32),
         slots,
         jnp.zeros((), num_merges.dtype),
-        jnp.zeros((max(count - 1, 0), 2), jnp.int32),
-        jnp.full(max(count - 1, 0), out),
+        jnp.zeros((count - 1, 2), jnp.int32),
+        jnp.full(count - 1, out),
         jnp.zeros(count, bool),
     )
     *_, pairs, heights, side = jax.lax.fori_loop(0, 3 * count, walk, carry)
@@ -225,19 +219,14 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     tree = jnp.asarray(tree)
     check(tree.ndim == 2 and tree.shape[1] == 4, "tree", tree.shape, "of shape [N-1, 4]")
     tree = tree.astype(sum_dtype(tree))
-    check(
-        (num_clusters is None) != (threshold is None),
-        "num_clusters, threshold",
-        (num_clusters, threshold),
-        "one of the two",
-    )
+    one = (num_clusters is None) != (threshold is None)
+    check(one, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
     count = len(tree) + 1
     if num_clusters is not None:
-        if is_computable(num_clusters):
-            check(1 <= num_clusters <= count, "num_clusters", num_clusters, f"from 1 to N = {count}")
+        fits = (num_clusters >= 1) & (num_clusters <= count)
+        check(fits, "num_clusters", num_clusters, f"from 1 to N = {count}")
         return _cut(tree, jnp.arange(count - 1) < count - num_clusters)
-    if is_computable(threshold):
-        check(threshold == threshold, "threshold", threshold, "a number")
+    check(threshold == threshold, "threshold", threshold, "a number")
     return _cut(tree, tree[:, 2] <= threshold)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, distances_from, is_computable
+from jfcl.kernels.base import PyTree, distances_from
 from jfcl.kernels.medians import medians
 from jfcl.kernels.robust import aggregate, check_weights, combine, shares
 
@@ -54,8 +54,7 @@ def geometric_median(
     """
     weights = check_weights(updates, weights)
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
-    if is_computable(smoothing):
-        check(smoothing > 0, "smoothing", smoothing, "above 0")
+    check(smoothing > 0, "smoothing", smoothing, "above 0")
     return aggregate(
         updates,
         mask,

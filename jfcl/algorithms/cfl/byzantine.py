@@ -13,7 +13,7 @@ from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, is_concrete
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check
 from jfcl.core.options import Interval, OneOf, Real
 from jfcl.execution import mapping
 
@@ -65,8 +65,7 @@ def byzantine_cfl(
       ([0, 0, 1], [1.0, 1.5])
     """
     local.check_parts(task, training)
-    if is_concrete(threshold):
-        check(-1 < threshold < 1, "threshold", threshold, "in (-1, 1)")
+    check((threshold > -1) & (threshold < 1), "threshold", threshold, "in (-1, 1)")
 
     def ripe(state, mean_norm, max_norm, members):
         return members >= 0, members >= 3

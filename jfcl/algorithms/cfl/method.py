@@ -175,11 +175,9 @@ def cfl(
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
     for name, value in (("eps_1", eps_1), ("eps_2", eps_2)):
-        if is_concrete(value):
-            check(value > 0, name, value, "above 0")
+        check(value > 0, name, value, "above 0")
     for name, value in (("gamma_max", gamma_max), ("validation", validation)):
-        if is_concrete(value):
-            check(0 <= value < 1, name, value, "in [0, 1)")
+        check((value >= 0) & (value < 1), name, value, "in [0, 1)")
     check_count("min_rounds", min_rounds)
     check_count("min_size", min_size, most=INT32_MAX // 2)  # as all clients are at most INT32_MAX
     check_count("min_examples", min_examples)
