@@ -212,27 +212,12 @@ def robust_cluster_mean(
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
 
 
-def ravel_clients(tree: PyTree) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
-    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`, and the inverse function for any number of rows.
+def ravel_clients(tree: PyTree) -> jax.Array:
+    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> matrix, unravel = ravel_clients({"w": jnp.zeros((3, 2, 2)), "b": jnp.ones((3, 1))})
-      >>> matrix.shape, unravel(matrix[:1])["w"].shape
-      ((3, 5), (1, 2, 2))
+      >>> ravel_clients({"w": jnp.zeros((3, 2, 2)), "b": jnp.ones((3, 1))}).shape
+      (3, 5)
     """
-    leaves, structure = jax.tree.flatten(tree)
-    shapes = [leaf.shape[1:] for leaf in leaves]
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
-
-    def unravel(matrix):
-        parts = jnp.split(matrix, ends, axis=1)
-        return jax.tree.unflatten(
-            structure,
-            [
-                p.reshape(len(p), *shape).astype(leaf.dtype)
-                for p, shape, leaf in zip(parts, shapes, leaves, strict=True)
-            ],
-        )
-
-    return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1), unravel
+    return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)], axis=1)

@@ -49,11 +49,9 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
     def attack(key, updates, malicious, usable):
         good = usable & ~malicious
         leaves, structure = jax.tree.flatten(updates)
-        sent = []
-        for i, x in enumerate(leaves):
-            lie = make(jax.random.fold_in(key, i), x, malicious, good)
-            sent.append(where_rows(malicious, lie.astype(x.dtype), x))
-        return jax.tree.unflatten(structure, sent)
+        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+        lies = [make(k, x, malicious, good).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
 
     return attack
 

@@ -78,7 +78,6 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
-    local.check_parts(task, training)
     check((lam >= 0) & (lam < np.inf), "lam", lam, "0 or more, and finite")
     client_axis = mapping.or_auto(client_axis)
     common = fedavg(**passed_on(fedavg, locals()))

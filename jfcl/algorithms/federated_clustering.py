@@ -54,16 +54,6 @@ class Threshold(NamedTuple):
     num_rounds: int
     quantile_rule: str
 
-    def centers(
-        self, points: PyTree, start: PyTree, weights: jax.Array, usable: jax.Array, *, form: str = "auto"
-    ) -> PyTree:
-        """Returns the centres `[K, ...]` of `points` `[N, ...]`, from `start` `[K, ...]`."""
-        return threshold_clustering(points, start, **self._asdict(), weights=weights, mask=usable, form=form)
-
-    def center_from_row(self, points: PyTree, row: jax.Array, weights: jax.Array, usable: jax.Array) -> PyTree:
-        """Returns the centre `[1, ...]` of `points` `[N, ...]` from point `row` `[]`, for accelerators."""
-        return center_from_row(points, row, **self._asdict(), weights=weights, mask=usable)
-
 
 def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
     """Returns a `Threshold`; `ValueError` for arguments that the kernel refuses, before anything compiles."""
@@ -224,15 +214,8 @@ def federated_clustering(
         batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size
-        common = (
-            batches,
-            real,
-            model_keys(task, keys),
-            groups,
-            has_examples,
-            client_ids(clients),
-            counts,
-        )  # all clients use them
+        # All clients use these.
+        common = batches, real, model_keys(task, keys), groups, has_examples, client_ids(clients), counts
 
         # Train.
         # An accelerator multiplies matrices much faster than it reads them from memory.
@@ -248,13 +231,8 @@ def federated_clustering(
         keep = finite & has_examples
         sent = compared.astype(jnp.float32) * model
         metrics = phases.round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
-        new = PersonalState(
-            where_rows(keep, params, state.params),
-            state.cluster,
-            state.round + 1,
-            where_rows(keep, opt_states, state.client),
-        )
-        return new, metrics
+        params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
+        return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
 
     return Algorithm(init, step, task, check_quantile)
 
@@ -295,11 +273,12 @@ def train_client(
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
+        options = rule._asdict() | {"weights": counts[rows], "mask": usable}
         if by_products and adversary is None:
-            center = rule.center_from_row(sent, own_row, counts[rows], usable)
+            center = center_from_row(sent, own_row, **options)
         else:
-            form = "gram" if by_products else "auto"
-            center = rule.centers(sent, jax.tree.map(lambda g: g[None], own), counts[rows], usable, form=form)
+            start = jax.tree.map(lambda g: g[None], own)
+            center = threshold_clustering(sent, start, **options, form="gram" if by_products else "auto")
 
         # A step along it, and the remaining steps.
         m = jax.tree.leaves(examples)[0].shape[0]

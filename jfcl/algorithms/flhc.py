@@ -93,7 +93,6 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    local.check_parts(task, training)
     check_choice("distance", distance, DISTANCES)
     check_choice("linkage", linkage, LINKAGES)
     check_count("rounds_before", rounds_before, least=0)
@@ -105,7 +104,7 @@ def flhc(
 
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
-        updates = ravel_clients(trained_part(task, updates))[0]
+        updates = ravel_clients(trained_part(task, updates))
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:

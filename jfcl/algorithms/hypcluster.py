@@ -66,7 +66,6 @@ def hypcluster(
       >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
-    local.check_parts(task, training)
     check_count("warm_rounds", warm_rounds, least=0)
     fits = dp is None or warm_rounds == 0
     check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")

@@ -60,7 +60,6 @@ def momentum_clustering(
       >>> np.round(state.params["b"], 2).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
-    local.check_parts(task, training)
     check((momentum >= 0) & (momentum < 1), "momentum", momentum, "in [0, 1)")
 
     def send(state, gradients):

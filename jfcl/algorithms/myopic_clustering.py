@@ -42,7 +42,7 @@ from jfcl.core import (
 from jfcl.core.options import OneOf
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
-from jfcl.kernels import squared_distances
+from jfcl.kernels import squared_distances, threshold_clustering
 from jfcl.kernels.base import if_rare
 
 CENTERS = ("densest", "carry")
@@ -127,7 +127,6 @@ def myopic_clustering(
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
-    local.check_parts(task, training)
     return centers_of(send=lambda state, gradients: (gradients, ()), **locals())
 
 
@@ -145,14 +144,14 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
     share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
-    can_start = usable if rows is None else usable[rows]
+    can_start = usable[rows]
 
     # Of equals the one nearest to all, so that the order of the clients has no effect.
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
     def choose(k, carry):
         chosen, left = carry
-        free = left if rows is None else left[rows]
+        free = left[rows]
         left = jnp.where(free.any(), left, usable)  # no point remains: the next centre may share
         free = jnp.where(free.any(), free, can_start)
         among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
@@ -160,18 +159,18 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
         near = among <= radius[:, None]
         rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
         best = jnp.lexsort((remoteness, jnp.where(free, rank, jnp.inf)))[0]
-        point = best if rows is None else rows[best]
-        return chosen.at[k].set(point.astype(jnp.int32)), left & ~near[best] & (jnp.arange(n) != point)
+        point = rows[best]
+        return chosen.at[k].set(point), left & ~near[best] & (jnp.arange(n) != point)
 
     chosen, _ = jax.lax.fori_loop(0, num_clusters, choose, (jnp.zeros(num_clusters, jnp.int32), usable))
     return jax.tree.map(lambda z: z[chosen], points)
 
 
-def distances_of_candidates(points: PyTree, usable: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the rows of the points `[N, ...]` that can be starts, `[S]` (None: all), and their distances `[S, N]`."""
+def distances_of_candidates(points: PyTree, usable: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows `[S]` int32 of the points `[N, ...]` that can be starts, and their distances `[S, N]`."""
     n = len(usable)
     if n <= DENSE_UP_TO:
-        return None, jnp.sqrt(squared_distances(points, mask=usable))
+        return jnp.arange(n, dtype=jnp.int32), jnp.sqrt(squared_distances(points, mask=usable))
     drawn = jax.random.permutation(jax.random.key(0), n)
     rows = drawn[jnp.argsort(~usable[drawn], stable=True)[:DENSE_UP_TO]]
     candidates = jax.tree.map(lambda z: z[rows], points)
@@ -203,6 +202,7 @@ def centers_of(
       has_momenta: whether the state has momenta.
       task, training and the others: as in `myopic_clustering`.
     """
+    local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     if radius is None and quantile is None:
         quantile = 1 / (2 * num_clusters)
@@ -233,7 +233,7 @@ def centers_of(
 
         starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
         form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = rule.centers(points, starts, weight, usable, form=form)
+        centers = threshold_clustering(points, starts, **rule._asdict(), weights=weight, mask=usable, form=form)
         return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):

@@ -69,7 +69,6 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
-    local.check_parts(task, training)
     check_count("local_rounds", local_rounds)
     client_axis = mapping.or_auto(client_axis)
 
@@ -121,7 +120,7 @@ def cluster_local_models(
     models, usable = attacked_models(adversary, rounds_key, begin, models, clients, usable)
 
     def cluster_models(models, key, usable):
-        points = ravel_clients(trained_part(task, models))[0]
+        points = ravel_clients(trained_part(task, models))
         return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
 
     if len(size) <= DENSE_UP_TO:

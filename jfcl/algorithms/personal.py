@@ -78,8 +78,5 @@ def train_personal(
 
 def next_personal(state: Any, trained: Trained, keep: jax.Array) -> Any:
     """Returns `state` after a round: with the trained models and optimisers of the clients to `keep`, `[N]` bool."""
-    return state._replace(
-        params=where_rows(keep, trained.params, state.params),
-        round=state.round + 1,
-        client=where_rows(keep, trained.opt_state, state.client),
-    )
+    params, client = where_rows(keep, (trained.params, trained.opt_state), (state.params, state.client))
+    return state._replace(params=params, round=state.round + 1, client=client)

@@ -310,9 +310,7 @@ def _split_probability(key, num_clusters, noise, largest, dim, clients_per_clust
         return correct.mean(), gap.mean()
 
     shape = (len(num_clusters), len(noise))
-    k, gamma = (
-        x.reshape(-1) for x in (jnp.broadcast_to(num_clusters[:, None], shape), jnp.broadcast_to(noise[None, :], shape))
-    )
+    k, gamma = jnp.repeat(num_clusters, len(noise)), jnp.tile(noise, len(num_clusters))
     # One cell after the other bounds the memory.
     correct, gap = mapping.chunked(1)(cell)(k, gamma, jax.random.split(key, len(k)))
     return correct.reshape(shape), gap.reshape(shape)

@@ -34,10 +34,9 @@ def _flipped(key, image):
 
 def _window(key, image, height, width):
     """Returns a random window `[height, width, C]` of `image`."""
-    down, right = (
-        jax.random.randint(k, (), 0, n - m + 1)
-        for k, n, m in zip(jax.random.split(key), image.shape, (height, width), strict=False)
-    )
+    down_key, right_key = jax.random.split(key)
+    down = jax.random.randint(down_key, (), 0, image.shape[0] - height + 1)
+    right = jax.random.randint(right_key, (), 0, image.shape[1] - width + 1)
     return jax.lax.dynamic_slice(image, (down, right, 0), (height, width, image.shape[2]))
 
 

@@ -110,12 +110,9 @@ def local_training(
     check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
     if (num_steps is None) == (num_epochs is None):
         raise ValueError(f"give exactly one of num_steps and num_epochs, got {num_steps!r} and {num_epochs!r}")
-    if num_steps is not None:
-        check_count("num_steps", num_steps)
-    if num_epochs is not None:
-        check_count("num_epochs", num_epochs)
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
+    for name, value in (("num_steps", num_steps), ("num_epochs", num_epochs), ("batch_size", batch_size)):
+        if value is not None:
+            check_count(name, value)
     if is_concrete(prox):
         check(0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
         prox = float(prox)
@@ -383,12 +380,11 @@ def train(
     elif training.num_steps is not None:
         order = shuffled_rows(order_key, size, m)
         cycle = jnp.maximum(size, 1)
-        carry = jax.lax.fori_loop(
-            0,
-            training.num_steps,
-            lambda t, c: step(t, c, order[(t * batch_size + slots) % cycle], slots < size),
-            carry,
-        )
+
+        def cyclic_step(t, carry):
+            return step(t, carry, order[(t * batch_size + slots) % cycle], slots < size)
+
+        carry = jax.lax.fori_loop(0, training.num_steps, cyclic_step, carry)
     else:
         batches = -(-size // batch_size)
 
@@ -405,9 +401,8 @@ def train(
     params, statistics, opt_state, total = carry
     if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
-    return Trained(
-        joined(params, statistics), total / jnp.maximum(num_steps, 1).astype(total.dtype), num_steps, opt_state
-    )
+    loss = total / jnp.maximum(num_steps, 1).astype(total.dtype)
+    return Trained(joined(params, statistics), loss, num_steps, opt_state)
 
 
 def train_round(

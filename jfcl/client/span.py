@@ -98,12 +98,8 @@ def loss_and_gradient(
     loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
         params, products(start, span, params, rows)
     )
-    return loss, gradient(start, span, grads, d, rows)
-
-
-def gradient(start: DenseStart, span: Span, grads: PyTree, d: jax.Array, rows: jax.Array | None) -> PyTree:
-    """Returns `grads` with that of `A`, from `d` `[B, H]` of the products at `rows`; rows drawn twice count twice."""
-    return set_parameter(grads, start.kernel, d if rows is None else jnp.zeros_like(span.products).at[rows].add(d))
+    of_all = d if rows is None else jnp.zeros_like(span.products).at[rows].add(d)  # rows drawn twice count twice
+    return loss, set_parameter(grads, start.kernel, of_all)
 
 
 def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTree:

@@ -18,12 +18,7 @@ from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
 from jfcl.kernels.pre_aggregation import adaptive_clip, bucketing, clip_norms, nearest_neighbour_mixing
 from jfcl.kernels.robust import mean
 from jfcl.kernels.selection import bulyan, krum, minimum_diameter, multi_krum
-from jfcl.kernels.similarity import (
-    SimilaritySummary,
-    pairwise_cosine,
-    similarity_summary,
-    similarity_tolerance,
-)
+from jfcl.kernels.similarity import SimilaritySummary, pairwise_cosine, similarity_summary, similarity_tolerance
 from jfcl.kernels.threshold import threshold_clustering
 
 __all__ = [

@@ -21,14 +21,7 @@ from jfcl.kernels.base import row_mask
 from jfcl.kernels.boruvka import weakest_joins
 from jfcl.kernels.dendrogram import complete_linkage
 from jfcl.kernels.similarity import as_clusters, as_similarity
-from jfcl.kernels.spanning_tree import (
-    TreeEdges,
-    cut_with_size,
-    float_of_key,
-    join_order,
-    order_key,
-    spanning_tree,
-)
+from jfcl.kernels.spanning_tree import TreeEdges, cut_with_size, float_of_key, join_order, order_key, spanning_tree
 
 LINKAGES = ("single", "complete")
 
@@ -176,9 +169,10 @@ def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
 
 def bipartition_of_tree(edges: TreeEdges, active: jax.Array, min_size: int) -> Bipartition:
     """Removes the weakest edge of the active clients' spanning tree that leaves `min_size` clients on both sides."""
-    cut = cut_with_size(edges, jnp.argmax(active).astype(jnp.int32), len(active), min_size)
-    cross = float_of_key(cut.key)
-    return Bipartition(cut.side, jnp.where(cut.found, cross, jnp.inf).astype(cross.dtype))
+    root = jnp.argmax(active).astype(jnp.int32)
+    side, key, found = cut_with_size(edges, root, len(active), min_size)
+    cross = float_of_key(key)
+    return Bipartition(side, jnp.where(found, cross, jnp.inf).astype(cross.dtype))
 
 
 def separation_gap(similarity: jax.Array, clusters: jax.Array, active: jax.Array | None = None) -> jax.Array:

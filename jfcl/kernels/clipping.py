@@ -77,12 +77,11 @@ def centered_clip(
         form = "gram" if gram_is_cheaper(len(rows[0]), num_iters) else "direct"
     run = _gram if form == "gram" else _direct
     radius = jnp.asarray(radius, jnp.float32)
-    return aggregate(
-        updates,
-        mask,
-        return_excluded,
-        lambda rows, usable: run(rows, usable, start, radius, weights, num_iters=num_iters),
-    )
+
+    def rule(rows, usable):
+        return run(rows, usable, start, radius, weights, num_iters=num_iters)
+
+    return aggregate(updates, mask, return_excluded, rule)
 
 
 def gram_is_cheaper(count: int, num_iters: int) -> bool:

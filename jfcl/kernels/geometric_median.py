@@ -55,28 +55,28 @@ def geometric_median(
     weights = check_weights(updates, weights)
     check(num_iters is None or num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(smoothing > 0, "smoothing", smoothing, "above 0")
-    return aggregate(
-        updates,
-        mask,
-        return_excluded,
-        lambda rows, usable: _weiszfeld(rows, usable, weights, jnp.asarray(smoothing, jnp.float32), num_iters),
-    )
+
+    def rule(rows, usable):
+        return _weiszfeld(rows, usable, weights, jnp.asarray(smoothing, jnp.float32), num_iters)
+
+    return aggregate(updates, mask, return_excluded, rule)
 
 
 @partial(jax.jit, static_argnames="num_iters")
 def _weiszfeld(rows, usable, weights, smoothing, num_iters):
-    def step(_, point):
-        distances = distances_from(rows, point, usable)
-        return combine(rows, shares(weights / jnp.maximum(distances, smoothing), usable), usable)
+    counted = jnp.where(usable, weights, jnp.zeros_like(weights))
+
+    def step(point):
+        """Returns the next point, and the updates' weights in it before they are scaled to sum to 1."""
+        pulls = counted / jnp.maximum(distances_from(rows, point, usable), smoothing)
+        return combine(rows, shares(pulls, usable), usable), pulls
 
     if num_iters is not None:
-        return jax.lax.fori_loop(0, num_iters, step, medians(rows, usable))
-    counted = jnp.where(usable, weights, jnp.zeros_like(weights))
+        return jax.lax.fori_loop(0, num_iters, lambda _, point: step(point)[0], medians(rows, usable))
 
     def towards(carry):
         point, _, t = carry
-        pulls = counted / jnp.maximum(distances_from(rows, point, usable), smoothing)
-        new = combine(rows, shares(pulls, usable), usable)
+        new, pulls = step(point)
         # A step is the mean unit vector towards the updates times their harmonic mean distance.
         reach = counted.sum() / jnp.maximum(pulls.sum(), jnp.finfo(pulls.dtype).tiny)
         moved = _norm([(a - b).astype(pulls.dtype) for a, b in zip(new, point, strict=True)])

@@ -94,11 +94,7 @@ def shares(weights: jax.Array, usable: jax.Array) -> jax.Array:
 
 
 def mean(
-    updates: PyTree,
-    *,
-    weights: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    return_excluded: bool = False,
+    updates: PyTree, *, weights: jax.Array | None = None, mask: jax.Array | None = None, return_excluded: bool = False
 ) -> Any:
     """Returns the weighted mean. It is not robust: one client can move it anywhere.
 

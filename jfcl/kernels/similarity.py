@@ -240,12 +240,8 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     comparison with its transpose). Rounding passes; a difference of 1e-2 anywhere does not.
     """
     similarity = jnp.asarray(similarity)
-    check(
-        similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] and similarity.shape[0] > 0,
-        name,
-        similarity.shape,
-        "of shape [N, N] with N >= 1",
-    )
+    square = similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] > 0
+    check(square, name, similarity.shape, "of shape [N, N] with N >= 1")
     if not jnp.issubdtype(similarity.dtype, jnp.floating):
         check(jnp.issubdtype(similarity.dtype, jnp.integer), name, similarity.dtype, "of real numbers")
         similarity = similarity.astype(jnp.float32)
@@ -253,9 +249,8 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
         difference, size = (float(x) for x in _asymmetry(similarity))
         if difference != difference:  # NaN
             refuse_nonfinite([similarity], name=name)
-        check(
-            difference <= 5e-3 * max(1.0, size), name, f"rows and columns that differ by {difference:.2g}", "symmetric"
-        )
+        fits = difference <= 5e-3 * max(1.0, size)
+        check(fits, name, f"rows and columns that differ by {difference:.2g}", "symmetric")
     return similarity
 
 
@@ -268,10 +263,6 @@ def _asymmetry(similarity):
 def as_clusters(clusters: Any, count: int) -> jax.Array:
     """Returns `clusters` as integers `[count]`, or raises `ValueError`."""
     clusters = jnp.asarray(clusters)
-    check(
-        clusters.shape == (count,) and jnp.issubdtype(clusters.dtype, jnp.integer),
-        "clusters",
-        (clusters.shape, str(clusters.dtype)),
-        f"integers of shape ({count},)",
-    )
+    fits = clusters.shape == (count,) and jnp.issubdtype(clusters.dtype, jnp.integer)
+    check(fits, "clusters", (clusters.shape, str(clusters.dtype)), f"integers of shape ({count},)")
     return clusters

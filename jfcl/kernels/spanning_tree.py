@@ -106,13 +106,7 @@ def join_order(
         step = put(step, jnp.where(t < num_active, t, step[newest]), newest)
         return best, put(limit, out, newest), newest, step, put(joined_at, highest, t)
 
-    carry = (
-        jnp.full(count, out),
-        limit,
-        first,
-        jnp.zeros(count, jnp.int32),
-        jnp.full(count, largest),
-    )
+    carry = (jnp.full(count, out), limit, first, jnp.zeros(count, jnp.int32), jnp.full(count, largest))
     return jax.lax.fori_loop(1, count, join, carry)[3:]
 
 
@@ -147,15 +141,9 @@ def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array |
     return TreeEdges(places, jnp.where(real, parent, places), best, real)
 
 
-class TreeCut(NamedTuple):
-    """A cut: `side` `[N]` bool, the part without the root; `key` `[]` of the removed edge; `found` `[]` bool."""
-
-    side: jax.Array
-    key: jax.Array
-    found: jax.Array
-
-
-def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) -> TreeCut:
+def cut_with_size(
+    edges: TreeEdges, root: jax.Array, count: int, min_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Removes the weakest edge that leaves at least `min_size` nodes on both sides.
 
     Args:
@@ -165,8 +153,9 @@ def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) 
       min_size: at least 1.
 
     Returns:
-      `TreeCut`; where no edge leaves enough nodes on both sides, `side` is all False and `key` is undefined. Of equal
-      keys the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
+      `(side, key, found)`: `[N]` bool, the part without the root; `[]`, the key of the removed edge; `[]` bool. Where
+      no edge leaves enough nodes on both sides, `side` is all False and `key` is undefined. Of equal keys the edge
+      `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
 
     Cost: one sort of `2 E` integers and `O(E log E)` operations in `log2 E` steps.
     """
@@ -191,7 +180,7 @@ def cut_with_size(edges: TreeEdges, root: jax.Array, count: int, min_size: int) 
     walked = (position >= enter[edge]) & (position < leave[edge]) & jnp.tile(edges.real, 2) & found
     target = jnp.concatenate([edges.right, edges.left])
     side = jnp.zeros(count, bool).at[jnp.where(walked, target, count)].set(True, mode="drop")
-    return TreeCut(side, edges.key[edge], found)
+    return side, edges.key[edge], found
 
 
 def tour_positions(edges: TreeEdges, root: jax.Array, count: int) -> jax.Array:

@@ -64,7 +64,6 @@ def byzantine_cfl(
       >>> state.excluded.tolist(), state.params["b"][0, 0].tolist()
       ([0, 0, 1], [1.0, 1.5])
     """
-    local.check_parts(task, training)
     check((threshold > -1) & (threshold < 1), "threshold", threshold, "in (-1, 1)")
 
     def ripe(state, mean_norm, max_norm, members):

@@ -170,7 +170,6 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
-    local.check_parts(task, training)
     in_units = (eps_1 is None, eps_2 is None) if relative is None else (relative, relative)
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2

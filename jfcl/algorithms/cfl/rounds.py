@@ -91,6 +91,7 @@ class TakingPart(NamedTuple):
 
 def rounds(options: Options) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
+    local.check_parts(options.task, options.training)
     rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
     if rules.max_clusters is not None:
         check_count("max_clusters", rules.max_clusters)
