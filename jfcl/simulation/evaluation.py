@@ -97,8 +97,8 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
     return rows
 
 
-@partial(jitted, static_argnames=("task", "row_axis", "client_axis", "by_loss", "of_newcomers"))
-def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, by_loss=False, of_newcomers=None):
+@partial(jitted, static_argnames=("task", "row_axis", "client_axis", "of_newcomers"))
+def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_newcomers=None):
     """Evaluates the models of several states: seeds, or rows of a sweep.
 
     Args:
@@ -107,9 +107,8 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, by_l
       learners: the clients in training, for the models of lowest loss on their examples; None for those in `cluster`.
       task: of the models.
       row_axis, client_axis: the mappings over states and over clients.
-      by_loss: takes the models of lowest loss on `clients` instead.
-      of_newcomers: for newcomers, which have no personal parameters: the number of clients (the first ones) of which
-        they get the mean.
+      of_newcomers: for newcomers, which get the models of lowest loss on `clients`, and as personal parameters the mean
+        of this number of clients (the first ones); None for clients of the run.
 
     Returns:
       The results of `metrics.evaluate`, `[R, N]` each.
@@ -117,13 +116,12 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, by_l
 
     def one(params, cluster, personal, clients, learners):
         if of_newcomers is not None:
-            rows = num_clients(clients)
+            cluster, rows = None, num_clients(clients)
             means = jax.tree.map(lambda x: x[:of_newcomers].mean(axis=0), personal)
             personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
         if learners is not None:
             cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
-        chosen = None if by_loss else cluster
-        return metrics.evaluate(task, params, clients, chosen, personal=personal, client_axis=client_axis)
+        return metrics.evaluate(task, params, clients, cluster, personal=personal, client_axis=client_axis)
 
     return row_axis(one, in_axes=(0, 0, 0, None, None))(*state, clients, learners)
 

@@ -201,10 +201,10 @@ class OnDevice:
         one = np.int32(1)
         args = (self._keys, self.whole, one, one, self._clients, self._hyperparams)
         programs = [_advance.lower(*args, **self._static)]
-        for data, learners, by_loss in ((tests, self._learners, False), (newcomers, None, True)):
-            if data is not None and made.task is not None:
-                args = models_of(self.whole), data, learners
-                programs.append(evaluate_rows.lower(*args, **self._how(by_loss)))
+        for data in (tests, newcomers) if made.task is not None else ():
+            if data is not None:
+                args, how = self._evaluation(self.whole, data)
+                programs.append(evaluate_rows.lower(*args, **how))
         self._compiling = compile_ahead(programs)
 
     def restore(self, restored: Restored | None) -> Restored:
@@ -235,9 +235,9 @@ class OnDevice:
 
     def evaluate(self, state, values) -> Assessment:
         n, padded = self._n, state.cluster.shape[1]
-        held_out = self._losses(state, self._tests, self._learners)
+        held_out = self._losses(state, self._tests)
         cluster = found_clusters(state) if self._learners is None else held_out["cluster"]
-        newcomers = self._losses(state, self._newcomers, None, by_loss=True)
+        newcomers = self._losses(state, self._newcomers)
         arrays = (held_out, newcomers, values, cluster, getattr(state, "excluded", None))
         held_out, newcomers, values, cluster, excluded = hosts.fetch(arrays)
 
@@ -247,22 +247,19 @@ class OnDevice:
         newcomers = jax.tree.map(lambda x: x[:, : len(self.subjects.new_size)], newcomers)
         return Assessment(cluster, values, held_out, newcomers, excluded)
 
-    def _losses(self, state: Any, data: Clients | None, learners: Clients | None, *, by_loss: bool = False):
+    def _losses(self, state: Any, data: Clients | None):
         """Returns the results of `evaluate_rows` on `data`, `[R, ...]` each; None without data or task."""
         if data is None or self._made.task is None:
             return None
         self._compiling.wait()
-        return evaluate_rows(models_of(state), data, learners, **self._how(by_loss))
+        args, how = self._evaluation(state, data)
+        return evaluate_rows(*args, **how)
 
-    def _how(self, by_loss: bool) -> dict[str, Any]:
-        """Returns the static arguments of `evaluate_rows`; newcomers, and they alone, are evaluated `by_loss`."""
-        return {
-            "task": self._made.task,
-            "row_axis": self._seed_axis,
-            "client_axis": self._client_axis,
-            "by_loss": by_loss,
-            "of_newcomers": self._n if by_loss else None,
-        }
+    def _evaluation(self, state: Any, data: Clients) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
+        learners, of_newcomers = (None, self._n) if data is self._newcomers else (self._learners, None)
+        how = {"task": self._made.task, "row_axis": self._seed_axis, "client_axis": self._client_axis}
+        return (models_of(state), data, learners), how | {"of_newcomers": of_newcomers}
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
