@@ -278,6 +278,22 @@ def test_bad_input_of_the_function(grid, options, words, monkeypatch):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        ({"x": "image", "y": "label"}, r"clients.examples must be a dict with 'x' and 'y', got \['image', 'label'\]"),
+        ({"y": "x", "x": "y"}, r"clients: inputs have shape \(\), but the model is made for \(4,\)"),
+    ],
+)
+def test_examples_that_the_task_cannot_read_are_refused(rename, words):
+    task = jfcl.models.classification(jfcl.models.Linear(2), (4,), 2)
+    clients = CLIENTS._replace(examples={rename[name]: x for name, x in CLIENTS.examples.items()})
+    with pytest.raises(ValueError, match=words):
+        jfcl.sweep(
+            functools.partial(jfcl.ifca, task, PROBLEM.training), {"num_clusters": [1]}, clients, key=KEYS, num_rounds=1
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The command line.
 

@@ -14,22 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.analysis import metrics
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    check,
-    check_labels,
-    check_state,
-    client_shapes,
-    is_finite,
-    num_clients,
-    personal_part,
-)
+from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients, personal_part
 from jfcl.execution import layout, mapping, memory
 from jfcl.execution.jitted import jitted
 from jfcl.simulation.evaluation import evaluate_rows, models_of
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
+from jfcl.simulation.run import check_method
 
 
 class Shared(NamedTuple):
@@ -64,11 +55,7 @@ class Group:
         made = algorithms[0]
         check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
         check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
-        if made.task.num_classes is not None:
-            for name, part in {"clients": data.clients, "held_out": data.held_out}.items():
-                check_labels(part, made.task.num_classes, name=name)
-        if made.check is not None:
-            made.check(data.clients)
+        check_method(made, {"clients": data.clients, "held_out": data.held_out})
         self.task = made.task
         self._held = tuple(layout.held(client_axis, made.task, part) for part in (data.clients, data.held_out))
         self._values = {name: np.array([cells[i][name] for i, _ in rows], np.float32) for name in traced}

@@ -127,21 +127,21 @@ def simulate(
     # Check the options, without the data.
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, callbacks)
     client_axis = mapping.or_auto(client_axis)
-    _check_data(client_axis, clients, test_clients, newcomers, true_cluster)
+    parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    _check_data(client_axis, parts, true_cluster)
 
     # Keys, and hyperparameters with types that do not depend on Python's.
     single = key.ndim == 0
-    count = 1 if single else len(key)
-    seeds = seed_names(seeds, count)
     keys = key[None] if single else key
+    seeds = seed_names(seeds, len(keys))
     if seed_axis is None:
         seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
     mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
-    keys = hosts.replicate(keys, mesh)
     if hyperparams is not None:
         hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
-        hyperparams = hosts.replicate(hyperparams, mesh)
-    _check_method(build(algorithm, hyperparams), clients, test_clients, newcomers)
+    keys, hyperparams = hosts.replicate((keys, hyperparams), mesh)
+    check_method(build(algorithm, hyperparams), parts)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
@@ -187,28 +187,23 @@ def simulate(
 # Checks.
 
 
-def _check_data(client_axis, clients, test_clients, newcomers, true_cluster) -> None:
+def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any) -> None:
     """`ValueError` for data that do not fit together, or not to the number of processes."""
     spread = isinstance(client_axis, mapping.sharded)
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
-    for name, part in _given(clients, test_clients, newcomers).items():
+    for name, part in parts.items():
         check_made(part, name)
-    n = _check_rows(client_axis, clients, "clients")
+    n = _check_rows(client_axis, parts["clients"], "clients")
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
-    for name, part in _given(clients, test_clients, newcomers).items():
+    for name, part in parts.items():
         if num_clients(part) or jax.process_count() == 1:  # one of several may hold none
-            check_clients(part, name=name, allow_empty=part is not clients)
-    if test_clients is not None:
-        rows = _check_rows(client_axis, test_clients, "test_clients")
+            check_clients(part, name=name, allow_empty=name != "clients")
+    if "test_clients" in parts:
+        rows = _check_rows(client_axis, parts["test_clients"], "test_clients")
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
-
-
-def _given(clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> dict[str, Clients]:
-    parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
-    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _check_rows(client_axis, clients: Clients, name: str) -> int:
@@ -219,15 +214,19 @@ def _check_rows(client_axis, clients: Clients, name: str) -> int:
     return n
 
 
-def _check_method(made: Algorithm, clients: Clients, test_clients: Clients | None, newcomers: Clients | None) -> None:
-    """`ValueError` for examples that the task cannot read, and for clients that the method does not support."""
-    for name, part in _given(clients, test_clients, newcomers).items() if made.task is not None else ():
+def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
+    """Raises `ValueError` for examples that the task cannot read, and for clients that the method does not support.
+
+    Args:
+      made: the method.
+      parts: the "clients" in training, and others in evaluations, by the names of the arguments.
+    """
+    for name, part in parts.items() if made.task is not None else ():
         check_examples(part, made.task, name=name)
-    if made.task is not None and made.task.num_classes is not None and jax.process_count() == 1:
-        for name, part in _given(clients, test_clients, newcomers).items():
+        if made.task.num_classes is not None and not hosts.several():
             check_labels(part, made.task.num_classes, name=name)
-    if made.check is not None and num_clients(clients):  # one of several processes may hold none
-        made.check(clients)
+    if made.check is not None and num_clients(parts["clients"]):  # one of several processes may hold none
+        made.check(parts["clients"])
 
 
 def _first_state(state: Any, like: Any, single: bool) -> Any:
