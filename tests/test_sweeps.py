@@ -193,11 +193,14 @@ def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch, tmp_path)
         return run_rows(self, *args)
 
     monkeypatch.setattr(Group, "_run_rows", counted)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(files.os, "replace", killed)
+        sweep(GRID, out="killed")
     for writes in range(1, 8):  # setting.json, six cells, then the heat-map
         left[0] = writes
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(files.os, "replace", killed)
-            sweep(GRID, out="killed")
+            sweep(GRID, out="killed")  # at first in the folder of a sweep that was not begun
         done = len(list(Path("killed", "cells").glob("?????.json")))
         assert done == writes - 1 and not Path("killed/sweep.json").exists()
         calls.clear()

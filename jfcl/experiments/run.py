@@ -22,7 +22,7 @@ from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.experiments.used import eval_every
 from jfcl.experiments.validation import check_values
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
-from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.folder import RunFolder, check_folder
 from jfcl.simulation.loop import History
 from jfcl.simulation.run import simulate
 
@@ -56,7 +56,7 @@ def run(
     check_callbacks(callbacks)
     check_values(config)
     if out is not None:
-        hosts.by_first(lambda: RunFolder.look(out, resume))  # refuses before data are loaded
+        hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
         if resume and out is not None:  # also while results are written

@@ -37,8 +37,8 @@ from jfcl.experiments.setups import (
 )
 from jfcl.experiments.tables import numbers_table
 from jfcl.experiments.validation import validate
+from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid import sweep
-from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import METRICS, Sweep, check_grid
 
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
@@ -151,7 +151,7 @@ def run_sweep(
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
     if out is not None:
-        SweepFolder.look(out, resume)
+        check_folder(out, resume, "sweep")
 
     # Data, the same for all cells, and devices.
     inner = mapping.auto() if config.chunk is None else mapping.chunked(config.chunk)

@@ -39,7 +39,11 @@ ENDS = ("num_rounds", "patience", "monitor")  # the ones that decide when the ru
 FREE = (*ENDS, "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 RESULTS = ("summary.json", "clients.csv", "params.npz", "tree.npz", "paths.csv")
-WRITTEN = ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")
+# The file that marks a folder as one of a kind, and the others that are in it.
+KINDS = {
+    "run": ("config.json", ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")),
+    "sweep": ("setting.json", ("cells", "sweep.json", "heatmap.png", "best.toml")),
+}
 UNCHANGED = "nothing was changed"
 VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
@@ -51,6 +55,28 @@ class Restored(NamedTuple):
     state: PyTree
     totals: dict[str, Any]
     records: list[dict[str, Any]]
+
+
+def check_folder(path: str | Path, resume: bool, kind: str) -> None:
+    """`ValueError` if no new run or sweep (`kind`) can begin in `path`, or, with `resume`, none can be resumed."""
+    path, (mark, written) = Path(path), KINDS[kind]
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
+    there = [known for known, (file, _) in KINDS.items() if (path / file).exists()]
+    if resume and kind not in there:
+        raise ValueError(f"{path} holds no {kind} to resume: {mark} is missing")
+    if resume:
+        return
+    if kind in there:
+        raise ValueError(
+            f"{path} already holds a {kind}: resume it (--resume on the command line, resume=True in Python), or"
+            " choose another folder"
+        )
+    if there:
+        raise ValueError(f"{path} holds a {there[0]}; choose a new or empty folder")
+    found = [name for name in written if _holds_something(path / name)]
+    if found:
+        raise ValueError(f"{path} holds {', '.join(found)} already; choose a new or empty folder")
 
 
 class RunFolder:
@@ -72,35 +98,14 @@ class RunFolder:
         self._restored = False
 
     @classmethod
-    def look(cls, path: str | Path, resume: bool) -> None:
-        """`ValueError` if no new run can begin in `path`, or, with `resume`, none can be resumed."""
-        path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
-        there = (path / "config.json").exists()
-        if resume and not there:
-            raise ValueError(f"{path} holds no run to resume: config.json is missing")
-        if there and not resume:
-            raise ValueError(
-                f"{path} already holds a run: resume it (--resume on the command line, resume=True in Python), or"
-                " choose another folder"
-            )
-        if not resume:
-            if (path / "setting.json").exists():
-                raise ValueError(f"{path} holds a sweep; choose a new or empty folder")
-            found = [name for name in WRITTEN if _holds_something(path / name)]
-            if found:
-                raise ValueError(f"{path} holds {', '.join(found)} already; choose a new or empty folder")
-
-    @classmethod
     def create(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
         """Begins a run in `path`; `ValueError` if `path` holds another one, or another process begins one."""
         folder, saved = cls(path), _as_read(config)
-        cls.look(folder.path, False)
+        check_folder(path, False, "run")
         folder.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
             opened.enter_context(files.lock(folder.lock_path))
-            cls.look(folder.path, False)
+            check_folder(path, False, "run")
             folder._remove_leftovers()
             files.sign(folder.lock_path)
             folder._checkpoints.mkdir(exist_ok=True)
@@ -122,7 +127,7 @@ class RunFolder:
             process writes.
         """
         folder, saved = cls(path), _as_read(config)
-        cls.look(folder.path, True)
+        check_folder(path, True, "run")
         with contextlib.ExitStack() as opened:
             opened.enter_context(files.lock(folder.lock_path))
             folder._check_config(saved)
@@ -135,8 +140,8 @@ class RunFolder:
         rounds = old.get("num_rounds", 0)
         if isinstance(rounds, bool) or not isinstance(rounds, int):
             raise ValueError(f"{self.path / 'config.json'} is damaged: num_rounds is {rounds!r}; {UNCHANGED}")
-        if differences := _differences(old, new, sorted({*old, *new} - set(FREE))):
-            raise ValueError(f"{self.path} holds a run of another configuration ({differences}); {UNCHANGED}")
+        if found := differences(old, new, {*old, *new} - set(FREE)):
+            raise ValueError(f"{self.path} holds a run of another configuration ({found}); {UNCHANGED}")
         self._run = identity(old)
         versions = old.get("versions") or VERSIONS
         if versions != VERSIONS:
@@ -145,7 +150,7 @@ class RunFolder:
                 " of the run may differ from that of the former versions",
                 stacklevel=4,
             )
-        if moved := _differences(old, new, [n for n in MAPPED if n in old and n in new]):
+        if moved := differences(old, new, {n for n in MAPPED if n in old and n in new}):
             warnings.warn(
                 f"{self.path} is resumed with another mapping ({moved}): the rest of the run may differ in the"
                 " last bits from one that was not interrupted",
@@ -355,16 +360,18 @@ def _holds_something(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _differences(old: dict, new: dict, names: Iterable[str], within: str = "") -> str:
+def differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> str:
     """Returns the differences under `names` in words; of dicts, only the parts that differ."""
-    found = []
-    for name in names:
-        there, here = old.get(name), new.get(name)
-        if isinstance(there, dict) and isinstance(here, dict):
-            found.append(_differences(there, here, sorted({*there, *here}), f"{within}{name}."))
-        elif there != here:
-            found.append(f"{within}{name}: it has {there!r}, asked for {here!r}")
-    return "; ".join(filter(None, found))
+    there, here = (_flat({name: config[name] for name in names if name in config}) for config in (old, new))
+    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    return "; ".join(f"{name}: it has {there.get(name)!r}, asked for {here.get(name)!r}" for name in changed)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Returns the entries of nested dicts by dotted names."""
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    return {n: v for part, x in value.items() for n, v in _flat(x, f"{name}.{part}" if name else part).items()}
 
 
 def _listed(versions: Any) -> str:

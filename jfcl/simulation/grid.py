@@ -24,6 +24,7 @@ from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, ch
 from jfcl.data import hold_out
 from jfcl.execution import mapping
 from jfcl.simulation.evaluation import SERVE
+from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import (
     METRICS,
@@ -125,7 +126,7 @@ def sweep(
     if at_once is not None:
         check_count("at_once", at_once)
     if out is not None:
-        SweepFolder.look(out, resume)
+        check_folder(out, resume, "sweep")
 
     # The data.
     split = None if held_out is not None else share

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from jfcl.core import files
-from jfcl.simulation.folder import VERSIONS, environment
+from jfcl.simulation.folder import UNCHANGED, VERSIONS, check_folder, differences, environment
 from jfcl.simulation.records import spelled
 
 FORMAT = 1
-WRITTEN = ("cells", "sweep.json", "heatmap.png", "best.toml")
 
 
 class SweepFolder:
@@ -32,43 +31,25 @@ class SweepFolder:
         self.path, self._setting = Path(path), setting
         self._run = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
 
-    @staticmethod
-    def look(path: str | Path, resume: bool) -> None:
-        """`ValueError` if no sweep can begin in `path`, or, with `resume`, none can be resumed."""
-        path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
-        there = (path / "setting.json").exists()
-        if resume and not there:
-            raise ValueError(f"{path} holds no sweep to resume: setting.json is missing")
-        if there and not resume:
-            raise ValueError(
-                f"{path} already holds a sweep: resume it (--resume on the command line, resume=True in Python), or"
-                " choose another folder"
-            )
-        if (path / "config.json").exists():
-            raise ValueError(f"{path} holds a run; choose a new or empty folder")
-        found = [name for name in WRITTEN if (path / name).exists()]
-        if found and not resume:
-            raise ValueError(f"{path} holds {', '.join(found)} already; choose a new or empty folder")
-
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
         """Yields the folder of a new sweep, or of the one to resume.
 
         Raises:
-          ValueError: as `look`; a sweep with another setting; another process writes the folder.
+          ValueError: as `check_folder`; a sweep with another setting; another process writes the folder.
         """
         folder = cls(path, json.loads(json.dumps(spelled(setting))))
         file = folder.path / "setting.json"
         if not resume:
             folder.path.mkdir(parents=True, exist_ok=True)
         with files.lock(folder.path / "lock"):
-            cls.look(path, resume)
+            check_folder(path, resume, "sweep")
             if resume:
                 there = files.read_json(file, check_format=FORMAT)
-                folder._check_same(there.get("setting", {}))
+                old, new = there.get("setting", {}), folder._setting
+                if found := differences(old, new, {*old, *new}):
+                    raise ValueError(f"{folder.path} holds another sweep ({found}); {UNCHANGED}")
                 if there.get("versions") != VERSIONS:
                     message = f"{path} was begun with other versions of jfcl or jax; its cells may differ from new ones"
                     warnings.warn(message, stacklevel=5)
@@ -79,14 +60,6 @@ class SweepFolder:
                 (folder.path / "cells").mkdir(exist_ok=True)
                 files.write_json(file, files.seal({"format": FORMAT, "setting": folder._setting, "versions": VERSIONS}))
             yield folder
-
-    def _check_same(self, there: dict[str, Any]) -> None:
-        flat = [_flat(setting) for setting in (there, self._setting)]
-        names = sorted({*flat[0], *flat[1]})
-        differ = [f"{name}: it has {flat[0].get(name)!r}, asked for {flat[1].get(name)!r}" for name in names]
-        differ = [text for name, text in zip(names, differ, strict=True) if flat[0].get(name) != flat[1].get(name)]
-        if differ:
-            raise ValueError(f"{self.path} holds another sweep ({'; '.join(differ)}); nothing was changed")
 
     def finished(self, cells: list[dict[str, Any]], seeds: list[int]) -> dict[int, list[dict[str, Any]]]:
         """Returns `per_seed` of the finished cells; one that is damaged is left out, with a warning."""
@@ -119,10 +92,3 @@ class SweepFolder:
         about = {"format": FORMAT, **self._setting, "best": best, "cells": spelled(cells), **environment()}
         contents = {} if picture is None else {"heatmap.png": picture}
         files.replace_together(self.path, contents | {"sweep.json": files.json_bytes(files.seal(about))})
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Returns the entries of nested dicts by dotted names."""
-    if not isinstance(value, dict) or not value:
-        return {name: value}
-    return {n: v for part, x in value.items() for n, v in _flat(x, f"{name}.{part}" if name else part).items()}
