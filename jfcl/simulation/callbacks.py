@@ -182,6 +182,7 @@ class Callbacks:
     After every call, `reason` and `failure` are the same in all processes.
 
     Attributes:
+      folder: the run's folder, in every process; None without one.
       round: rounds done; the loop keeps it up to date.
       ended: why the run ended without an error.
       reason: the text of a callback that ends the run, or None.
@@ -190,14 +191,14 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence, description: str, config: dict, num_rounds: int, out: str | Path | None):
         self._all, self._started = list(callbacks), []
-        self._about, self._folder = (description, config, num_rounds), None if out is None else Path(out)
+        self._about, self.folder = (description, config, num_rounds), None if out is None else Path(out)
         self.round, self.ended, self.reason, self.failure = 0, End("finished", "", 0), None, None
 
     def start(self, start: Restored, seeds: list) -> None:
         """Calls `on_start`."""
         self.round = start.round
         for one in self._all if hosts.is_first() else []:
-            info = RunInfo(*self._about, seeds, start.round, start.records, self._folder)
+            info = RunInfo(*self._about, seeds, start.round, start.records, self.folder)
             if self.failure is None and self._call(one, "on_start", info):
                 self._started.append(one)
         self._share()
@@ -208,7 +209,7 @@ class Callbacks:
 
     def checkpoint(self) -> None:
         """Calls `on_checkpoint`."""
-        self._call_all("on_checkpoint", self.round, self._folder)
+        self._call_all("on_checkpoint", self.round, self.folder)
 
     def is_finished(self) -> bool:
         """Returns whether the run has ended without an error, and not only by `stop_after`."""
@@ -255,7 +256,7 @@ class Callbacks:
         return True
 
     def _message(self, name: str, error: Exception) -> str:
-        where = f"; {self._folder} is saved up to there, resume=True (--resume) continues" if self._folder else ""
+        where = f"; {self.folder} is saved up to there, resume=True (--resume) continues" if self.folder else ""
         return f"callback {name} raised {type(error).__name__}: {error}, after round {self.round}{where}"
 
     def _share(self) -> None:

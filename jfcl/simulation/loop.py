@@ -18,7 +18,7 @@ import numpy as np
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
-from jfcl.simulation.evaluation import EVENTS, SERVE, Assessment, make_records
+from jfcl.simulation.evaluation import EVENTS, SERVE, make_records
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_if_never_examined
 
@@ -167,9 +167,8 @@ def run_rounds(
     stop_after: int | None,
     watch: Watch,
     folder: RunFolder | None,
-    keeps: bool,
     callbacks: Callbacks,
-) -> tuple[Restored, Assessment | None, str]:
+) -> History:
     """Runs the rounds after `start`, with evaluations, records, warnings, checkpoints and the progress bar.
 
     Args:
@@ -178,8 +177,7 @@ def run_rounds(
       num_rounds, eval_every, stop_after: as in `simulate`.
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
-      keeps: whether the run has a folder.
-      callbacks: those of the run.
+      callbacks: those of the run, with its folder.
 
     A backend has these attributes and methods:
       subjects: the evaluated clients, `Subjects`.
@@ -191,10 +189,8 @@ def run_rounds(
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
-
-    Returns:
-      `(end, assessment, why)`: the state after `end.round` rounds, its evaluation if it was evaluated, and the reason
-      of the end.
+      final: `(state, done, assessment) ->` the `state` and `clients` of `History`; `assessment` is that of the last
+        round, or None.
 
     Raises:
       DivergedError: a model is no longer finite, or no client sent a finite update.
@@ -254,7 +250,7 @@ def run_rounds(
             decisions = hosts.everybodys([watch.due(), at_most, watch.interrupted])
             due, at_most = decisions[0, :2].tolist()
             is_interrupted = decisions[:, 2].any()
-            if keeps and (due or is_interrupted or callbacks.failure or done == until):
+            if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
                 with backend.snapshot(done, state, totals) as (kept, kept_totals):
                     if folder is not None:
                         folder.save(done, kept, kept_totals | {"time": watch.clock()})
@@ -266,7 +262,9 @@ def run_rounds(
         warn_if_never_examined(records[-len(seeds) :], done)
         warn_if_loss_is_high(records, backend.subjects)
         callbacks.ended = _end(done, num_rounds, has_ended, callbacks.reason)
-    return Restored(done, state, totals, records), assessment, callbacks.ended.reason
+    state, clients = backend.final(state, done, assessment)
+    steps = sum(totals.get("client_steps", [0.0]))
+    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason)
 
 
 def _end(done: int, num_rounds: int, has_ended: bool, reason: str | None) -> End:

@@ -265,10 +265,8 @@ class OnDevice:
     def snapshot(self, done, state, totals):
         yield hosts.fetch(_without_padding(state, self.like)), totals
 
-    def result(self, state: Any) -> Any:
-        """Returns `state` without padding clients."""
-        return state if mapping.num_rows(self._client_axis, self._n) == self._n else _without_padding(state, self.like)
-
-    def sizes(self) -> np.ndarray:
-        """Returns the numbers of training examples, `[R, N]`."""
-        return np.tile(hosts.fetch(self._clients.size)[: self._n], (len(self._seeds), 1))
+    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray]]:
+        assessment = assessment or self.evaluate(state, {})
+        sizes = np.tile(hosts.fetch(self._clients.size)[: self._n], (len(self._seeds), 1))
+        kept = state if self._num_rows == self._n else _without_padding(state, self.like)
+        return kept, assessment.of_clients() | {"examples": sizes}

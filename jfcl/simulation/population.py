@@ -207,17 +207,8 @@ def simulate_population(
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds, out)
-        run = {"callbacks": called, "watch": watch, "folder": folder, "keeps": out is not None}
-        end, assessment, why = run_rounds(backend, start, **schedule, **run)
-
-        # Results.
-        state = backend.whole_state(end.state, end.round)
-        final = {"id": evaluated, "examples": store.sizes(evaluated)[None]}
-        if backend.subjects.test_size is not None:
-            final |= (assessment or backend.evaluate(end.state, {})).of_clients()
-        seconds, compile_seconds = watch.clock()
-        steps = sum(end.totals.get("client_steps", [0.0]))
-        history = PopulationHistory(end.records, state, final, end.round, seconds, compile_seconds, steps, why, rows)
+        history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
+        history = PopulationHistory(*history, rows=rows)
         if summary and folder is not None and called.is_finished():
             about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "num_clients": n}
             keep_results(out, history, **about, true_cluster=backend.subjects.true_cluster)

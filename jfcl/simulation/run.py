@@ -166,21 +166,14 @@ def simulate(
         # Run.
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds, out)
-        run = {"callbacks": called, "watch": watch, "folder": folder, "keeps": out is not None}
-        end, assessment, why = run_rounds(backend, start, **schedule, **run)
-        assessment = assessment or backend.evaluate(end.state, {})
-        final = assessment.of_clients() | {"examples": backend.sizes()}
-        seconds, compile_seconds = watch.clock()
-        steps = sum(end.totals.get("client_steps", []))
-        state = backend.result(end.state)
-        history = History(end.records, state, final, end.round, seconds, compile_seconds, steps, why)
+        history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
         if summary and folder is not None and called.is_finished():
-            n = final["examples"].shape[1]  # of all processes
+            n = history.clients["examples"].shape[1]  # of all processes
             ids = list(range(n)) if hosts.several() else client_ids(clients).tolist()
             about = {"config": config, "seeds": seeds, "ids": ids, "true_cluster": true_cluster}
             keep_results(out, history, **about, num_clients=n)
-    warn_if_cores_are_idle(client_axis, seconds)
-    return history._replace(state=jax.tree.map(lambda x: x[0], state)) if single else history
+    warn_if_cores_are_idle(client_axis, history.seconds)
+    return history._replace(state=jax.tree.map(lambda x: x[0], history.state)) if single else history
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -197,11 +197,15 @@ class Streamed:
         yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
         self.rows.checkpointed(done)
 
-    def whole_state(self, common: list, done: int) -> Any:
-        """Returns the algorithm's state with the rows of the last cohort; that of round `done` if none was drawn."""
+    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray]]:
+        # The rows of the last cohort; of that of round `done` if none was drawn.
         cohort = self._drawn or self.stream.take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
-        return self.split.together(common, jax.tree.map(jnp.asarray, rows))
+        whole = self.split.together(state, jax.tree.map(jnp.asarray, rows))
+        clients = {"id": self._evaluated, "examples": self.store.sizes(self._evaluated)[None]}
+        if self._tests is not None:
+            clients |= (assessment or self.evaluate(state, {})).of_clients()
+        return whole, clients
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
