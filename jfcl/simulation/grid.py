@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl.analysis import plots
 from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
@@ -39,7 +38,7 @@ from jfcl.simulation.grid_results import (
 )
 from jfcl.simulation.grid_rows import Group, Shared, divided
 from jfcl.simulation.loop import seed_names
-from jfcl.simulation.progress import CompileClock
+from jfcl.simulation.progress import CompileClock, progress_bar
 
 
 def sweep(
@@ -177,9 +176,7 @@ def sweep(
 @contextlib.contextmanager
 def _bar(progress: bool, total: int) -> Iterator[Callable[[int, int], None]]:
     """Yields `(cell, rounds) -> None`, which moves the progress bar."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-    is_shown = progress and (console.is_interactive or console.is_jupyter)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown, transient=True) as bar:
+    columns = "{task.description}", BarColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
+    with progress_bar(progress, *columns) as bar:
         line = bar.add_task("compiling", total=total)
         yield lambda cell, rounds: bar.update(line, description=f"cell {cell + 1}", advance=rounds)

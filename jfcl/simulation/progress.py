@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl.execution import mapping
 from jfcl.simulation.evaluation import Subjects
@@ -139,6 +139,13 @@ def answered_at_once(answer: Callable[[int], None]) -> Iterator[None]:
         receiver.close()
 
 
+def progress_bar(is_shown: bool, *columns: Any) -> Progress:
+    """Returns a bar of rich's `columns` on stderr, which vanishes at its end; terminals and notebooks alone show it."""
+    console = Console(stderr=True)
+    visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
+    return Progress(*columns, console=console, disable=not (is_shown and visible), transient=True)
+
+
 class Watch:
     """The clock of a run, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
 
@@ -150,41 +157,27 @@ class Watch:
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
         self.interrupted = False
         self._compiling = CompileClock()
-        console = Console(stderr=True)
-        visible = console.is_interactive or console.is_jupyter  # elsewhere rich prints an empty line only
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not (progress and visible),
-            transient=True,
-        )
+        counts = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}"
+        times = TimeElapsedColumn(), "left", TimeRemainingColumn()
+        self._bar = progress_bar(progress, *counts, *times, "{task.fields[note]}")
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
         self._speaks, self._num_rounds, self._checkpoint_seconds = progress, num_rounds, checkpoint_seconds
 
     def __enter__(self):
-        self._main = threading.current_thread() is threading.main_thread()
-        self._listening = answered_at_once(self._answer)
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._interrupt)
-        self._listening.__enter__()
-        self._compiling.__enter__()
+        with contextlib.ExitStack() as opened:
+            if threading.current_thread() is threading.main_thread():
+                before = signal.signal(signal.SIGINT, self._interrupt)
+                opened.callback(signal.signal, signal.SIGINT, before)
+                opened.enter_context(answered_at_once(self._answer))
+            opened.enter_context(self._compiling)
+            self._open = opened.pop_all()
         self._opened = time.perf_counter()
         return self
 
     def __exit__(self, *_):
         if self._bar.live.is_started:
             self._bar.stop()
-        self._compiling.__exit__()
-        self._listening.__exit__(None, None, None)
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
+        self._open.close()
 
     def _interrupt(self, *_):
         if self.interrupted:
