@@ -163,7 +163,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     in_use, counts = len(np.unique(found)), true >= 0
     if not counts.any():
         raise ValueError("true must have the cluster of one client at least, got -1 for all")
-    table = _contingency(found[counts], true[counts])
+    table = contingency(found[counts], true[counts])
     matched = table[linear_sum_assignment(table, maximize=True)].sum()
     return {
         "cluster_accuracy": float(matched / table.sum()),
@@ -174,7 +174,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     }
 
 
-def _contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
+def contingency(found: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Returns the numbers of clients by found and true cluster, one row for each found cluster."""
     (rows, i), (columns, j) = (np.unique(names, return_inverse=True) for names in (found, true))
     cells = i.astype(np.int64) * len(columns) + j

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.optimize import linear_sum_assignment
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
+from jfcl.analysis.metrics import contingency
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core.files import write_whole
 
@@ -99,8 +100,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
         axes.fill_between(rounds, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15, lw=0)
     axes.xaxis.set_major_locator(_whole_numbers())
-    axes.set_xlabel("round")
-    axes.set_ylabel(label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
+    axes.set(xlabel="round", ylabel=label or {"accuracy": "mean client accuracy"}.get(metric, metric.replace("_", " ")))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
@@ -140,11 +140,8 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
       >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
       {3: 1, 7: 0}
     """
-    from sklearn.metrics.cluster import contingency_matrix  # half a second to import
-
-    names = np.unique(found).tolist()
-    rows, columns = linear_sum_assignment(contingency_matrix(found, true), maximize=True)
-    truth = np.unique(true)
+    names, truth = np.unique(found).tolist(), np.unique(true)
+    rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
     matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
     free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))
     return {name: matched[name] if name in matched else next(free) for name in names}
@@ -386,8 +383,7 @@ def heatmap(
         panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#d7301f", lw=2.5))
     panel.set_xticks(range(len(column_values)), [_short(value) for value in column_values])
     panel.set_yticks(range(len(row_values)), [_short(value) for value in row_values])
-    panel.set_xlabel(columns)
-    panel.set_ylabel(rows)
+    panel.set(xlabel=columns, ylabel=rows)
     figure.colorbar(image, ax=panel, label=label)
     return figure
 
