@@ -62,9 +62,8 @@ class History(NamedTuple):
         """Returns three lines: the end, the last records, the costs."""
         last = [row for row in self.records if row["round"] == self.records[-1]["round"]]
         seeds = f", {len(last)} seeds" if len(last) > 1 else ""
-        found = (
-            {name: [row[name] for row in last] for name in SHOWN if all(name in row for row in last)} if last else {}
-        )
+        names = [name for name in SHOWN if last and all(name in row for row in last)]
+        found = {name: [row[name] for row in last] for name in names}
         spread = {name: f" ± {np.std(values):.3g}" if seeds else "" for name, values in found.items()}
         means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in found.items())
         rate = self.client_steps / max(self.seconds, 1e-9)

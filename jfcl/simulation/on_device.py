@@ -115,14 +115,12 @@ def _without_padding(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
 
 
-def _with_padding(small: Any, whole: Any, n: int, client_axis: mapping.sharded) -> Any:
-    """Returns `small` on the devices, padded with zeros to the shapes of `whole`: the inverse of `_without_padding`."""
+def _with_padding(small: Any, whole: Any) -> Any:
+    """Returns `small` on the devices of `whole`, padded to its shapes with zeros: the inverse of `_without_padding`."""
 
     def put(array, like):
         host = np.pad(array, [(0, b - a) for a, b in zip(array.shape, like.shape, strict=True)])
-        return jax.make_array_from_callback(
-            host.shape, _sharding(host.shape, n, client_axis), lambda index: host[index]
-        )
+        return jax.make_array_from_callback(host.shape, like.sharding, lambda index: host[index])
 
     return jax.tree.map(put, small, whole)
 
@@ -212,7 +210,7 @@ class OnDevice:
         if restored is None:
             return Restored(0, _init(self._keys, self._clients, self._hyperparams, **self._static), {}, [])
         if isinstance(self._client_axis, mapping.sharded):
-            state = _with_padding(restored.state, self.whole, self._num_rows, self._client_axis)
+            state = _with_padding(restored.state, self.whole)
         else:
             state = jax.device_put(restored.state)
         return restored._replace(state=state)

@@ -182,14 +182,10 @@ class Streamed:
             served = jnp.arange(len(ids), dtype=jnp.int32)
             found = getattr(state, "group", served)
         elif self._num_models > 1:
-            found = served = self._choose(state, learners)
+            found = served = state.cluster
+            if self._by_loss:
+                found = served = self._losses(state.params, learners, None, personal=personal_part(state))["cluster"]
         return found, self._losses(state.params, self._tests, served, personal=personal_part(state))
-
-    def _choose(self, state: Any, learners: Clients) -> jax.Array:
-        """Returns the model of each evaluated client: that in the state, or the one of lowest loss."""
-        if not self._by_loss:
-            return state.cluster
-        return self._losses(state.params, learners, None, personal=personal_part(state))["cluster"]
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
