@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from jfcl.analysis import metrics, parameter_tree
+from jfcl.execution.jitted import jitted
 from jfcl.simulation import evaluation, grid_rows, on_device, streamed
 
 
@@ -26,17 +27,8 @@ def clear_programs() -> None:
       ...     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
       ...     jfcl.clear_programs()
     """
-    for compiled in (
-        on_device._init,
-        on_device._advance,
-        evaluation.evaluate_rows,
-        grid_rows._start,
-        grid_rows._advance,
-        streamed._start,
-        streamed._fresh,
-        streamed._round,
-        metrics._evaluate,
-        parameter_tree._assign,
-    ):
-        compiled.clear_cache()
+    for module in (metrics, parameter_tree, evaluation, on_device, streamed, grid_rows):
+        for value in vars(module).values():
+            if isinstance(value, jitted):
+                value.clear_cache()
     gc.collect()  # programs and the objects kept with them refer to each other
