@@ -46,12 +46,11 @@ class Assessment(NamedTuple):
 
     Attributes:
       cluster: `[R, N]`, the clusters that are reported.
-      values: metrics of the last round, `[R, ...]` each.
+      values: metrics of the last round, `[R, ...]` each; further entries of the records.
       held_out: `[R, N]` each, of the test clients: `cluster`, the model that a client is served, and its `loss`,
         `accuracy`, …; None without test clients.
       newcomers: the same for newcomers, `[R, N']` each.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
-      counts: `[R]` each, further entries of the records.
     """
 
     cluster: np.ndarray
@@ -59,7 +58,6 @@ class Assessment(NamedTuple):
     held_out: dict[str, np.ndarray] | None = None
     newcomers: dict[str, np.ndarray] | None = None
     excluded: np.ndarray | None = None
-    counts: dict[str, list] = {}  # noqa: RUF012 (never written to)
 
     def of_clients(self) -> dict[str, np.ndarray]:
         """Returns `cluster`, and with test clients `model`, `loss`, `accuracy`, …: `[R, N]` each."""
@@ -93,7 +91,7 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
                 row["excluded"] = found.excluded[s].tolist()
         for name, total in totals.items():
             row[name] = np.array(total[s], found.values[name].dtype).tolist() if name in EVENTS else total[s]
-        rows.append(row | {name: v[s] for name, v in found.counts.items()})
+        rows.append(row)
     return rows
 
 

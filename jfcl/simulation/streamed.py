@@ -164,13 +164,13 @@ class Streamed:
 
     def evaluate(self, state, values) -> Assessment:
         values = {name: v for name, v in values.items() if name not in SUMMED}
-        counts = {"seen": [int(self.rows.seen.sum())]}
+        values["seen"] = self.rows.seen.sum(keepdims=True)
         if self._tests is None:
             found = found_clusters(self.split.together(state, self._after))
-            return Assessment(np.asarray(found)[None], values, counts=counts)
+            return Assessment(np.asarray(found)[None], values)
         found, held_out = jax.device_get(self._assess(state))
         held_out = {name: v[None] for name, v in held_out.items()}
-        return Assessment(np.asarray(found)[None], values, held_out, counts=counts)
+        return Assessment(np.asarray(found)[None], values, held_out)
 
     def _assess(self, common: list) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the clusters of the evaluated clients, and the results of `metrics.evaluate` on their tests."""
