@@ -114,8 +114,7 @@ class count_compilations:
 def _assert_equal(a: Any, b: Any, what: str, *, tolerance: float = 0.0) -> None:
     """Asserts that two pytrees have the same structure and, up to `tolerance`, the same values."""
     assert jax.tree.structure(a) == jax.tree.structure(b), f"{what}: the structure differs"
-    for path, x in jax.tree_util.tree_leaves_with_path(a):
-        y = dict(jax.tree_util.tree_leaves_with_path(b))[path]
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         where = f"{what}: {jax.tree_util.keystr(path)}"
         if tolerance:
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=where)

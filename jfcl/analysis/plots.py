@@ -61,8 +61,7 @@ def save(figure: Figure, path: str | Path) -> Path:
       'empty.png'
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, png(figure))
+    write_whole(path, png(figure))  # and its folder
     return path
 
 

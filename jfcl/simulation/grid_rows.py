@@ -102,7 +102,9 @@ class Group:
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yields `(cell, per_seed)` of each cell when all its seeds are finished; those in `found` are skipped."""
         skipped, results = frozenset(found), {}
-        placed = tuple(_everywhere(part, self._axes["row_axis"]) for part in self._held)
+        row_axis = self._axes["row_axis"]
+        everywhere = NamedSharding(row_axis.mesh, PartitionSpec()) if isinstance(row_axis, mapping.sharded) else None
+        placed = jax.device_put(self._held, everywhere)
         for begin in range(0, len(self._rows), self._size):
             rows = self._rows[begin : begin + self._size]
             if all(cell in skipped for cell, _ in rows):
@@ -142,12 +144,6 @@ class Group:
             lost = bool(diverged[i]) or not np.isfinite(list(summary.values())).all()
             results.append({"diverged": lost} | ({} if lost else summary))
         return results
-
-
-def _everywhere(clients: Clients, row_axis: mapping.Mapping) -> Clients:
-    """Puts `clients` on every device of the rows."""
-    place = NamedSharding(row_axis.mesh, PartitionSpec()) if isinstance(row_axis, mapping.sharded) else None
-    return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id), place)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -147,7 +147,6 @@ def fastest(
     best = hosts.same_everywhere(min(found, key=found.get))
     if file is not None and hosts.is_first():
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {"fastest": best, "about": about, "seconds_per_client": found, **environment()})
         except OSError as error:
             console.print(f"mapping: the choice could not be kept for the next time ({error})")
