@@ -147,18 +147,15 @@ class EarlyStopping(Callback):
     def on_records(self, records: list[dict[str, Any]]) -> str | None:
         """Returns the reason to stop, or None."""
         for row in records:
-            self._see(row)
+            value = row.get(self._metric)
+            numbers = [name for name, v in row.items() if isinstance(v, (int, float)) and name not in ("seed", "round")]
+            check(self._metric in numbers, "metric", self._metric, f"a number in the records: {', '.join(numbers)}")
+            best, _ = self._best.setdefault(row["seed"], (-math.inf, 0))
+            if self._sign * value > best + self._margin:  # False for NaN
+                self._best[row["seed"]] = (self._sign * value, row["round"])
         done, last = records[-1]["round"], max(round_ for _, round_ in self._best.values())
         stops = done - last >= self._patience
         return f"{self._metric} has not improved for {done - last} rounds, since round {last}" if stops else None
-
-    def _see(self, row: dict[str, Any]) -> None:
-        value = row.get(self._metric)
-        numbers = [name for name, v in row.items() if isinstance(v, (int, float)) and name not in ("seed", "round")]
-        check(self._metric in numbers, "metric", self._metric, f"a number in the records: {', '.join(numbers)}")
-        best, _ = self._best.setdefault(row["seed"], (-math.inf, 0))
-        if self._sign * value > best + self._margin:  # False for NaN
-            self._best[row["seed"]] = (self._sign * value, row["round"])
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -31,8 +31,6 @@ from jfcl.core.files import read_json, write_json
 from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
 from jfcl.simulation.records import finite_or_none, from_line, to_line
 
-__all__ = ["Restored", "RunFolder", "environment", "finite_or_none", "read_json", "verify_results", "write_json"]
-
 FORMAT = 1
 # Options that may differ between a run and its resumption.
 ENDS = ("num_rounds", "patience", "monitor")  # the ones that decide when the run ends

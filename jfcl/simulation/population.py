@@ -189,10 +189,13 @@ def simulate_population(
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch, CohortStream(prepare, until) as stream:
-        # Begin or resume.
+        # Begin or resume. The configuration names the cohorts and their clients.
         drawn = {"cohort": cohort, "sampling": sampling, "dropout": dropout, "stragglers": stragglers, "key": words}
         drawn |= {"remember": remember} if remember else {}
-        config = (config or {}) | {"cohorts": drawn | _about_clients(store, test_store, evaluated, strata)}
+        drawn |= {"clients": n, "store": store.hash, "test_store": None if test_store is None else test_store.hash}
+        drawn |= {"evaluated": zlib.crc32(evaluated.tobytes())}
+        drawn |= {"strata": None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())}
+        config = (config or {}) | {"cohorts": drawn}
         folder = open_folder(opened, out, resume, config, num_rounds)
         for part in (store, test_store) if resume else ():
             if part is not None:
@@ -213,19 +216,6 @@ def simulate_population(
             about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "num_clients": n}
             keep_results(out, history, **about, true_cluster=backend.subjects.true_cluster)
     return history
-
-
-def _about_clients(
-    store: ClientStore, test_store: ClientStore | None, evaluated: np.ndarray, strata: Any
-) -> dict[str, Any]:
-    """Returns what identifies the clients of a run when it is resumed."""
-    return {
-        "clients": len(store),
-        "store": store.hash,
-        "test_store": None if test_store is None else test_store.hash,
-        "evaluated": zlib.crc32(evaluated.tobytes()),
-        "strata": None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes()),
-    }
 
 
 def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.ndarray:

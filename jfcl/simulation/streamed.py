@@ -163,8 +163,7 @@ class Streamed:
         self.rows.write(self._ids[kept], [values[kept] for values in self._after])
 
     def evaluate(self, state, values) -> Assessment:
-        values = {name: v for name, v in values.items() if name not in SUMMED}
-        values["seen"] = self.rows.seen.sum(keepdims=True)
+        values = values | {"seen": self.rows.seen.sum(keepdims=True)}
         if self._tests is None:
             found = found_clusters(self.split.together(state, self._after))
             return Assessment(np.asarray(found)[None], values)
