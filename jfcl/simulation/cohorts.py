@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -137,23 +138,19 @@ def who_answers(
     return rows, answers[rows], int((~answers).sum())
 
 
-class CohortStream:
-    """The cohorts of consecutive rounds, up to round `last`. A thread prepares the next one while one trains."""
+@contextlib.contextmanager
+def cohort_stream(prepare: Callable[[int], Cohort], last: int) -> Iterator[Callable[[int], Cohort]]:
+    """Yields a function of a round `t` that returns its cohort; a thread prepares the next one while one trains.
 
-    def __init__(self, prepare: Callable[[int], Cohort], last: int):
-        self._prepare, self._last = prepare, last
-        self._coming: Future[Cohort] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort")
+    The function is called for consecutive rounds, up to round `last`, and raises the errors of the thread.
+    """
+    coming: Future[Cohort] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort") as thread:
 
-    def __enter__(self) -> CohortStream:
-        return self
+        def take(t: int) -> Cohort:
+            nonlocal coming
+            cohort = (coming or thread.submit(prepare, t)).result()
+            coming = thread.submit(prepare, t + 1) if t < last else None
+            return cohort
 
-    def __exit__(self, *_) -> None:
-        self._thread.shutdown()
-
-    def take(self, t: int) -> Cohort:
-        """Returns the cohort of round `t`, the one after the last round taken; raises the errors of the thread."""
-        coming = self._coming or self._thread.submit(self._prepare, t)
-        cohort = coming.result()
-        self._coming = self._thread.submit(self._prepare, t + 1) if t < self._last else None
-        return cohort
+        yield take

@@ -18,7 +18,7 @@ from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shape
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
-from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, CohortStream, make_sampler, who_answers
+from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
@@ -188,7 +188,7 @@ def simulate_population(
 
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
     watch = Watch(num_rounds, description=description, progress=progress, checkpoint_seconds=checkpoint_seconds)
-    with contextlib.ExitStack() as opened, watch, CohortStream(prepare, until) as stream:
+    with contextlib.ExitStack() as opened, watch, cohort_stream(prepare, until) as take:
         # Begin or resume. The configuration names the cohorts and their clients.
         drawn = {"cohort": cohort, "sampling": sampling, "dropout": dropout, "stragglers": stragglers, "key": words}
         drawn |= {"remember": remember} if remember else {}
@@ -206,7 +206,7 @@ def simulate_population(
 
         # Run.
         join = algorithm.init if join is None else join
-        backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, stream)
+        backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, take)
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds, out)

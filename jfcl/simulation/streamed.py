@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from jfcl.data.store import ClientStore
 from jfcl.execution import layout
 from jfcl.execution.jitted import jitted
 from jfcl.simulation.client_rows import ClientRows
-from jfcl.simulation.cohorts import Cohort, CohortStream
+from jfcl.simulation.cohorts import Cohort
 from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
@@ -89,7 +90,7 @@ class Streamed:
       split, shapes: the division of the algorithm's state, and its shapes.
       cohort, remember: `C` and `R`, the numbers of clients that train, and of further clients with rows.
       rows: the rows of all clients.
-      stream: the cohorts.
+      take: returns the cohort of a round.
     """
 
     algorithm: Algorithm
@@ -101,7 +102,7 @@ class Streamed:
     cohort: int
     remember: int
     rows: ClientRows
-    stream: CohortStream
+    take: Callable[[int], Cohort]
     resident = False
     _drawn: Cohort | None = None  # of the last round
 
@@ -132,7 +133,7 @@ class Streamed:
 
     def advance(self, state, first, count) -> Block:
         # The cohort, the remembered clients and their rows.
-        drawn = self.stream.take(first)
+        drawn = self.take(first)
         others = self._heard_last(drawn.ids) if self.remember else NONE
         split, step = self.split, self.algorithm.step
         if first == 1:
@@ -194,7 +195,7 @@ class Streamed:
 
     def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray]]:
         # The rows of the last cohort; of that of round `done` if none was drawn.
-        cohort = self._drawn or self.stream.take(done)
+        cohort = self._drawn or self.take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
         whole = self.split.together(state, jax.tree.map(jnp.asarray, rows))
         clients = {"id": self._evaluated, "examples": self.store.sizes(self._evaluated)[None]}
