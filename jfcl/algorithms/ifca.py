@@ -108,6 +108,7 @@ def ifca(
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
+    given = passed_on(Averaging, locals())
     check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check_choice("average", average, AVERAGE)
@@ -165,8 +166,9 @@ def ifca(
         check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=client_axis)
 
-    divide_by = divide_by if average == "gradients" else "cluster"
-    algorithm = averaging(Averaging(**passed_on(Averaging, locals())))._replace(by_loss=True)
+    own = {"start": start, "choose": choose, "client_axis": client_axis}
+    own["divide_by"] = divide_by if average == "gradients" else "cluster"
+    algorithm = averaging(Averaging(**given | own))._replace(by_loss=True)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -112,6 +112,7 @@ def knn_per(
       >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
       True
     """
+    given = passed_on(fedavg, locals())
     local.check_parts(task, training)
     check_count("num_neighbours", num_neighbours)
     for name, values in (("mixing", mixing), ("mixings", mixings)):
@@ -123,7 +124,7 @@ def knn_per(
     client_axis = mapping.or_auto(client_axis)
     represent = represent or task.represent or task.predict
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
-    common = fedavg(**passed_on(fedavg, locals()))
+    common = fedavg(**given)
 
     def personal_models(model: PyTree, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""

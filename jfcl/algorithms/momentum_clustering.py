@@ -60,6 +60,7 @@ def momentum_clustering(
       >>> np.round(state.params["b"], 2).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
+    given = passed_on(centers_of, locals())
     check((momentum >= 0) & (momentum < 1), "momentum", momentum, "in [0, 1)")
 
     def send(state, gradients):
@@ -69,4 +70,4 @@ def momentum_clustering(
         momenta = jax.vmap(mix)(jnp.where(state.begun, momentum, 0.0), state.momentum, gradients)
         return momenta, momenta
 
-    return centers_of(**passed_on(centers_of, locals()), has_momenta=True)
+    return centers_of(**given, send=send, has_momenta=True)

@@ -69,6 +69,7 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
+    given = passed_on(Averaging, locals())
     check_count("local_rounds", local_rounds)
     client_axis = mapping.or_auto(client_axis)
 
@@ -76,7 +77,7 @@ def one_shot(
         common = task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
         return cluster_local_models(*common, personal, shared)
 
-    rules = Averaging(**passed_on(Averaging, locals()))
+    rules = Averaging(**given | {"client_axis": client_axis})
     return clustered_once(rules, find, messages=1, rounds=local_rounds)
 
 

@@ -19,7 +19,10 @@ PrivacySeed = Annotated[int, Range(0, 2**32 - 1), Needs("privacy")]
 
 
 def passed_on(to: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the arguments `given` that `to` takes too; `given` is the `locals()` of another factory.
+    """Returns those of the arguments `given` that `to` takes too.
+
+    `given` is the `locals()` of another factory before it sets any: its arguments. An option is declared in the
+    signature; what the factory itself decides is passed on by name.
 
     Example:
       >>> def common(*, weights, cohort=None):

@@ -61,6 +61,7 @@ def oracle(
       >>> state.params["b"].tolist()
       [1.0, 5.0]
     """
+    given = passed_on(Averaging, locals())
     if is_concrete(cluster):
         cluster = np.asarray(cluster)
         check(cluster.ndim == 1 and cluster.dtype.kind in "iu", "cluster", cluster, "a vector of integers")
@@ -74,4 +75,4 @@ def oracle(
         check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
-    return averaging(Averaging(**passed_on(Averaging, locals())))
+    return averaging(Averaging(**given | {"num_clusters": num_clusters, "start": start}))

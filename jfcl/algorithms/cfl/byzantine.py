@@ -64,6 +64,7 @@ def byzantine_cfl(
       >>> state.excluded.tolist(), state.params["b"][0, 0].tolist()
       ([0, 0, 1], [1.0, 1.5])
     """
+    given = passed_on(Options, locals())
     check((threshold > -1) & (threshold < 1), "threshold", threshold, "in (-1, 1)")
 
     def ripe(state, mean_norm, max_norm, members):
@@ -73,7 +74,7 @@ def byzantine_cfl(
         return splits.cross_similarity < threshold
 
     rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
-    made = rounds(Options(**passed_on(Options, locals())))
+    made = rounds(Options(**given, rules=rules))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)

@@ -170,6 +170,7 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
+    given, of_server = passed_on(Options, locals()), passed_on(Rules, locals())
     in_units = (eps_1 is None, eps_2 is None) if relative is None else (relative, relative)
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
@@ -203,8 +204,8 @@ def cfl(
     def accept(splits):  # equation 39
         return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
 
-    rules = Rules(decide=split_clusters, **passed_on(Rules, locals()))
-    made = rounds(Options(**passed_on(Options, locals())))
+    rules = Rules(ripe=ripe, accept=accept, decide=split_clusters, thresholds=thresholds, **of_server)
+    made = rounds(Options(**given, rules=rules))
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 
