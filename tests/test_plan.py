@@ -144,9 +144,9 @@ def test_an_algorithm_is_planned_as_it_was_made(on_cpu):
 
 
 def test_a_refusal_of_the_compiler_is_a_plan_that_does_not_fit(on_cpu, monkeypatch):
-    from jfcl.execution.plan import _Refused, _Work
+    from jfcl.execution.plan import _Program, _Work
 
-    monkeypatch.setattr(_Work, "finished", lambda self, lowered: _Refused(18_400_000_000))
+    monkeypatch.setattr(_Work, "finished", lambda self, lowered: _Program(18_400_000_000))
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=16e9))
     found = plan(make, problem()[0], target="h100:2")
     assert not found.fits and found.cost is None and found.needed_bytes == 18_400_000_000

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_clients, shape_struct
+from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_bytes, num_clients, shape_struct
 from jfcl.execution import hosts, mapping
 from jfcl.execution.jitted import jitted
 
@@ -93,7 +93,7 @@ def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.M
     shapes = jax.tree.map(shape, clients)
     key = shape(jax.eval_shape(lambda: jax.random.key(0)), tuple)
     state = jax.tree.map(partial(shape, rows_of=tuple), jax.eval_shape(algorithm.init, key, shapes))
-    data = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes)) // devices
+    data = num_bytes(shapes) // devices
     try:
         compiled = jitted(algorithm.step).lower(key, state, shapes).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_clients, shape_struct
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_bytes, num_clients, shape_struct
 from jfcl.execution import layout, mapping, targets
 from jfcl.execution.cost import Cost, price
 from jfcl.execution.jitted import jitted
@@ -114,18 +114,20 @@ class Plan(NamedTuple):
         return kept | {"seconds_per_round": cost.pop("seconds")} | cost
 
 
-class _Compiled(NamedTuple):
-    """A compiled program: its text, its memory, and its predicted cost."""
+class _Program(NamedTuple):
+    """A program: the bytes that it needs, its text, its memory and its predicted cost; without them if it is refused.
 
-    text: str
-    memory: Memory
-    cost: Cost
-
-
-class _Refused(NamedTuple):
-    """A program that the compiler refuses because it does not fit, with the bytes that it would need."""
+    The compiler refuses a program that does not fit.
+    """
 
     needed: int
+    text: str = ""
+    memory: Memory = Memory(0, 0, 0, 0)
+    cost: Cost | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.cost is None else self.cost.seconds
 
 
 def plan(
@@ -215,32 +217,50 @@ class _Work:
         self.rows, self.clients = rows, jax.tree.map(shape, like)
         key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))
         self.key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-        leaves = jax.tree.leaves(self.clients)
-        self.data = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // mesh.size
+        self.data = num_bytes(self.clients) // mesh.size
 
     def plan(self, made: dict[Any, Algorithm]) -> Plan:
         """Returns the plan of the algorithm with the fastest rounds that fit, of those made for several mappings."""
         names = [f"a round, {self.name(axis)}" for axis in made]
         jobs = [(algorithm.step, 3, (self.key, self.state(algorithm), self.clients)) for algorithm in made.values()]
         rounds = dict(zip(made, self.compiled(jobs, names, len(jobs) + 1), strict=True))
-        compared = {axis: self.candidate(axis, found) for axis, found in rounds.items()}
+        compared = {
+            axis: Candidate(*_described(axis), found.needed + self.others, found.seconds)
+            for axis, found in rounds.items()
+        }
         best = min(compared, key=lambda axis: self.order(compared[axis]))
+        found, kind, chunk = rounds[best], compared[best].mapping, compared[best].chunk
         start = self.compiled([(made[best].init, 2, (self.key, self.clients))], ["the start"], len(jobs) + 1)[0]
-        return self.described(best, rounds[best], start, sorted(compared.values(), key=self.order))
+        needed, limit = max(found.needed, start.needed) + self.others, int(self.target.chip.memory)
+        fits = needed <= limit
+        return Plan(
+            target=self.target.name,
+            mapping=kind,
+            chunk=chunk,
+            fits=fits,
+            argument_bytes=found.memory.arguments,
+            output_bytes=found.memory.results - found.memory.aliased,
+            temp_bytes=found.memory.temporaries,
+            data_bytes=self.data,
+            other_bytes=self.others,
+            needed_bytes=needed,
+            limit_bytes=limit,
+            cost=found.cost,
+            common=price(found.text, self.target, rare=False) if found.text else None,
+            init_seconds=start.seconds,
+            candidates=sorted(compared.values(), key=self.order),
+            advice="" if fits else self.advice(needed, chunk),
+            step_hlo=found.text,
+            init_hlo=start.text,
+        )
 
     def order(self, candidate: Candidate) -> tuple:
         """Returns a key that sorts what fits before what does not, then fast before slow, or small before large."""
-        late = candidate.seconds is None or candidate.needed_bytes > self.target.chip.memory
+        late = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
         return late, candidate.needed_bytes if late else candidate.seconds
 
     def name(self, axis: Any) -> str:
         return f"chunks of {axis.size}" if isinstance(axis, mapping.chunked) else "all clients at once"
-
-    def candidate(self, axis: Any, found: _Compiled | _Refused) -> Candidate:
-        kind, chunk = _described(axis)
-        if isinstance(found, _Refused):
-            return Candidate(kind, chunk, found.needed + self.others, None)
-        return Candidate(kind, chunk, found.memory.total + self.others, found.cost.seconds)
 
     def compiled(self, jobs: list[tuple[Callable, int, tuple]], names: list[str], steps: int):
         """Returns the programs of functions, their numbers of arguments, and their arguments."""
@@ -285,47 +305,16 @@ class _Work:
         except NotImplementedError as error:  # its message names the primitive
             raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
 
-    def finished(self, lowered: Any) -> _Compiled | _Refused:
+    def finished(self, lowered: Any) -> _Program:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             needed = exhausted(error)
             if needed is None:
                 raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
-            return _Refused(max(needed, int(self.target.chip.memory) + 1))
-        text = compiled.as_text()
-        return _Compiled(text, memory_of(compiled), price(text, self.target))
-
-    def described(
-        self, axis: Any, found: _Compiled | _Refused, start: _Compiled | _Refused, compared: list[Candidate]
-    ) -> Plan:
-        """Returns the plan of a compiled round and start."""
-        limit = int(self.target.chip.memory)
-        needed = [x.needed if isinstance(x, _Refused) else x.memory.total for x in (found, start)]
-        refused = isinstance(found, _Refused) or isinstance(start, _Refused)
-        fits = not refused and max(needed) + self.others <= limit
-        memory = Memory(0, 0, 0, 0) if isinstance(found, _Refused) else found.memory
-        kind, chunk = _described(axis)
-        return Plan(
-            target=self.target.name,
-            mapping=kind,
-            chunk=chunk,
-            fits=fits,
-            argument_bytes=memory.arguments,
-            output_bytes=memory.results - memory.aliased,
-            temp_bytes=memory.temporaries,
-            data_bytes=self.data,
-            other_bytes=self.others,
-            needed_bytes=max(needed) + self.others,
-            limit_bytes=limit,
-            cost=None if isinstance(found, _Refused) else found.cost,
-            common=None if isinstance(found, _Refused) else price(found.text, self.target, rare=False),
-            init_seconds=None if isinstance(start, _Refused) else start.cost.seconds,
-            candidates=compared,
-            advice="" if fits else self.advice(max(needed) + self.others, chunk),
-            step_hlo="" if isinstance(found, _Refused) else found.text,
-            init_hlo="" if isinstance(start, _Refused) else start.text,
-        )
+            return _Program(max(needed, int(self.target.chip.memory) + 1))
+        text, memory = compiled.as_text(), memory_of(compiled)
+        return _Program(memory.total, text, memory, price(text, self.target))
 
     def advice(self, needed: int, chunk: int | None) -> str:
         """Returns what may fit, where the best candidate does not."""
