@@ -247,24 +247,22 @@ def source(program: Program, instruction: Instruction) -> str:
     the core are passed over where there is another one. A gradient's second half has the name of the first, and
     "(gradient)". What the compiler adds itself, such as a change of layout, has no function: the result is "".
     """
-    found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-    chain = program.frames.get(int(found[1]), ()) if found else ()
-    names = [name for name in map(_function, chain) if name]
+    names = _functions(program, instruction)
     chosen = [name for name in names if not name.startswith(("execution.", "core."))] or names
-    backward = "transpose(" in (_op_name(instruction) or "")
+    backward = re.search(r'op_name="[^"]*transpose\(', instruction.attributes)
     return f"{chosen[0]}{' (gradient)' if backward else ''}" if chosen else ""
 
 
 def is_kernel(program: Program, instruction: Instruction) -> bool:
     """Returns whether an instruction comes from `jfcl.kernels`."""
+    return any(name.startswith("kernels.") for name in _functions(program, instruction))
+
+
+def _functions(program: Program, instruction: Instruction) -> list[str]:
+    """Returns the functions on the stack of an instruction that have a name, the innermost first."""
     found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
     chain = program.frames.get(int(found[1]), ()) if found else ()
-    return any(_function(frame).startswith("kernels.") for frame in chain)
-
-
-def _op_name(instruction: Instruction) -> str | None:
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return found and found[1]
+    return [name for name in map(_function, chain) if name]
 
 
 def _function(frame: Frame) -> str:

@@ -303,7 +303,7 @@ class _Work:
         try:
             return jitted(placed).lower(*args)
         except NotImplementedError as error:  # its message names the primitive
-            raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
+            raise ValueError(f"{self.refusal}: {targets.first_line(error)}") from None
 
     def finished(self, lowered: Any) -> _Program:
         try:
@@ -311,7 +311,7 @@ class _Work:
         except jax.errors.JaxRuntimeError as error:
             needed = exhausted(error)
             if needed is None:
-                raise ValueError(f"{self.refusal}: {_first_line(error)}") from None
+                raise ValueError(f"{self.refusal}: {targets.first_line(error)}") from None
             return _Program(max(needed, int(self.target.chip.memory) + 1))
         text, memory = compiled.as_text(), memory_of(compiled)
         return _Program(memory.total, text, memory, price(text, self.target))
@@ -333,7 +333,3 @@ def _described(axis: mapping.Mapping | None) -> tuple[str, int | None]:
     if axis is None:
         return "as made", None
     return ("chunked", axis.size) if isinstance(axis, mapping.chunked) else ("vmap", None)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

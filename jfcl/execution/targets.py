@@ -113,8 +113,7 @@ def target(name: str) -> Target:
         hint = f": did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown target {str(name)[:100]!r}{hint} Targets are {', '.join(_examples())}.")
     chip = CHIPS[kind]
-    if not shape:
-        shape = "" if chip.is_tpu else "1"
+    shape = shape or ("" if chip.is_tpu else "1")
     if shape not in chip.slices:
         near = difflib.get_close_matches(shape[:100], chip.slices, n=1, cutoff=0.3)
         nearest = near[0] if near else chip.slices[0]
@@ -160,55 +159,47 @@ def mesh(name: str | Target) -> Mesh:
     if platform() != "tpu":
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-    devices = _tpus(chosen) if chosen.chip.is_tpu else _gpus(chosen)
-    return Mesh(np.array(devices), ("clients",), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(_devices(chosen)), ("clients",), axis_types=(AxisType.Auto,))
 
 
-def _tpus(chosen: Target) -> list:
+def _devices(chosen: Target) -> list:
+    """Returns the devices of a target, which its compiler describes.
+
+    Raises:
+      ValueError: a compiler that is not installed, of another version than this jax needs, or that fails.
+    """
     from jax.experimental import topologies
 
-    _check_compiler(chosen, "tpu", "libtpu", _libtpu_of_jax())
-    one = {"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {}
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=chosen.name, **one).devices
-    except (RuntimeError, AttributeError) as error:
-        raise ValueError(_refused(chosen, "libtpu", "tpu", error)) from None
-
-
-def _gpus(chosen: Target) -> list:
-    from jax.experimental import topologies
-
-    package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
-    _check_compiler(chosen, "cuda", package, _version("jax"))
-    described = {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
-    try:
-        return topologies.get_topology_desc(platform="cuda", **described).devices
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        raise ValueError(_refused(chosen, package, "cuda", error)) from None
-
-
-def _check_compiler(chosen: Target, kind: str, package: str, wanted: str | None) -> None:
-    """Raises `ValueError` for a compiler that is not installed, or of another version than the `wanted` one."""
-    install, found = INSTALL[kind].format(_version("jax")), _version(package)
+    if chosen.chip.is_tpu:
+        kind, package, wanted = "tpu", "libtpu", _libtpu_of_jax()
+        described = {"topology_name": chosen.name} | ({"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {})
+    else:
+        package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
+        kind, wanted = "cuda", _version("jax")
+        described = {"target_config": _description(chosen), "topology": f"1x1x{chosen.count}"}
+    own, found = _version("jax"), _version(package)
+    install = INSTALL[kind].format(own)
     if found is None:
         raise ValueError(f"target {chosen.name!r} needs the {kind.upper()} compiler: {install}")
     if wanted is not None and not f"{found}.".startswith(f"{wanted}."):
-        needs = f"jax {_version('jax')} needs {wanted}"
+        needs = f"jax {own} needs {wanted}"
         raise ValueError(f"target {chosen.name!r}: {package} is of version {found}, but {needs}: {install}")
+    try:
+        return topologies.get_topology_desc(platform=kind, **described).devices
+    except (RuntimeError, AttributeError) as error:
+        failed = f"its compiler failed ({package} {found}, jax {own}: {first_line(error)})"
+        raise ValueError(f"target {chosen.name!r}: {failed}; install that of this jax: {install}") from None
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _libtpu_of_jax() -> str | None:
     """Returns the beginning of the version of `libtpu` that the installed JAX names; None where it names none."""
     named = [re.match(r"libtpu *== *([\d.]+?)(\.\*)?;", r) for r in importlib.metadata.requires("jax") or ()]
     return next((match[1] for match in named if match), None)
-
-
-def _refused(chosen: Target, package: str, kind: str, error: Exception) -> str:
-    """Returns the sentence for a compiler that is installed and cannot be used."""
-    versions = f"{package} {_version(package)}, jax {_version('jax')}"
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    install = INSTALL[kind].format(_version("jax"))
-    return f"target {chosen.name!r}: its compiler failed ({versions}: {first}); install that of this jax: {install}"
 
 
 def _version(package: str) -> str | None:
