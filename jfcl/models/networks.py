@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -35,6 +36,14 @@ class Linear(nn.Module):
         return x[:, 0] if self.squeeze else x
 
 
+def _dense(x: jax.Array, hidden: tuple[int, ...], num_outputs: int, **options: Any) -> jax.Array:
+    """Returns the logits of dense layers on the flattened `x`; `options` are of the hidden ones, with ReLU."""
+    x = x.reshape(len(x), -1)
+    for width in hidden:
+        x = nn.relu(nn.Dense(width, **options)(x))
+    return nn.Dense(num_outputs)(x)
+
+
 class MLP(nn.Module):
     """Dense layers with ReLU between: 784-200-10 in IFCA (rotated MNIST) and FC (table 1).
 
@@ -52,10 +61,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.reshape(len(x), -1)
-        for width in self.hidden:
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, self.hidden, self.num_outputs)
 
 
 class Conv(nn.Module):
@@ -108,8 +114,7 @@ class CNNMnist(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(2):
             x = Conv(32, 5, 1, pool=True)(x)
-        x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, (256,), self.num_outputs)
 
 
 def _middle(x: jax.Array, size: int) -> jax.Array:
@@ -148,8 +153,7 @@ class CNNCifar(nn.Module):
             x = _standardised(_middle(x, self.crop))
         for _ in range(2):
             x = Conv(64, 5, "SAME", pool=True)(x)
-        x = nn.relu(nn.Dense(384)(x.reshape(len(x), -1)))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, (384,), self.num_outputs)
 
 
 class CNNFemnist(nn.Module):
@@ -165,8 +169,7 @@ class CNNFemnist(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for features in (32, 64):
             x = Conv(features, 5, "SAME", pool=True)(x)
-        x = nn.relu(nn.Dense(2048)(x.reshape(len(x), -1)))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, (2048,), self.num_outputs)
 
 
 class CNN5(nn.Module):
@@ -184,8 +187,7 @@ class CNN5(nn.Module):
         for features in (32, 64):
             x = Conv(features, 3, "VALID", pool=True)(x)
         x = Conv(64, 3, "VALID")(x)
-        x = nn.relu(nn.Dense(64)(x.reshape(len(x), -1)))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, (64,), self.num_outputs)
 
 
 class VGG(nn.Module):
@@ -217,10 +219,7 @@ class VGG(nn.Module):
             for features in block[:-1]:
                 x = Conv(features, 3, 1, kernel_init=he)(x)
             x = Conv(block[-1], 3, 1, pool=True, kernel_init=he)(x)
-        x = x.reshape(len(x), -1)
-        for width in self.dense:
-            x = nn.relu(nn.Dense(width, kernel_init=he)(x))
-        return nn.Dense(self.num_outputs)(x)
+        return _dense(x, self.dense, self.num_outputs, kernel_init=he)
 
 
 class LSTMLanguageModel(nn.Module):

@@ -96,16 +96,12 @@ class ResNet(nn.Module):
         return _resnet(x, self.width, self.stages, self.num_outputs, group_norm)
 
 
-class ResNetBatchNorm(nn.Module):
+class ResNetBatchNorm(ResNet):
     """`ResNet` with batch normalisation, as published: the same parameters, and running statistics beside them.
 
     Attributes:
       num_outputs, width, stages: as in `ResNet`.
     """
-
-    num_outputs: int
-    width: int = 64
-    stages: tuple[int, ...] = (2, 2, 2, 2)
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -156,16 +152,12 @@ class MobileNet(nn.Module):
         return _mobilenet(x, self.width, self.blocks, self.num_outputs, group_norm)
 
 
-class MobileNetBatchNorm(nn.Module):
+class MobileNetBatchNorm(MobileNet):
     """`MobileNet` with batch normalisation, as published.
 
     Attributes:
       num_outputs, width, blocks: as in `MobileNet`.
     """
-
-    num_outputs: int
-    width: int = 32
-    blocks: tuple[tuple[int, int], ...] = MOBILE
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:

@@ -60,11 +60,8 @@ class TransformerBlock(nn.Module):
         return x + added(nn.Dense(x.shape[-1])(hidden))
 
 
-def _check_heads(width: int, heads: int) -> None:
+def _check(width: int, heads: int, dropout: float) -> None:
     check(heads >= 1 and width % heads == 0, "heads", heads, f"a divisor of the width {width}")
-
-
-def _check_dropout(dropout: float) -> None:
     check(0 <= dropout < 1, "dropout", dropout, "at least 0 and below 1")
 
 
@@ -107,8 +104,7 @@ class ViT(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         check_choice("pool", self.pool, POOLS)
-        _check_heads(self.width, self.heads)
-        _check_dropout(self.dropout)
+        _check(self.width, self.heads, self.dropout)
         b, h, w, c = x.shape
         p = self.patch
         fits = h % p == 0 and w % p == 0
@@ -163,8 +159,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        _check_heads(self.width, self.heads)
-        _check_dropout(self.dropout)
+        _check(self.width, self.heads, self.dropout)
         length = x.shape[1]
         if self.is_initializing():
             positions = self.param("positions", NORMAL, (length, self.width))
