@@ -24,6 +24,11 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def named_parameters(params: PyTree) -> dict[str, Any]:
+    """Returns the parameters by their `path_name`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
 def get_parameter(params: PyTree, name: str) -> jax.Array:
     """Returns the parameter with the `path_name` `name`, or raises `ValueError` if there is none.
 
@@ -31,7 +36,7 @@ def get_parameter(params: PyTree, name: str) -> jax.Array:
       >>> get_parameter({"Dense_0": {"kernel": 3}}, "Dense_0/kernel")
       3
     """
-    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    named = named_parameters(params)
     check(name in named, "parameter", name, f"one of {', '.join(named)}")
     return named[name]
 

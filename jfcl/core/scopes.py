@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jfcl.core.checks import check
-from jfcl.core.parameters import path_name
+from jfcl.core.parameters import named_parameters, path_name
 from jfcl.core.types import PyTree, Task
 
 
@@ -96,21 +96,31 @@ def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Tas
     Raises:
       ValueError: it holds for none, or for all, with the list of paths.
     """
-    if predicate is None:
-        return
+    if predicate is not None:
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
+        names, trained = parameter_names(shapes), parameter_names(trained_part(task, shapes))
+        check_predicate(argument, predicate, names, some=names, rest=None if whole else trained)
+
+
+def check_predicate(
+    argument: str, predicate: Any, names: list[str], *, some: list[str], rest: list[str] | None
+) -> None:
+    """Checks that `predicate` holds for `some` of the paths `names`, and not for all of `rest`.
+
+    Raises:
+      ValueError: it does not, with the list of paths.
+    """
     check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    names = parameter_names(shapes)
-    matched = [name for name in names if predicate(name)]
     listed = ", ".join(names)
-    check(bool(matched), argument, "a predicate that holds for no parameter", f"true for some of {listed}")
-    rest = parameter_names(trained_part(task, divided(predicate, shapes)[0]))
-    check(whole or bool(rest), argument, "a predicate that holds for all parameters", f"false for some of {listed}")
+    holds = any(map(predicate, some))
+    check(holds, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
+    fails = rest is None or not all(map(predicate, rest))
+    check(fails, argument, "a predicate that holds for all parameters", f"false for some of {listed}")
 
 
 def parameter_names(params: PyTree) -> list[str]:
     """Returns the path of each parameter, such as `"Dense_0/kernel"`."""
-    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return list(named_parameters(params))
 
 
 def reparametrised(

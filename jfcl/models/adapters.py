@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name, reparametrised
+from jfcl.core.parameters import named_parameters
+from jfcl.models.modules import at_layers
 from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
 
 ADAPTERS = zlib.crc32(b"adapters")  # folded into the key of a model
@@ -68,12 +70,12 @@ def lora(
       ['Dense_0/kernel/a', 'Dense_0/kernel/b']
     """
     params = fitting(task, params)
-    shapes = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {name: x.shape for name, x in named_parameters(params).items()}
     names = _targets(task, shapes, targets)
     _check_numbers(rank, alpha, spread, {name: shapes[name] for name in names})
     check(trainable is not None or not fresh, "fresh", fresh, "left out without trainable: only adapters are trained")
     if trainable is not None:
-        check_trainable(task, params, "trainable", trainable)
+        check_trainable(task, params, trainable)
         both = [name for name in names if trainable(name)]
         check(not both, "targets, trainable", ", ".join(both), "true in one of them at most for a parameter")
     whole, fixed = parts(path_flags(trainable or (lambda path: False), params), params)
@@ -167,45 +169,42 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
     """
     found = {}  # the names of the kernels that dense layers use
 
-    def kernel_of(context, args, kwargs):
-        """Returns the input of a dense layer with an adapter and the name of its kernel; None for other calls."""
-        layer = context.module
-        if not isinstance(layer, nn.Dense) or context.method_name != "__call__":
-            return None
-        (x,) = (*args, *kwargs.values())
+    def name_of(layer, x):
+        """Returns the name of a dense layer's kernel; None for one without an adapter."""
         name = "/".join((*layer.path, "kernel"))
-        return (x, name) if shapes.get(name) == (x.shape[-1], layer.features) else None
+        return name if shapes.get(name) == (x.shape[-1], layer.features) else None
 
     def kernels(function, own, *rest):
         names = set()
 
-        def note(call, args, kwargs, context):
-            before, used = set(names), kernel_of(context, args, kwargs)
-            if used is not None:
-                names.add(used[1])
+        def note(layer, call, inputs):
+            names.add(name_of(layer, inputs))
+            return call(inputs)
+
+        def normalise(layer, call, *args, **kwargs):  # with a kernel that is not the parameter itself
+            before = set(names)
             out = call(*args, **kwargs)
-            if isinstance(context.module, (nn.WeightNorm, nn.SpectralNorm)):  # their layers use a normalised kernel
-                names.intersection_update(before)
+            names.intersection_update(before)
             return out
 
-        with nn.intercept_methods(note):
+        with at_layers(nn.Dense, note), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
             jax.eval_shape(lambda own, *rest: function(merge(own), *rest), own, *rest)
-        return names
+        return names - {None}
 
     def run(function, own, *rest):
         if "kernels" not in found:
             found["kernels"] = kernels(function, own, *rest)
         names = found["kernels"]
-        factors = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(own)}
+        factors = named_parameters(own)
 
-        def add(call, args, kwargs, context):
-            out, used = call(*args, **kwargs), kernel_of(context, args, kwargs)
-            if used is None or used[1] not in names:
+        def add(layer, call, inputs):
+            out, name = call(inputs), name_of(layer, inputs)
+            if name not in names:
                 return out
-            a, b = (factors[f"{used[1]}/{part}"].astype(out.dtype) for part in "ab")
-            return out + scale * ((used[0].astype(out.dtype) @ a) @ b)
+            a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")
+            return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
 
-        with nn.intercept_methods(add):
+        with at_layers(nn.Dense, add):
             return function(merge(own, names), *rest)
 
     return run

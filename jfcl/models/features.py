@@ -14,6 +14,7 @@ import numpy as np
 from jfcl.core import Clients, PyTree, Task, check, check_clients, check_count, mask, parameter_names
 from jfcl.data.store import ClientStore
 from jfcl.execution.jitted import jitted
+from jfcl.models.modules import at_layers
 
 AT_ONCE = 512  # clients of a store of which the features are in memory
 
@@ -45,15 +46,11 @@ def of_features(task: Task, made: Task, params: PyTree, chosen: PyTree, fixed: P
         return jnp.zeros((len(x), *task.input_shape), jnp.float32)
 
     def with_features(function, head, x, batch):
-        def enter(call, args, kwargs, context):
-            layer = context.module
-            is_head = isinstance(layer, nn.Dense) and context.method_name == "__call__"
-            if not is_head or "/".join(layer.path) != task.head:
-                return call(*args, **kwargs)
-            (before,) = (*args, *kwargs.values())
-            return call(x.reshape(before.shape).astype(before.dtype))
+        def enter(layer, call, inputs, *args, **kwargs):
+            is_head = "/".join(layer.path) == task.head
+            return call(x.reshape(inputs.shape).astype(inputs.dtype) if is_head else inputs, *args, **kwargs)
 
-        with nn.intercept_methods(enter):
+        with at_layers(nn.Dense, enter):
             return function(whole(head), batch)
 
     def of_batch(function):

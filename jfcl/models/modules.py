@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import re
@@ -142,16 +143,15 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     evaluating, training = training_flag(module, name, given)
     denses = []
 
-    def note(call, args, kwargs, context):
-        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-            denses.append("/".join(context.module.path))
+    def note(layer, call, *args, **kwargs):
+        denses.append("/".join(layer.path))
         return call(*args, **kwargs)
 
     def variables(key):
         return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
 
     try:
-        with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)), nn.intercept_methods(note):
+        with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)), at_layers(nn.Dense, note):
             shapes = jax.eval_shape(variables, jax.random.key(0))
     except ValueError as error:
         if not evaluating and ("deterministic" in str(error) or "use_running_average" in str(error)):
@@ -160,7 +160,6 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     has_state = set(shapes) > {"params"}
     if has_state and not training:
         raise ValueError(_no_flag(module, name))
-    head = denses[-1] if denses else None
     x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
     program = partial(_traced, module, shapes, x)
     trains = _draws(program, training)
@@ -168,14 +167,6 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         check_flag(module, name, training, partial(_draws, program))
     with explained(name, x):
         trains = trains or has_state or not _is_same(program, evaluating, training)
-    if not trains:  # as with dropout of 0, too
-        return Network(
-            name,
-            lambda key: variables(key)["params"],
-            lambda params, x: module.apply({"params": params}, x, **evaluating),
-            represent=_representation(module, lambda params: {"params": params}, evaluating),
-            head=head,
-        )
     _, collections = _joined_collections(shapes, name)
     names = frozenset("/".join(path) for path, collection in collections.items() if collection != "params")
 
@@ -188,33 +179,42 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     def train(key, params, x, real):
         real = some_real(real)
 
-        def masked(call, args, kwargs, context):
+        def masked(layer, call, x, *args, **kwargs):
             """Gives batch normalisation the rows that are no padding, or its running statistics if they are frozen."""
-            if not isinstance(context.module, nn.BatchNorm) or context.method_name != "__call__":
-                return call(*args, **kwargs)
-            if "/".join(context.module.path) in FROZEN_LAYERS.get():
-                return _with_running_average(context.module, call, args, kwargs)
-            return call(*args, **{"mask": row_mask(real, kwargs.get("x", *args[:1])), **kwargs})
+            if "/".join(layer.path) in FROZEN_LAYERS.get():
+                return _with_running_average(layer, call, x, kwargs)
+            return call(x, *args, **{"mask": row_mask(real, x), **kwargs})
 
         # A stream of another name falls back to that of "params", and must not draw the numbers of dropout.
         rngs = {"params": jax.random.fold_in(key, OTHER_STREAMS), "dropout": key}
         mutable = sorted(set(collections.values()) - {"params"})
-        with nn.intercept_methods(masked):
+        with at_layers(nn.BatchNorm, masked):
             outputs, state = module.apply(apart(params), x, rngs=rngs, mutable=mutable, **training)
         return outputs, _joined_collections({"params": apart(params)["params"], **state}, name)[0]
 
-    def together(key):
-        return _joined_collections(variables(key), name)[0]
-
     return Network(
         name,
-        together,
-        lambda params, x: module.apply(apart(params), x, **evaluating),
-        train,
-        _representation(module, apart, evaluating),
-        names.__contains__ if names else None,
-        head,
+        init=lambda key: _joined_collections(variables(key), name)[0],
+        apply=lambda params, x: module.apply(apart(params), x, **evaluating),
+        train=train if trains else None,  # it is not with dropout of 0, too
+        represent=_representation(module, apart, evaluating),
+        statistics=names.__contains__ if names else None,
+        head=denses[-1] if denses else None,
     )
+
+
+def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.AbstractContextManager:
+    """Calls `visit(layer, call, *args, **kwargs)` in place of each call of flax.linen layers of a kind.
+
+    `call(*args, **kwargs)` is the layer's own computation.
+    """
+
+    def intercept(call, args, kwargs, context):
+        if isinstance(context.module, kind) and context.method_name == "__call__":
+            return visit(context.module, call, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    return nn.intercept_methods(intercept)
 
 
 def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
@@ -245,12 +245,12 @@ def _is_same(program: Callable[..., str], evaluating: dict[str, bool], training:
         return False
 
 
-def _with_running_average(layer: nn.BatchNorm, call: Callable, args: tuple, kwargs: dict) -> jax.Array:
+def _with_running_average(layer: nn.BatchNorm, call: Callable, x: jax.Array, kwargs: dict) -> jax.Array:
     """Returns the outputs of a layer as in evaluation, whatever its attribute or its argument says."""
     given = layer.use_running_average
     object.__setattr__(layer, "use_running_average", None)  # flax accepts the attribute or the argument, not both
     try:
-        return call(*args[:1], **{**kwargs, "use_running_average": True})
+        return call(x, **{**kwargs, "use_running_average": True})
     finally:
         object.__setattr__(layer, "use_running_average", given)
 
@@ -261,12 +261,11 @@ def _representation(module: nn.Module, variables: Callable[[PyTree], dict], eval
     def represent(params, x):
         entered = []
 
-        def note(call, args, kwargs, context):
-            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-                entered.append(args[0])
-            return call(*args, **kwargs)
+        def note(layer, call, inputs, *args, **kwargs):
+            entered.append(inputs)
+            return call(inputs, *args, **kwargs)
 
-        with nn.intercept_methods(note):
+        with at_layers(nn.Dense, note):
             outputs = module.apply(variables(params), x, **evaluating)
         return (entered[-1] if entered else outputs).reshape(len(x), -1)
 

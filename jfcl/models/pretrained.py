@@ -11,7 +11,9 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core import PyTree, Task, check, check_finite, joined, of_rest, parameter_names, parts, path_flags, shown
+from jfcl.core import PyTree, Task, check, check_finite, shown
+from jfcl.core.parameters import named_parameters
+from jfcl.core.scopes import check_predicate, joined, of_rest, parameter_names, parts, path_flags, trained_part
 from jfcl.models.features import of_features
 from jfcl.models.modules import FROZEN_LAYERS
 
@@ -65,9 +67,8 @@ def frozen(
       ['Dense_1/bias', 'Dense_1/kernel']
     """
     params = fitting(task, params)
-    check_trainable(task, params, "trainable", trainable)
-    flags = path_flags(trainable, params)
-    chosen, fixed = parts(flags, params)
+    check_trainable(task, params, trainable)
+    chosen, fixed = parts(path_flags(trainable, params), params)
     made = of_rest(with_frozen_statistics(task, chosen), fixed)
     before = task.merge or (lambda params: params)
     made = made._replace(merge=lambda p: before(joined(p, fixed)))
@@ -121,7 +122,8 @@ def from_flax(variables: PyTree) -> PyTree:
     """
     variables = unfreeze(variables)
     is_flax = isinstance(variables, dict) and "params" in variables
-    check(is_flax, "variables", _keys(variables), 'a dict of flax\'s collections, with "params" among them')
+    found = shown(list(variables)) if isinstance(variables, dict) else type(variables).__name__
+    check(is_flax, "variables", found, 'a dict of flax\'s collections, with "params" among them')
     flat = {}
     for tree in variables.values():
         for path, leaf in traverse_util.flatten_dict(tree).items():
@@ -166,7 +168,7 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     """
     params = unfreeze(params)
     like = jax.eval_shape(task.init, jax.random.key(0))
-    wanted, found = ({n: np.shape(x) for n, x in _named(tree).items()} for tree in (like, params))
+    wanted, found = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is not one of them" for name in found if name not in wanted]
     wrong += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
@@ -180,22 +182,14 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
 
 
-def check_trainable(task: Task, params: PyTree, argument: str, predicate: Any) -> None:
-    """Checks that a predicate holds for some parameters, not statistics alone, and not for all.
+def check_trainable(task: Task, params: PyTree, trainable: Any) -> None:
+    """Checks that `trainable` holds for some parameters, not statistics alone, and not for all.
 
     Raises:
       ValueError: it does not; with the list of paths.
     """
-    check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
-    is_statistic = task.statistics or (lambda path: False)
-    names = parameter_names(params)
-    matched = [name for name in names if predicate(name)]
-    listed = ", ".join(names)
-    moves = any(not is_statistic(name) for name in matched)
-    check(moves, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
-    check(
-        len(matched) < len(names), argument, "a predicate that holds for all parameters", f"false for some of {listed}"
-    )
+    names, trained = parameter_names(params), parameter_names(trained_part(task, params))
+    check_predicate("trainable", trainable, names, some=trained, rest=names)
 
 
 def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
@@ -215,11 +209,3 @@ def with_frozen_statistics(task: Task, trained: PyTree) -> Task:
             FROZEN_LAYERS.reset(token)
 
     return task._replace(train_loss=train_loss, statistics=task.statistics if remain else None)
-
-
-def _named(tree: PyTree) -> dict[str, Any]:
-    return dict(zip(parameter_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _keys(tree: Any) -> str:
-    return shown(list(tree)) if isinstance(tree, dict) else type(tree).__name__

@@ -25,7 +25,7 @@ from jfcl.core import (
     joined,
     parameter_names,
 )
-from jfcl.models.modules import Network, module_name, of_linen
+from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 from jfcl.models.traces import ends_in_softmax, explained
 
@@ -196,13 +196,12 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
         return None
 
     def loss(params, products, batch):
-        def take(call, args, kwargs, context):
-            layer = context.module
-            if isinstance(layer, nn.Dense) and layer.name == "Dense_0" and context.method_name == "__call__":
-                return products + layer.get_variable("params", "bias")[None] if layer.use_bias else products
-            return call(*args, **kwargs)
+        def take(layer, call, x):
+            if layer.name != "Dense_0":
+                return call(x)
+            return products + layer.get_variable("params", "bias")[None] if layer.use_bias else products
 
-        with nn.intercept_methods(take):
+        with at_layers(nn.Dense, take):
             return cost(module.apply({"params": params}, batch["x"]), batch["y"])
 
     return DenseStart("Dense_0/kernel", lambda batch: batch["x"].reshape(len(batch["x"]), -1), loss, made.loss)
