@@ -199,12 +199,11 @@ def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, Split
     rows: list[np.ndarray] = [np.empty(0, np.int64)] * num_clients
     rows_of_test = list(rows)
     for group, clients in enumerate(groups):
-        train, test = of_cluster(split, split.train, group), of_cluster(split, split.test, group)
-        own = split
+        own = of_cluster(split, group)
         if split.partition == "distribution":  # the rows of these clients
-            own = split._replace(options=split.options | {"distribution": split.options["distribution"][clients]})
-        parts = divide(own, train, test, len(clients), group)
-        shares = divide_test(split, train, test, parts, group)
+            own = own._replace(options=split.options | {"distribution": split.options["distribution"][clients]})
+        parts = divide(own, len(clients), group)
+        shares = divide_test(own, parts, group)
         for i, part, share in zip(clients, parts, shares, strict=True):
             rows[i], rows_of_test[i] = part, share
     transform = transform_of(split)
@@ -222,13 +221,13 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
         cluster = (np.arange(len(parts)) % split.num_clusters).astype(np.int32)
         pool = split.test._replace(examples=dataset.test, rows=np.arange(len(dataset.test["y"])))
-        allowed = [of_cluster(split, pool, k).rows for k in clusters]
+        allowed = [of_cluster(split._replace(test=pool), k).test.rows for k in clusters]
         kept = [part[np.isin(part, allowed[k])] for part, k in zip(parts, cluster, strict=True)]
         some = [i for i, part in enumerate(kept) if len(part)]
         return dataset.test, SplitPlan([kept[i] for i in some], cluster[some], transform)
     parts, cluster = [], []
     for k in clusters:
-        own = of_cluster(split, split.test, k).rows
+        own = of_cluster(split, k).test.rows
         clients = len(own) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(own)}, the test examples of cluster {k}")
         new = iid(len(own), clients, seed=(split.seed, NEWCOMERS, k), examples_per_client=count)

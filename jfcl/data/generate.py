@@ -123,7 +123,7 @@ def generate_store(
         f" {num_clusters} cluster(s) ({heterogeneity})",
         "made": {"dataset": dataset.name} | made | options | (about or {}),
     }
-    pools = [(of_cluster(split, split.train, k), of_cluster(split, split.test, k)) for k in range(num_clusters)]
+    splits = [of_cluster(split, k) for k in range(num_clusters)]
 
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
     sizes = np.bincount(cluster)
@@ -132,10 +132,10 @@ def generate_store(
     with new_folder(Path(path)) as folder, bar:
         line = bar.add_task("building the store", total=2 * num_clients)
         for is_test, part in enumerate(("train", "test")):
-            streams = [_deals(split, *pool, k, int(sizes[k]), is_test) for k, pool in enumerate(pools)]
+            streams = [_deals(own, k, int(sizes[k]), is_test) for k, own in enumerate(splits)]
             rows = (next(streams[k]) for k in cluster)  # computed client by client
             plan = SplitPlan(_counted(rows, bar, line), cluster, transform_of(split))
-            _write(folder / part, plan, [pair[is_test] for pair in pools], layout, known)
+            _write(folder / part, plan, [own.test if is_test else own.train for own in splits], layout, known)
     return open_stores(path)
 
 
@@ -147,18 +147,16 @@ def _counted(parts: Iterator[np.ndarray], bar: Progress, line: TaskID) -> Iterat
         yield part
 
 
-def _deals(
-    split: Split, train: Pool, test: Pool, cluster: int, num_clients: int, of_test: bool
-) -> Iterator[np.ndarray]:
+def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
-    at_once = len(train.rows) // split.examples_per_client
-    accepted = f"at most {len(train.rows)}, the training examples of cluster {cluster}"
+    at_once = len(split.train.rows) // split.examples_per_client
+    accepted = f"at most {len(split.train.rows)}, the training examples of cluster {cluster}"
     check(at_once > 0, "examples_per_client", split.examples_per_client, accepted)
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
         group = cluster + split.num_clusters * deal
-        parts = divide(split, train, test, count, group)
-        yield from (divide_test(split, train, test, parts, group) if of_test else parts)[:num_clients]
+        parts = divide(split, count, group)
+        yield from (divide_test(split, parts, group) if of_test else parts)[:num_clients]
         num_clients -= count
         if num_clients <= 0:
             return

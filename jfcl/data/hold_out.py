@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, client_ids, max_examples
+from jfcl.core import Clients, check, client_ids, max_examples, stack_clients
 from jfcl.core.checks import check_count
 
 
@@ -45,12 +45,9 @@ def hold_out(clients: Clients, share: float, *, seed: int = 0) -> tuple[Clients,
 
 def _kept(clients: Clients, wanted: np.ndarray, ids: np.ndarray) -> Clients:
     """Returns the clients with the examples `wanted` `[N, M]` alone, in their order; padding is zero."""
-    size = wanted.sum(axis=1)
-    rows = np.argsort(~wanted, axis=1, kind="stable")[:, : size.max()]
-    real = np.arange(rows.shape[1])[None, :] < size[:, None]
+    examples = jax.tree.map(np.asarray, clients.examples)
 
-    def take(x):
-        taken = np.take_along_axis(np.asarray(x), rows.reshape(*rows.shape, *[1] * (np.ndim(x) - 2)), axis=1)
-        return np.where(real.reshape(*real.shape, *[1] * (np.ndim(x) - 2)), taken, np.zeros_like(taken))
+    def of_client(i):
+        return jax.tree.map(lambda x: x[i, wanted[i]], examples)
 
-    return Clients(jax.tree.map(take, clients.examples), size.astype(np.int32), ids)
+    return stack_clients(map(of_client, range(len(wanted))))._replace(id=ids)

@@ -134,13 +134,17 @@ def split_dataset(
     return Split(dataset, num_clusters, heterogeneity, partition, examples_per_client, seed, dict(options), train, test)
 
 
-def of_cluster(split: Split, pool: Pool, cluster: int) -> Pool:
-    """Returns the part of a pool that clients of a cluster may have."""
+def of_cluster(split: Split, cluster: int) -> Split:
+    """Returns the split with the parts of its pools that clients of a cluster may have."""
     if split.heterogeneity not in SELECTIVE:
-        return pool
-    choose, labels = HETEROGENEITY[split.heterogeneity][0], pool.examples["y"][pool.rows]
-    rows, _ = choose(pool.rows, labels, cluster, split.num_clusters, split.dataset.num_classes)
-    return pool._replace(rows=rows)
+        return split
+    choose = HETEROGENEITY[split.heterogeneity][0]
+
+    def part(pool):
+        labels = pool.examples["y"][pool.rows]
+        return pool._replace(rows=choose(pool.rows, labels, cluster, split.num_clusters, split.dataset.num_classes)[0])
+
+    return split._replace(train=part(split.train), test=part(split.test))
 
 
 def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
@@ -160,13 +164,13 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
     return {name: values[rows] for name, values in examples.items()}
 
 
-def divide(split: Split, train: Pool, test: Pool, num_clients: int, group: int) -> list[np.ndarray]:
-    """Divides a training pool among the clients of one group; `group` selects the random numbers.
+def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
+    """Divides the training pool among the clients of one group; `group` selects the random numbers.
 
     Returns:
-      The rows of each client. Writers without examples in the `test` pool are left out.
+      The rows of each client. Writers without examples in the test pool are left out.
     """
-    partition, each = PARTITIONS[split.partition][0], split.examples_per_client
+    partition, each, train, test = PARTITIONS[split.partition][0], split.examples_per_client, split.train, split.test
     rows, stream = train.rows, (split.seed, PARTITION, group)
     rng = np.random.default_rng((split.seed, SUBSAMPLE, group))
     if split.partition == "writer":
@@ -187,15 +191,15 @@ def divide(split: Split, train: Pool, test: Pool, num_clients: int, group: int) 
     return [rows[part] for part in partition(train.kind[rows], num_clients, seed=stream, **taken)]
 
 
-def divide_test(split: Split, train: Pool, test: Pool, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
-    """Divides a test pool among the clients that `divide` has given the `parts` of the training pool.
+def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.ndarray]:
+    """Divides the test pool among the clients that `divide` has given the `parts` of the training pool.
 
     A client's test examples are of its own labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
     """
     own = split.partition in (*OF_LABELS, "writer")
-    kind, of_test = (pool.kind if own else np.zeros_like(pool.kind) for pool in (train, test))
-    return allot(test.rows, of_test, [kind[part] for part in parts], seed=(split.seed, ALLOT, group))
+    kind, of_test = (pool.kind if own else np.zeros_like(pool.kind) for pool in (split.train, split.test))
+    return allot(split.test.rows, of_test, [kind[part] for part in parts], seed=(split.seed, ALLOT, group))
 
 
 def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 
 import numpy as np
@@ -77,13 +78,11 @@ def _of_characters(
 
     characters, counts = np.unique(codes_of(parts["train"]["x"]), return_counts=True)
     common = characters[np.lexsort((characters, -counts))][: vocab_size - 2]
-    by_code = np.argsort(common)
+    id_of = np.full(sys.maxunicode + 1, UNKNOWN, np.int32)
+    id_of[common] = np.arange(2, len(common) + 2)
     encoded, writer = {}, None if dataset.writer is None else {}
     for name, part in parts.items():
-        codes = codes_of(part["x"])
-        place = np.minimum(np.searchsorted(common[by_code], codes), len(common) - 1) if len(common) else 0
-        known = common[by_code][place] == codes if len(common) else np.zeros(0, bool)
-        ids = np.append(np.where(known, by_code[place] + 2, UNKNOWN) if len(common) else [], PAD).astype(np.int32)
+        ids = np.append(id_of[codes_of(part["x"])], np.int32(PAD))
         # Row r of a text begins at its character r (length - 1).
         sizes = np.array([len(str(text)) for text in part["x"]])
         ends, rows = np.cumsum(sizes), -(-np.maximum(sizes - 1, 0) // (length - 1))

@@ -124,17 +124,15 @@ def cache_features(
 
 def _of_clients(compute: Any, clients: Clients, batch_size: int) -> Clients:
     x, real = np.asarray(clients.examples["x"]), np.asarray(mask(clients))
-    rows = x[real]
-    found = None
-    for first in range(0, max(len(rows), 1), batch_size):
-        batch = rows[first : first + batch_size]
-        missing = np.zeros((batch_size - len(batch), *rows.shape[1:]), rows.dtype)  # one program for all batches
-        values = np.asarray(compute(np.concatenate([batch, missing])))[: len(batch)]
-        if found is None:
-            found = np.empty((len(rows), *values.shape[1:]), values.dtype)
-        found[first : first + batch_size] = values
-    features = np.zeros((*real.shape, *found.shape[1:]), found.dtype)
-    features[real] = found
+    flat, places, features = x.reshape(-1, *x.shape[2:]), np.flatnonzero(real), None
+    for first in range(0, max(len(places), 1), batch_size):
+        rows = places[first : first + batch_size]
+        missing = np.zeros((batch_size - len(rows), *x.shape[2:]), x.dtype)  # one program for all batches
+        values = np.asarray(compute(np.concatenate([flat[rows], missing])))[: len(rows)]
+        if features is None:
+            features = np.zeros((real.size, *values.shape[1:]), values.dtype)
+        features[rows] = values
+    features = features.reshape(*real.shape, *features.shape[1:])
     return clients._replace(examples={**clients.examples, "x": features})
 
 
