@@ -279,6 +279,7 @@ def test_characters_by_hand():
     assert data.train["x"].dtype == np.int32
     assert data.train["y"].tolist() == [0, 0, 3, 4] and data.writer["train"].tolist() == [5, 5, 8, 9]
     assert data.test["x"].tolist() == [[4, 1, 0]] and data.writer["test"].tolist() == [0]
+    assert tokenize(of_characters([""], ["cz"]), length=3)[0].test["x"].tolist() == [[1, 1, 0]]
     with pytest.raises(ValueError, match="length must be an integer, at least 2, got 1"):
         tokenize(of_characters(["ab"]), length=1)
     with pytest.raises(ValueError, match=r"unknown dataset\.tokens 'character': did you mean 'characters'"):

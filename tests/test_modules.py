@@ -306,3 +306,13 @@ def test_a_module_with_a_list_has_no_hash_and_works():
 def test_one_hidden_layer_of_a_number():
     assert jfcl.models.MLP(C, 16) == jfcl.models.MLP(C, hidden=(16,))
     assert classification(jfcl.models.MLP(C, 16), (D,), C) is classification(jfcl.models.MLP(C, [16]), (D,), C)
+
+
+def test_a_last_layer_that_is_called_by_name_is_found():
+    task = classification(linen(lambda self, x: nn.Dense(C)(inputs=nn.relu(x))), (D,), C)
+    assert task.represent(task.init(jax.random.key(0)), jnp.array([[-1.0, 2, -3, 4]])).tolist() == [[0, 2, 0, 4]]
+
+
+def test_a_module_without_parameters_is_a_task():
+    task = classification(linen(lambda self, x: x[:, :C]), (D,), C)
+    assert task.init(jax.random.key(0)) == {} and task.predict({}, jnp.arange(4.0)[None]).tolist() == [[0, 1, 2]]

@@ -46,6 +46,20 @@ class Normalised(nn.Module):
         return nn.Dense(C)(x)
 
 
+class Doubled(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs, *, factor):
+        return factor * super().__call__(inputs=inputs)
+
+
+class Derived(nn.Module):
+    """Its first layer is of a class derived from `nn.Dense`, which calls that."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(C, name="Dense_0")(inputs=jnp.tanh(Doubled(H)(inputs=x, factor=2.0)))
+
+
 class Nnx(nnx.Module):
     def __init__(self, *, rngs):
         self.first = nnx.Linear(D, H, rngs=rngs)
@@ -134,8 +148,14 @@ def test_adapters_are_those_of_numpy(which):
 
 @pytest.mark.parametrize(
     "task",
-    [PLAIN, NORMAL, jfcl.models.classification(Normalised(), (D,), C), OF_NNX, PAIR],
-    ids=["linen", "normal", "normalised", "nnx", "functions"],
+    [
+        PLAIN,
+        NORMAL,
+        *(jfcl.models.classification(module, (D,), C) for module in (Normalised(), Derived())),
+        OF_NNX,
+        PAIR,
+    ],
+    ids=["linen", "normal", "normalised", "derived", "nnx", "functions"],
 )
 def test_merged_models_predict_the_same(task):
     params, x = pretrained(task), data().examples["x"][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jfcl.core import check, check_count
-from jfcl.data.parts import Seed, apportioned, as_labels, check_enough, sorted_by
+from jfcl.data.parts import Seed, apportioned, as_labels, check_enough, equal_sizes, parts_of, sorted_by
 
 
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
@@ -76,7 +76,7 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
     score[nth % num_clients, rng.permutation(k)[nth % k]] = 2
     held = rng.permutation(np.argsort(-score, axis=1, kind="stable")[:, :labels_per_client])
     order, starts = sorted_by(label, rng), np.concatenate([[0], np.cumsum(np.bincount(label))])
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    owner = np.full(len(labels), -1)
     for j in range(k):
         owners, examples = np.flatnonzero((held == j).any(axis=1)), order[starts[j] : starts[j + 1]]
         if len(owners) > len(examples):
@@ -84,9 +84,9 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
                 f"labels_per_client, num_clients: label {values[j]} has {len(examples)} examples for the {len(owners)}"
                 " clients that should have it; use fewer clients or labels_per_client"
             )
-        for i, part in zip(owners, np.array_split(examples, max(len(owners), 1)), strict=False):
-            parts[i].append(part)
-    return [np.sort(np.concatenate(part)) for part in parts]
+        if len(owners):
+            owner[examples] = np.repeat(owners, equal_sizes(len(examples), len(owners), None))
+    return parts_of(owner, range(num_clients))
 
 
 def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
@@ -128,8 +128,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
         cuts[-1] = len(of_label)
         owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
     size = np.bincount(owner, minlength=num_clients)
-    owned = np.split(np.argsort(owner, kind="stable"), np.cumsum(size)[:-1])
-    parts = [rng.permutation(part).tolist() for part in owned]
+    parts = [rng.permutation(part).tolist() for part in parts_of(owner, range(num_clients))]
     for i in np.flatnonzero(size < min_size):
         while size[i] < min_size:
             largest = int(size.argmax())  # above min_size, because there are N * min_size examples in all
@@ -181,9 +180,7 @@ def inner_dirichlet(
     check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
     check_enough(len(labels), num_clients, examples_per_client)
     if sizes is None:
-        extra = np.arange(num_clients) < len(labels) % num_clients
-        sizes = len(labels) // num_clients + extra if examples_per_client is None else examples_per_client
-        sizes = np.broadcast_to(sizes, num_clients)
+        sizes = equal_sizes(len(labels), num_clients, examples_per_client)
     else:
         sizes = np.asarray(sizes)
         fits = sizes.shape == (num_clients,) and sizes.dtype.kind in "iu" and sizes.min() >= 1
@@ -198,13 +195,12 @@ def inner_dirichlet(
     share[lost] = np.eye(len(left))[rng.integers(len(left), size=lost.sum())]
     client = rng.permutation(np.repeat(np.arange(num_clients), sizes))
     drawn = _draw(share, left, client, rng.random(len(client)))
-    owner = np.full(len(labels), num_clients)
+    owner = np.full(len(labels), -1)
     order, starts = sorted_by(label, rng), np.concatenate([[0], np.cumsum(left)])
     for j in range(len(left)):
         places = np.flatnonzero(drawn == j)
         owner[order[starts[j] : starts[j] + len(places)]] = client[places]
-    by_owner = np.argsort(owner, kind="stable")[: len(client)]
-    return [np.sort(part) for part in np.split(by_owner, np.cumsum(sizes)[:-1])]
+    return parts_of(owner, range(num_clients))
 
 
 def _draw(share: np.ndarray, left: np.ndarray, client: np.ndarray, u: np.ndarray) -> np.ndarray:
@@ -269,16 +265,15 @@ def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> li
     in_table = labels.min() >= 0 and labels.max() < table.shape[1]
     check(in_table, "labels", (labels.min(), labels.max()), f"in 0..{table.shape[1] - 1}, a column of the table each")
     rng = np.random.default_rng(seed)
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    owner = np.full(len(labels), -1)
     for j in np.flatnonzero(table.any(axis=0)):
         examples = rng.permutation(np.flatnonzero(labels == j))
         counts = apportioned(len(examples), table[:, j] / table[:, j].max())
-        for i, part in enumerate(np.split(examples, np.cumsum(counts)[:-1])):
-            parts[i].append(part)
-    flat = [np.sort(np.concatenate(part)) for part in parts]
-    none = [i for i, part in enumerate(flat) if not len(part)]
+        owner[examples] = np.repeat(np.arange(num_clients), counts)
+    parts = parts_of(owner, range(num_clients))
+    none = [i for i, part in enumerate(parts) if not len(part)]
     check(not none, "distribution", f"a table that leaves clients {none[:5]} without", "one with examples for all")
-    return flat
+    return parts
 
 
 def as_distribution(distribution, num_clients: int, num_labels: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jfcl.core import check, check_count
 from jfcl.data.label_skew import by_distribution, by_label, dirichlet, inner_dirichlet, pathological
-from jfcl.data.parts import Seed, as_labels, check_enough, count_of, sizes_like, sorted_by
+from jfcl.data.parts import Seed, as_labels, check_enough, count_of, equal_sizes, parts_of, sizes_like, sorted_by
 
 
 def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -35,10 +35,7 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
     """
     num_examples = count_of(num_examples)
     check_enough(num_examples, num_clients, examples_per_client)
-    order = np.random.default_rng(seed).permutation(num_examples)
-    if examples_per_client is not None:
-        order = order[: num_clients * examples_per_client]
-    return [np.sort(part) for part in np.array_split(order, num_clients)]
+    return by_sizes(num_examples, equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
 
 
 def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -98,9 +95,7 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
         check(num_clients <= len(ids), "num_clients", num_clients, f"at most {len(ids)}, the number of writers")
         ids = np.sort(np.random.default_rng(seed).permutation(ids)[:num_clients])
     check(len(ids) > 0, "writer", "no writer id", "at least one writer with examples")
-    order = np.argsort(writer, kind="stable")
-    first, last = (np.searchsorted(writer[order], ids, side=side) for side in ("left", "right"))
-    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
+    return parts_of(writer, ids)
 
 
 def power_law_sizes(

@@ -40,6 +40,20 @@ def sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
+def parts_of(owner: np.ndarray, owners) -> list[np.ndarray]:
+    """Returns the indices of the examples of each of `owners` (sorted integers), where `owner` `[n]` has them."""
+    order = np.argsort(owner, kind="stable")
+    first, last = (np.searchsorted(owner[order], owners, side=side) for side in ("left", "right"))
+    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
+
+
+def equal_sizes(num_examples: int, num_clients: int, examples_per_client: int | None) -> np.ndarray:
+    """Returns `[N]` sizes: `examples_per_client`, or, where it is `None`, those of equal parts of all examples."""
+    if examples_per_client is not None:
+        return np.full(num_clients, examples_per_client)
+    return num_examples // num_clients + (np.arange(num_clients) < num_examples % num_clients)
+
+
 def sizes_like(weight: np.ndarray, num_examples: int, *, seed: Seed, min_size: int) -> np.ndarray:
     """Returns `[N]` sizes in random order: `min_size` each, and the rest in proportion to `weight` `[N]`."""
     check_count("min_size", min_size)

@@ -21,6 +21,7 @@ from jfcl.data.dataset import Dataset, check_dataset, labels_of
 from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
 from jfcl.data.label_skew import as_distribution
 from jfcl.data.partition import OF_LABELS, PARTITIONS
+from jfcl.data.parts import parts_of
 from jfcl.data.sources import DATASETS, load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
@@ -257,7 +258,7 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
     kinds, train_kind = np.unique(np.concatenate(train_kinds), return_inverse=True)
     row = np.repeat(np.arange(len(train_kinds)), [len(part) for part in train_kinds])
     owed = np.zeros(len(train_kinds))
-    shares: list[list[np.ndarray]] = [[] for _ in train_kinds]
+    owner = np.full(len(kind), -1)
     pool = pool[np.argsort(kind[pool], kind="stable")]
     begin, end = (np.searchsorted(kind[pool], kinds, side=side) for side in ("left", "right"))
     by_kind = np.argsort(train_kind, kind="stable")
@@ -270,9 +271,8 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
         extra = np.lexsort((rng.random(len(clients)), whole - share - owed[clients]))[: len(examples) - whole.sum()]
         whole[extra] += 1
         owed[clients] += share - whole
-        for i, part in zip(clients, np.split(examples, np.cumsum(whole)[:-1]), strict=True):
-            shares[i].append(part)
-    parts = [np.sort(np.concatenate(part)).astype(np.int64) for part in shares]
+        owner[examples] = np.repeat(clients, whole)
+    parts = parts_of(owner, range(len(train_kinds)))
     for i, part in enumerate(parts):
         if not len(part):
             own = pool[np.isin(kind[pool], train_kinds[i])]

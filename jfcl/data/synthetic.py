@@ -94,7 +94,6 @@ def fc_regression(
       ((16, 9, 10), (4, 10), [0.0, 100.0])
     """
     check_count("clients_per_cluster", clients_per_cluster)
-    check_count("num_clusters", num_clusters)
     _check_scale("radius", radius)
     theta = radius * _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
     name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"

@@ -243,10 +243,9 @@ class _Pricing:
         if cycles is not None and self.chip.is_tpu:
             seconds = int(cycles) / self.chip.clock
         elif self.chip.is_tpu:
-            rows = Counter()
-            for kind, count in _rows_moved(self.program, i):
-                rows[kind] += count
-            seconds, guess = self._guess(i, memory, sum(rows.values())), next(iter(rows), i.op)
+            rows = list(_rows_moved(self.program, i))
+            seconds = self._guess(i, memory, sum(count for _, count in rows))
+            guess = rows[0][0] if rows else i.op
         else:
             seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1)) + LAUNCH
         tally = Counter({("seconds", self._part(i), _limit(seconds, products, memory)): seconds})

@@ -46,12 +46,8 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
     """
     if coordinator == "auto":
         coordinator, num_processes, process_id = _surroundings()
-        check(
-            None not in (coordinator, num_processes, process_id),
-            "coordinator",
-            "auto",
-            "given as host:port, with the number of processes and this one's: no cluster was detected here",
-        )
+        accepted = "given as host:port, with the number of processes and this one's: no cluster was detected here"
+        check(None not in (coordinator, num_processes, process_id), "coordinator", "auto", accepted)
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
     whole = num_processes is not None and 1 <= num_processes <= MOST

@@ -25,10 +25,10 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Memory(NamedTuple):
     """Bytes of a program on each chip, as its compiler counts them: padded layouts included."""
 
-    arguments: int
-    results: int
-    temporaries: int
-    aliased: int  # results that take the place of arguments
+    arguments: int = 0
+    results: int = 0
+    temporaries: int = 0
+    aliased: int = 0  # results that take the place of arguments
 
     @property
     def total(self) -> int:
@@ -39,7 +39,7 @@ def memory_of(compiled: Any) -> Memory:
     """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
     found = compiled.memory_analysis()
     if found is None:
-        return Memory(0, 0, 0, 0)
+        return Memory()
     return Memory(
         int(found.argument_size_in_bytes),
         int(found.output_size_in_bytes),
@@ -140,12 +140,9 @@ def check_memory(
         copies = 0 if kind == "cpu" and inner is client_axis else 1
     data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
-    check(
-        data + 2 * models < free,
-        "memory",
-        f"{(data + 2 * models) / 1e9:.1f} GB of data, models and states",
-        f"at most the {free / 1e9:.1f} GB that are free; use fewer clients or examples, or a smaller model",
-    )
+    held, at_most = data + 2 * models, f"at most the {free / 1e9:.1f} GB that are free"
+    accepted = f"{at_most}; use fewer clients or examples, or a smaller model"
+    check(held < free, "memory", f"{held / 1e9:.1f} GB of data, models and states", accepted)
     at_once = inner.size if isinstance(inner, mapping.chunked) else -(-n // parts)
     model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
@@ -155,9 +152,4 @@ def check_memory(
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink
     chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
     advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
-    check(
-        data + needed < free,
-        "memory",
-        f"{(data + needed) / 1e9:.1f} GB",
-        f"at most the {free / 1e9:.1f} GB that are free; {advice}",
-    )
+    check(data + needed < free, "memory", f"{(data + needed) / 1e9:.1f} GB", f"{at_most}; {advice}")

@@ -122,7 +122,7 @@ class _Program(NamedTuple):
 
     needed: int
     text: str = ""
-    memory: Memory = Memory(0, 0, 0, 0)
+    memory: Memory = Memory()
     cost: Cost | None = None
 
     @property

@@ -170,16 +170,16 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
     found = {}  # the names of the kernels that dense layers use
 
     def name_of(layer, x):
-        """Returns the name of a dense layer's kernel; None for one without an adapter."""
+        """Returns the name of a dense layer's kernel; None without an adapter, and for classes derived from it."""
         name = "/".join((*layer.path, "kernel"))
-        return name if shapes.get(name) == (x.shape[-1], layer.features) else None
+        return name if type(layer) is nn.Dense and shapes.get(name) == (x.shape[-1], layer.features) else None
 
     def kernels(function, own, *rest):
         names = set()
 
-        def note(layer, call, inputs):
+        def note(layer, call, inputs, *args, **kwargs):
             names.add(name_of(layer, inputs))
-            return call(inputs)
+            return call(inputs, *args, **kwargs)
 
         def normalise(layer, call, *args, **kwargs):  # with a kernel that is not the parameter itself
             before = set(names)
@@ -197,8 +197,8 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
         names = found["kernels"]
         factors = named_parameters(own)
 
-        def add(layer, call, inputs):
-            out, name = call(inputs), name_of(layer, inputs)
+        def add(layer, call, inputs, *args, **kwargs):
+            out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
             if name not in names:
                 return out
             a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")

@@ -63,10 +63,6 @@ def patches(x: jax.Array, kernel: tuple[int, int], strides: tuple[int, int], pad
     return jnp.concatenate(_windows(_padded(x, padding), kernel, strides), axis=-1)
 
 
-def _forward_patches(x, w, strides, padding):
-    return patches(x, w.shape[:2], strides, padding) @ w.reshape(-1, w.shape[-1])
-
-
 def _input_gradient(g, w, shape, strides, padding):
     """Returns d loss / d x, as a convolution of the output's gradient with the mirrored kernel.
 
@@ -153,7 +149,7 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
         return _plain(x, w, strides, padding)
 
     def of_patches(x, w):
-        return _forward_patches(x, w, strides, padding)
+        return patches(x, kernel, strides, padding) @ w.reshape(-1, w.shape[-1])
 
     def to_input(form, g, w):
         return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)

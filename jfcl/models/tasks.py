@@ -13,18 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import (
-    DenseStart,
-    PyTree,
-    Task,
-    by_platform,
-    check,
-    check_choice,
-    dense_start,
-    divided,
-    joined,
-    parameter_names,
-)
+from jfcl.core import DenseStart, PyTree, Task, by_platform, check, check_choice, dense_start
+from jfcl.core.scopes import divided, joined, parameter_names
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 from jfcl.models.traces import ends_in_softmax, explained
@@ -71,9 +61,8 @@ def task(
     """
     check_choice("kind", kind, KINDS)
     check(kind == "regression" or not half, "half", half, "False for a classification, which has no squared error")
-    check(
-        statistics is None or train is not None, "statistics", statistics, "left out without train, which renews them"
-    )
+    fits = statistics is None or train is not None
+    check(fits, "statistics", statistics, "left out without train, which renews them")
     cost = _cost(kind, half)
 
     def loss(params, batch):
