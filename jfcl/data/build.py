@@ -12,18 +12,7 @@ from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, chec
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
-from jfcl.data.split import (
-    NEWCOMERS,
-    Examples,
-    Split,
-    SplitPlan,
-    divide,
-    divide_test,
-    of_cluster,
-    split_dataset,
-    take,
-    transform_of,
-)
+from jfcl.data.split import NEWCOMERS, Examples, Split, divide, divide_test, of_cluster, split_dataset, take
 
 
 class Federation(NamedTuple):
@@ -155,7 +144,7 @@ def build(
 
     # Plan.
     train, test = _plans(split, num_clients, reuse)
-    examples, new = (None, None) if newcomer_examples is None else _newcomers(split, newcomer_examples)
+    new = None if newcomer_examples is None else _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
     own = slice(None) if rows is None else rows(num_clients)
@@ -163,8 +152,8 @@ def build(
     sizes = np.array([len(part) for part in train.rows])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
-        train=stack(train, dataset.train, own),
-        test=stack(test, split.test.examples, own),
+        train=_stack(split, train, own),
+        test=_stack(split, test, own),
         cluster=train.cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
@@ -178,14 +167,22 @@ def build(
             f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), "
             f"{num_clusters} cluster(s) ({heterogeneity}), {held}"
         ),
-        newcomers=stack(new, examples) if new else None,
+        newcomers=_stack(split, new) if new else None,
         newcomer_cluster=new.cluster if new else None,
         writer=split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None,
     )
 
 
-def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, SplitPlan]:
-    """Returns the plans of training and test data of `num_clients` clients, lists of rows."""
+class _Plan(NamedTuple):
+    """The clients of a division before their data are made: the rows `[m_i]` of each among `examples`, its cluster."""
+
+    rows: list[np.ndarray]
+    cluster: np.ndarray
+    examples: Examples
+
+
+def _plans(split: Split, num_clients: int, reuse: str) -> tuple[_Plan, _Plan]:
+    """Returns the plans of training and test data of `num_clients` clients."""
     cluster = (np.arange(num_clients) % split.num_clusters).astype(np.int32)
     if reuse == "auto":
         each = split.examples_per_client
@@ -206,13 +203,12 @@ def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, Split
         shares = divide_test(own, parts, group)
         for i, part, share in zip(clients, parts, shares, strict=True):
             rows[i], rows_of_test[i] = part, share
-    transform = transform_of(split)
-    return SplitPlan(rows, cluster, transform), SplitPlan(rows_of_test, cluster, transform)
+    return _Plan(rows, cluster, split.train.examples), _Plan(rows_of_test, cluster, split.test.examples)
 
 
-def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
-    """Returns the plan of new clients of `count` test examples, and the examples that its rows refer to."""
-    clusters, dataset, transform = range(split.num_clusters), split.dataset, transform_of(split)
+def _newcomers(split: Split, count: int) -> _Plan:
+    """Returns the plan of new clients of `count` test examples."""
+    clusters, dataset = range(split.num_clusters), split.dataset
     if split.partition == "writer":
         if dataset.test is None:
             raise ValueError(f"newcomer_examples: {dataset.name!r} has no test split with writers of its own")
@@ -224,7 +220,7 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
         allowed = [of_cluster(split._replace(test=pool), k).test.rows for k in clusters]
         kept = [part[np.isin(part, allowed[k])] for part, k in zip(parts, cluster, strict=True)]
         some = [i for i, part in enumerate(kept) if len(part)]
-        return dataset.test, SplitPlan([kept[i] for i in some], cluster[some], transform)
+        return _Plan([kept[i] for i in some], cluster[some], dataset.test)
     parts, cluster = [], []
     for k in clusters:
         own = of_cluster(split, k).test.rows
@@ -233,21 +229,20 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
         new = iid(len(own), clients, seed=(split.seed, NEWCOMERS, k), examples_per_client=count)
         parts += [own[part] for part in new]
         cluster += [k] * clients
-    return split.test.examples, SplitPlan(parts, np.array(cluster, np.int32), transform)
+    return _Plan(parts, np.array(cluster, np.int32), split.test.examples)
 
 
-def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clients:
-    """Returns `Clients` of rows `own` of a plan with lists of rows, padded to the largest client of all."""
+def _stack(split: Split, plan: _Plan, own: slice = slice(None)) -> Clients:
+    """Returns the clients `own` of a plan, padded to the largest client of all."""
     length = max(len(rows) for rows in plan.rows)
     count = len(plan.rows)
     ids = np.arange(count, dtype=np.int32)[own]
     parts, cluster = plan.rows[own], plan.cluster[own]
     size = np.array([len(rows) for rows in parts], np.int32)
-    stacked = {
-        name: aligned_zeros((len(parts), length, *values.shape[1:]), values.dtype) for name, values in examples.items()
-    }
+    shape, examples = (len(parts), length), plan.examples
+    stacked = {name: aligned_zeros((*shape, *v.shape[1:]), v.dtype) for name, v in examples.items()}
     for i, rows in enumerate(parts):
-        for name, values in plan.transform(take(examples, rows), int(cluster[i])).items():
+        for name, values in take(split, examples, rows, int(cluster[i])).items():
             stacked[name][i, : size[i]] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check
@@ -198,8 +199,6 @@ def fetch(tree: PyTree) -> PyTree:
     def whole(x):
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
-        from jax.experimental import multihost_utils
-
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
     return jax.device_get(tree) if not several() else jax.tree.map(whole, tree)
@@ -229,8 +228,6 @@ def same_everywhere(value: Any) -> Any:
     """
     if not several():
         return value
-    from jax.experimental import multihost_utils
-
     text = np.frombuffer(json.dumps(value).encode(), np.uint8) if is_first() else np.zeros(0, np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     buffer = np.zeros(length, np.uint8)
@@ -265,8 +262,6 @@ def same_arrays(tree: PyTree) -> PyTree:
     """Returns the first process's NumPy arrays in all processes; the others pass arrays of the same shapes."""
     if not several():
         return tree
-    from jax.experimental import multihost_utils
-
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
@@ -279,8 +274,6 @@ def everybodys(values: Sequence[int]) -> np.ndarray:
     """
     if not several():
         return np.array([values], np.int32)
-    from jax.experimental import multihost_utils
-
     return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32)))
 
 

@@ -137,26 +137,23 @@ def network(
       ValueError: no such argument, and a module that needs one; state other than statistics of real numbers; a module
         that fails on a batch of inputs, or returns more than one array.
     """
-    net = _network(module, input_shape, dtype, training_argument)
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module_name(module)
+        raise ValueError(f"module must be an instance of a flax.linen module, got the class {name}: give {name}(...)")
+    if isinstance(module, nn.Module):
+        net = of_linen(module, input_shape, dtype, training_argument)
+    else:
+        accepted = "a flax.linen module, a flax.nnx module, or a function of rngs"
+        check(callable(module), "module", type(module).__name__, accepted)
+        from jfcl.models.nnx_modules import of_nnx  # flax.nnx takes long to import
+
+        net = of_nnx(module, input_shape, dtype, training_argument)
     x = jax.ShapeDtypeStruct((2, *input_shape), dtype)
     with explained(net.name, x):
         params = jax.eval_shape(net.init, jax.random.key(0))
         program, outputs = jax.make_jaxpr(net.apply, return_shape=True)(params, x)
     check(hasattr(outputs, "shape"), f"the outputs of {net.name}", type(outputs).__name__, "one array")
     return net._replace(outputs=outputs, is_softmax=ends_in_softmax(program.jaxpr))
-
-
-def _network(module: Any, input_shape: tuple[int, ...], dtype: Any, training_argument: str | None) -> Network:
-    if isinstance(module, nn.Module):
-        return of_linen(module, input_shape, dtype, training_argument)
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        name = module_name(module)
-        raise ValueError(f"module must be an instance of a flax.linen module, got the class {name}: give {name}(...)")
-    accepted = "a flax.linen module, a flax.nnx module, or a function of rngs"
-    check(callable(module), "module", type(module).__name__, accepted)
-    from jfcl.models.nnx_modules import of_nnx  # flax.nnx takes long to import
-
-    return of_nnx(module, input_shape, dtype, training_argument)
 
 
 def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
