@@ -70,10 +70,9 @@ def from_frame(
     for given, table in [("frame", frame), ("test", test)]:
         is_frame = hasattr(table, "columns") and hasattr(table, "__getitem__")
         check(is_frame or (given == "test" and table is None), given, type(table), "a frame with columns")
-    names = list(frame.columns)
-    by, xs, y = choose(names, by, x, y, others=True)
     splits = {"train": frame} | ({} if test is None else {"test": test})
-    return as_dataset(splits, read, by, xs, y, tokens=tokens, name=name, columns=lambda table: list(table.columns))
+    wanted = choose(list(frame.columns), by, x, y, others=True)
+    return as_dataset(splits, read, *wanted, tokens=tokens, name=name, columns=lambda table: list(table.columns))
 
 
 def from_huggingface(

@@ -1,4 +1,4 @@
-"""A reader of optimised XLA programs, as text: computations, instructions, trip counts of loops, lines of source.
+"""A reader of optimised XLA programs, as text: computations, instructions, trip counts of loops, functions of Python.
 
 `compiled.as_text()` of a program that `jax.jit(...).lower(...).compile()` made is all that it needs.
 """
@@ -59,20 +59,12 @@ class Instruction(NamedTuple):
     is_root: bool
 
 
-class Frame(NamedTuple):
-    """A line of Python that an instruction comes from."""
-
-    file: str
-    function: str
-    line: int
-
-
 class Program(NamedTuple):
-    """A program: instructions by name, by computation; the entry; chains of frames by id, the innermost first."""
+    """A program: instructions by name, by computation; the entry; functions on a stack by its id, innermost first."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
-    frames: dict[int, tuple[Frame, ...]]
+    stacks: dict[int, tuple[str, ...]]
 
 
 def parse(text: str) -> Program:
@@ -109,7 +101,7 @@ def parse(text: str) -> Program:
             table[int(number)] = value
     if entry is None:
         raise ValueError("text must be an optimised XLA program with an ENTRY computation")
-    return Program(computations, entry, _frames(tables))
+    return Program(computations, entry, _stacks(tables))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -142,23 +134,24 @@ def _closing(text: str) -> int:
     return len(text) - 1
 
 
-def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Frame, ...]]:
-    """Returns the chain of frames of every id, the innermost first."""
-    number = {n: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", t)} for n, t in tables["FileLocations"].items()}
-    frames = {
-        n: Frame(
-            tables["FileNames"].get(at.get("file_name_id", 0), "").strip('"'),
-            tables["FunctionNames"].get(at.get("function_name_id", 0), "").strip('"'),
-            at.get("line", 0),
-        )
-        for n, at in number.items()
-    }
-    chains: dict[int, tuple[Frame, ...]] = {}
+def _stacks(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, ...]]:
+    """Returns the functions on the stack of every id, the innermost first, without those of installed packages."""
+
+    def fields(text):
+        return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+    functions: dict[int, str] = {}
+    for n, text in tables["FileLocations"].items():
+        at = fields(text)
+        file = tables["FileNames"].get(at.get("file_name_id"), "")
+        function = tables["FunctionNames"].get(at.get("function_name_id"), "")
+        functions[n] = _function(file.strip('"'), function.strip('"'))
+    stacks: dict[int, tuple[str, ...]] = {}
     for n, text in tables["StackFrames"].items():  # a frame comes behind its callers; ids of callers are one too large
-        at = {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", text)}
-        location = frames.get(at.get("file_location_id", 0))
-        chains[n] = (() if location is None else (location,)) + chains.get(at.get("parent_frame_id", 0) - 1, ())
-    return chains
+        at = fields(text)
+        own = functions.get(at.get("file_location_id"))
+        stacks[n] = ((own,) if own else ()) + stacks.get(at.get("parent_frame_id", 0) - 1, ())
+    return stacks
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -258,17 +251,15 @@ def is_kernel(program: Program, instruction: Instruction) -> bool:
     return any(name.startswith("kernels.") for name in _functions(program, instruction))
 
 
-def _functions(program: Program, instruction: Instruction) -> list[str]:
-    """Returns the functions on the stack of an instruction that have a name, the innermost first."""
+def _functions(program: Program, instruction: Instruction) -> tuple[str, ...]:
+    """Returns the functions on the stack of an instruction, the innermost first."""
     found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-    chain = program.frames.get(int(found[1]), ()) if found else ()
-    return [name for name in map(_function, chain) if name]
+    return program.stacks.get(int(found[1]), ()) if found else ()
 
 
-def _function(frame: Frame) -> str:
-    """Returns the dotted name of a frame's function; "" for one of an installed package, or for no function."""
-    function = frame.function.split(".<locals>")[0]
-    path = Path(frame.file)
+def _function(file: str, function: str) -> str:
+    """Returns the dotted name of a function; "" for one of an installed package, or for no function."""
+    function, path = function.split(".<locals>")[0], Path(file)
     if path.is_relative_to(_PACKAGE):
         module = ".".join(path.relative_to(_PACKAGE).with_suffix("").parts)
         return f"{module}.{function}"
