@@ -12,7 +12,18 @@ from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, chec
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
-from jfcl.data.split import NEWCOMERS, Examples, Split, divide, divide_test, of_cluster, split_dataset, take
+from jfcl.data.split import (
+    NEWCOMERS,
+    Examples,
+    Split,
+    SplitPlan,
+    divide,
+    divide_test,
+    of_cluster,
+    split_dataset,
+    take,
+    transform_of,
+)
 
 
 class Federation(NamedTuple):
@@ -144,7 +155,7 @@ def build(
 
     # Plan.
     train, test = _plans(split, num_clients, reuse)
-    new = None if newcomer_examples is None else _newcomers(split, newcomer_examples)
+    examples, new = (None, None) if newcomer_examples is None else _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
     own = slice(None) if rows is None else rows(num_clients)
@@ -152,8 +163,8 @@ def build(
     sizes = np.array([len(part) for part in train.rows])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
-        train=_stack(split, train, own),
-        test=_stack(split, test, own),
+        train=stack(train, dataset.train, own),
+        test=stack(test, split.test.examples, own),
         cluster=train.cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
@@ -167,22 +178,14 @@ def build(
             f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), "
             f"{num_clusters} cluster(s) ({heterogeneity}), {held}"
         ),
-        newcomers=_stack(split, new) if new else None,
+        newcomers=stack(new, examples) if new else None,
         newcomer_cluster=new.cluster if new else None,
         writer=split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None,
     )
 
 
-class _Plan(NamedTuple):
-    """The clients of a division before their data are made: the rows `[m_i]` of each among `examples`, its cluster."""
-
-    rows: list[np.ndarray]
-    cluster: np.ndarray
-    examples: Examples
-
-
-def _plans(split: Split, num_clients: int, reuse: str) -> tuple[_Plan, _Plan]:
-    """Returns the plans of training and test data of `num_clients` clients."""
+def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, SplitPlan]:
+    """Returns the plans of training and test data of `num_clients` clients, lists of rows."""
     cluster = (np.arange(num_clients) % split.num_clusters).astype(np.int32)
     if reuse == "auto":
         each = split.examples_per_client
@@ -203,12 +206,13 @@ def _plans(split: Split, num_clients: int, reuse: str) -> tuple[_Plan, _Plan]:
         shares = divide_test(own, parts, group)
         for i, part, share in zip(clients, parts, shares, strict=True):
             rows[i], rows_of_test[i] = part, share
-    return _Plan(rows, cluster, split.train.examples), _Plan(rows_of_test, cluster, split.test.examples)
+    transform = transform_of(split)
+    return SplitPlan(rows, cluster, transform), SplitPlan(rows_of_test, cluster, transform)
 
 
-def _newcomers(split: Split, count: int) -> _Plan:
-    """Returns the plan of new clients of `count` test examples."""
-    clusters, dataset = range(split.num_clusters), split.dataset
+def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
+    """Returns the plan of new clients of `count` test examples, and the examples that its rows refer to."""
+    clusters, dataset, transform = range(split.num_clusters), split.dataset, transform_of(split)
     if split.partition == "writer":
         if dataset.test is None:
             raise ValueError(f"newcomer_examples: {dataset.name!r} has no test split with writers of its own")
@@ -220,7 +224,7 @@ def _newcomers(split: Split, count: int) -> _Plan:
         allowed = [of_cluster(split._replace(test=pool), k).test.rows for k in clusters]
         kept = [part[np.isin(part, allowed[k])] for part, k in zip(parts, cluster, strict=True)]
         some = [i for i, part in enumerate(kept) if len(part)]
-        return _Plan([kept[i] for i in some], cluster[some], dataset.test)
+        return dataset.test, SplitPlan([kept[i] for i in some], cluster[some], transform)
     parts, cluster = [], []
     for k in clusters:
         own = of_cluster(split, k).test.rows
@@ -229,20 +233,21 @@ def _newcomers(split: Split, count: int) -> _Plan:
         new = iid(len(own), clients, seed=(split.seed, NEWCOMERS, k), examples_per_client=count)
         parts += [own[part] for part in new]
         cluster += [k] * clients
-    return _Plan(parts, np.array(cluster, np.int32), split.test.examples)
+    return split.test.examples, SplitPlan(parts, np.array(cluster, np.int32), transform)
 
 
-def _stack(split: Split, plan: _Plan, own: slice = slice(None)) -> Clients:
-    """Returns the clients `own` of a plan, padded to the largest client of all."""
+def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clients:
+    """Returns `Clients` of rows `own` of a plan with lists of rows, padded to the largest client of all."""
     length = max(len(rows) for rows in plan.rows)
     count = len(plan.rows)
     ids = np.arange(count, dtype=np.int32)[own]
     parts, cluster = plan.rows[own], plan.cluster[own]
     size = np.array([len(rows) for rows in parts], np.int32)
-    shape, examples = (len(parts), length), plan.examples
-    stacked = {name: aligned_zeros((*shape, *v.shape[1:]), v.dtype) for name, v in examples.items()}
+    stacked = {
+        name: aligned_zeros((len(parts), length, *values.shape[1:]), values.dtype) for name, values in examples.items()
+    }
     for i, rows in enumerate(parts):
-        for name, values in take(split, examples, rows, int(cluster[i])).items():
+        for name, values in plan.transform(take(examples, rows), int(cluster[i])).items():
             stacked[name][i, : size[i]] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
 

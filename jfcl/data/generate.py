@@ -20,7 +20,18 @@ from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
-from jfcl.data.split import Examples, Pool, Split, divide, divide_test, of_cluster, split_dataset, take
+from jfcl.data.split import (
+    Examples,
+    Pool,
+    Split,
+    SplitPlan,
+    divide,
+    divide_test,
+    of_cluster,
+    split_dataset,
+    take,
+    transform_of,
+)
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
 
@@ -123,8 +134,8 @@ def generate_store(
         for is_test, part in enumerate(("train", "test")):
             streams = [_deals(own, k, int(sizes[k]), is_test) for k, own in enumerate(splits)]
             rows = (next(streams[k]) for k in cluster)  # computed client by client
-            pools = [own.test if is_test else own.train for own in splits]
-            _write(folder / part, split, pools, _counted(rows, bar, line), cluster, layout, known)
+            plan = SplitPlan(_counted(rows, bar, line), cluster, transform_of(split))
+            _write(folder / part, plan, [own.test if is_test else own.train for own in splits], layout, known)
     return open_stores(path)
 
 
@@ -151,30 +162,22 @@ def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Itera
             return
 
 
-def _write(
-    folder: Path,
-    split: Split,
-    pools: list[Pool],
-    rows: Iterator[np.ndarray],
-    cluster: np.ndarray,
-    layout: str,
-    about: dict[str, Any],
-) -> None:
-    """Writes a store of clients' rows: each cluster's pool once and clients as rows of it, or all their examples."""
+def _write(folder: Path, plan: SplitPlan, pools: list[Pool], layout: str, about: dict[str, Any]) -> None:
+    """Writes a plan as a store: each cluster's pool once and clients as rows of it, or every client's examples."""
 
     def base() -> Iterator[Examples]:
         for k, pool in enumerate(pools):
             for first in range(0, len(pool.rows), BLOCK):
-                yield take(split, pool.examples, pool.rows[first : first + BLOCK], k)
+                yield plan.transform(take(pool.examples, pool.rows[first : first + BLOCK]), k)
 
-    about = {"stored": _compact(base()), "cluster": cluster, **about}
-    clients = zip(cluster.tolist(), rows, strict=True)
+    about = {"stored": _compact(base()), "cluster": plan.cluster, **about}
+    clients = zip(plan.cluster.tolist(), plan.rows, strict=True)
     if layout == "index":
         starts = np.concatenate([[0], np.cumsum([len(pool.rows) for pool in pools])])
         rows = (starts[k] + np.searchsorted(pools[k].rows, part) for k, part in clients)
         ClientStore.create_indexed(folder, base(), rows, **about)
     else:
-        ClientStore.create(folder, (take(split, pools[k].examples, part, k) for k, part in clients), **about)
+        ClientStore.create(folder, (plan.transform(take(pools[k].examples, part), k) for k, part in clients), **about)
 
 
 def _check_room(path: Path, values: int, num_clients: int, examples_per_client: int) -> None:

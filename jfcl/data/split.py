@@ -11,7 +11,7 @@ training data is in no client's test data, under any transformation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,20 @@ from jfcl.data.sources import DATASETS, load
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
 
 Examples = dict[str, np.ndarray]  # {"x": [n, ...], "y": [n]}
+
+
+class SplitPlan(NamedTuple):
+    """The clients of a division, before their data are made.
+
+    Attributes:
+      rows: of each client in turn, its rows `[m_i]` of the data set: a list, or an iterator over a large population.
+      cluster: `[N]` int32, the true cluster of every client.
+      transform: `(examples, cluster) -> examples`: how the data of that cluster differ from the data set.
+    """
+
+    rows: Iterable[np.ndarray]
+    cluster: np.ndarray
+    transform: Callable[[Examples, int], Examples]
 
 
 class Pool(NamedTuple):
@@ -134,12 +148,21 @@ def of_cluster(split: Split, cluster: int) -> Split:
     return split._replace(train=part(split.train), test=part(split.test))
 
 
-def take(split: Split, examples: Examples, rows: np.ndarray, cluster: int) -> Examples:
-    """Returns the examples at `rows` as clients of a cluster have them, transformed unless the cluster selects them."""
-    transform = HETEROGENEITY["none" if split.heterogeneity in SELECTIVE else split.heterogeneity][0]
-    classes, seed = split.dataset.num_classes, (split.seed, TRANSFORM)
-    x, y = transform(examples["x"][rows], examples["y"][rows], cluster, split.num_clusters, classes, seed)
-    return {"x": x, "y": y}
+def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
+    """Returns the transform of a `SplitPlan`; heterogeneities that select examples leave them as they are."""
+    function = HETEROGENEITY["none" if split.heterogeneity in SELECTIVE else split.heterogeneity][0]
+    clusters, classes, seed = split.num_clusters, split.dataset.num_classes, (split.seed, TRANSFORM)
+
+    def transform(examples: Examples, cluster: int) -> Examples:
+        x, y = function(examples["x"], examples["y"], cluster, clusters, classes, seed)
+        return {"x": x, "y": y}
+
+    return transform
+
+
+def take(examples: Examples, rows: np.ndarray) -> Examples:
+    """Returns the examples at `rows`."""
+    return {name: values[rows] for name, values in examples.items()}
 
 
 def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
