@@ -127,8 +127,9 @@ def test_ifca_succeeds_more_often_with_clients_and_examples():
 
 
 def test_ifca_is_above_one_model_and_that_above_local_models():
-    few = {r["method"]: r["clients %"] for r in rows("ifca.table1-4800-clients", data="mnist 4800 x 50")}
-    assert few["ifca"] > few["fedavg"] > few["local"] + 20
+    for data, gain in (("mnist 4800 x 50", 20), ("mnist 2400 x 100", 10)):
+        few = {r["method"]: r["clients %"] for r in rows("ifca.table1-4800-clients", data=data)}
+        assert few["ifca"] > few["fedavg"] + 3 and few["fedavg"] > few["local"] + gain
     accuracy = {r["method"]: r["clients %"] for r in rows("ifca.table1-1200-clients")}
     assert accuracy["ifca"] > accuracy["fedavg"] + 3 > accuracy["local"] + 3
     assert one("ifca.table1-1200-clients", "identity", method="ifca") == 1
