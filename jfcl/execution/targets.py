@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import importlib.metadata
 import math
 import os
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -168,8 +169,6 @@ def _devices(chosen: Target) -> list:
     Raises:
       ValueError: a compiler that is not installed, of another version than this jax needs, or that fails.
     """
-    from jax.experimental import topologies
-
     if chosen.chip.is_tpu:
         kind, package, wanted = "tpu", "libtpu", _libtpu_of_jax()
         described = {"topology_name": chosen.name} | ({"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {})
@@ -185,10 +184,23 @@ def _devices(chosen: Target) -> list:
         needs = f"jax {own} needs {wanted}"
         raise ValueError(f"target {chosen.name!r}: {package} is of version {found}, but {needs}: {install}")
     try:
-        return topologies.get_topology_desc(platform=kind, **described).devices
-    except (RuntimeError, AttributeError) as error:
+        return _described(kind, package, described)
+    except (RuntimeError, AttributeError, ImportError) as error:
         failed = f"its compiler failed ({package} {found}, jax {own}: {first_line(error)})"
         raise ValueError(f"target {chosen.name!r}: {failed}; install that of this jax: {install}") from None
+
+
+def _described(kind: str, package: str, description: dict[str, Any]) -> list:
+    """Returns the devices of a description from JAX, also where it has looked for a GPU before and found none."""
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform=kind, **description).devices
+    except NotImplementedError:
+        if kind != "cuda":
+            raise
+        importlib.import_module(f"jax_plugins.xla_{package.split('-')[1]}").initialize()  # which JAX has left out
+        return topologies.get_topology_desc(platform=kind, **description).devices
 
 
 def first_line(error: Exception) -> str:
