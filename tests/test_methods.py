@@ -262,7 +262,7 @@ def served_under(name, axis):
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in {"ifca", "hypcluster", "knn_per"} else pytest.param(n, marks=pytest.mark.slow)
+        n if n in {"ifca", "knn_per", "myopic_clustering"} else pytest.param(n, marks=pytest.mark.slow)
         for n in METHODS
         if n != "fedbn"  # for models with batch normalisation
     ],

@@ -105,8 +105,8 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_n
       learners: the clients in training, for the models of lowest loss on their examples; None for those in `cluster`.
       task: of the models.
       row_axis, client_axis: the mappings over states and over clients.
-      of_newcomers: for newcomers, which get the models of lowest loss on `clients`, and as personal parameters the mean
-        of this number of clients (the first ones); None for clients of the run.
+      of_newcomers: for newcomers, the numbers of clients and models without padding, which is behind them: they get the
+        models of lowest loss on `clients`, and the mean of the clients' personal parameters. None for clients of the run.
 
     Returns:
       The results of `metrics.evaluate`, `[R, N]` each.
@@ -114,8 +114,9 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_n
 
     def one(params, cluster, personal, clients, learners):
         if of_newcomers is not None:
-            cluster, rows = None, num_clients(clients)
-            means = jax.tree.map(lambda x: x[:of_newcomers].mean(axis=0), personal)
+            cluster, rows, (all_clients, all_models) = None, num_clients(clients), of_newcomers
+            params = jax.tree.map(lambda x: x[:all_models], params)
+            means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), personal)
             personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
         if learners is not None:
             cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)

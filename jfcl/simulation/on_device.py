@@ -255,7 +255,9 @@ class OnDevice:
 
     def _evaluation(self, state: Any, data: Clients) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
-        learners, of_newcomers = (None, self._n) if data is self._newcomers else (self._learners, None)
+        learners, of_newcomers = self._learners, None
+        if data is self._newcomers:
+            learners, of_newcomers = None, (self._n, jax.tree.leaves(self.like.params)[0].shape[1])
         how = {"task": self._made.task, "row_axis": self._seed_axis, "client_axis": self._client_axis}
         return (models_of(state), data, learners), how | {"of_newcomers": of_newcomers}
 
