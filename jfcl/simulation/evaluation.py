@@ -105,9 +105,9 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_n
       learners: the clients in training, for the models of lowest loss on their examples; None for those in `cluster`.
       task: of the models.
       row_axis, client_axis: the mappings over states and over clients.
-      of_newcomers: for newcomers, the numbers of clients and models without padding, which is behind them. Newcomers get
-        the models of lowest loss on `clients`, and the mean of the clients' personal parameters. None for clients of the
-        run.
+      of_newcomers: for newcomers, the numbers of clients and of models without padding, which is behind them. Newcomers
+        get the models of lowest loss on `clients`, and the mean of the clients' personal parameters. None for clients
+        of the run.
 
     Returns:
       The results of `metrics.evaluate`, `[R, N]` each.
