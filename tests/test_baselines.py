@@ -156,6 +156,14 @@ def test_knn_per_looks_at_what_enters_the_last_layer():
     np.testing.assert_allclose(task.represent(params, x), hidden, rtol=1e-6)
 
 
+def test_knn_per_of_a_process_without_examples():
+    clients, task = classification()
+    empty = clients._replace(size=np.zeros_like(clients.size))
+    jfcl.knn_per(task, TWO, num_neighbours=3).check(empty)  # others hold the clients with examples
+    with pytest.raises(ValueError, match="num_neighbours must be at most"):
+        jfcl.knn_per(task, TWO, num_neighbours=10**6).check(clients)
+
+
 def test_hypcluster_is_ifca_by_size_and_its_warm_start_is_fedavg_in_parts():
     clients = regression(3)
     key = jax.random.key(2)

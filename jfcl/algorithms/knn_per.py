@@ -15,7 +15,19 @@ from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights, passed_on
 from jfcl.client import local, losses
-from jfcl.core import Adversary, Algorithm, Batch, Clients, PyTree, Task, check, check_count, is_concrete, num_clients
+from jfcl.core import (
+    INT32_MAX,
+    Adversary,
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_count,
+    is_concrete,
+    num_clients,
+)
 from jfcl.core.options import Excludes, Interval, Range, Real
 from jfcl.execution import mapping
 
@@ -142,7 +154,7 @@ def knn_per(
         if common.check is not None:
             common.check(clients)
         sizes = np.asarray(clients.size)
-        least, source = int(sizes[sizes > 0].min()), "the smallest client's examples"
+        least, source = int(sizes[sizes > 0].min(initial=INT32_MAX)), "the smallest client's examples"
         if mixing is None:
             kept = least - int(validation * least)
             least, source = min(kept, max(least - 1, 1)), source + " less those that choose its mixing weight"
