@@ -563,6 +563,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(how, tmp_path):
     assert started.returncode != 0
     kept = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit())
     options = {"num_rounds": kept + 130, "eval_every": 50, "rows_in_memory": 0}
+    options["test_store"] = ClientStore.from_clients(CLIENTS)  # as in the script
     there = population(METHODS["ditto"], out=tmp_path / "run", resume=True, checkpoint_seconds=1e9, **options)
     here = population(METHODS["ditto"], **options)
     same(here.state, there.state)

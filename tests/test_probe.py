@@ -176,6 +176,7 @@ def test_refuses(options, said, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is resumed with another mapping")
 def test_resumed_on_another_number_of_devices(tmp_path):
     """9 clients on two devices have a padding client, on one device none: what is kept does not depend on it."""
     common = ["--clients", "9", "--clusters", "3", "--local-steps", "2", "--quiet", "--eval-every", "1", "--seeds", "2"]
