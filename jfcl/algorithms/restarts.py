@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, check_count
+from jfcl.execution.jitted import traced_once
 from jfcl.kernels.base import sum_dtype
 
 COSTS = ("bytes_up", "bytes_down", "client_steps")
@@ -53,11 +54,12 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
             return jax.lax.fori_loop(0, num_rounds, one_round, start)
 
         def try_next(i, best):
-            state, failed, loss = run(jax.random.fold_in(key, i))
+            state, failed, loss = again(jax.random.fold_in(key, i))
             better = (i == 0) | (failed < best[1]) | ((failed == best[1]) & (loss < best[2]))
             return jax.tree.map(lambda a, b: jnp.where(better, a, b), (state, failed, loss), best)
 
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, key))
+        again, shapes = traced_once(run, key)
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return jax.lax.fori_loop(0, num_restarts, try_next, nothing)[0]
 
     def step(key: jax.Array, state, clients: Clients):

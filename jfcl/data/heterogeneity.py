@@ -12,7 +12,6 @@ import itertools
 import math
 
 import numpy as np
-import scipy.ndimage
 
 from jfcl.core import check, check_count
 
@@ -71,7 +70,9 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
         )
     if (4 * cluster) % num_clusters == 0:
         return np.rot90(x, 4 * cluster // num_clusters, axes=(1, 2)), y
-    return scipy.ndimage.rotate(x, angle, axes=(2, 1), reshape=False, order=1).astype(x.dtype), y
+    from scipy.ndimage import rotate  # takes long to import
+
+    return rotate(x, angle, axes=(2, 1), reshape=False, order=1).astype(x.dtype), y
 
 
 def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import hashlib
 import io
@@ -63,11 +64,15 @@ def _dataset(train: dict, test: dict | None, num_classes: int, writer: dict | No
 
 
 def _digits(data_dir) -> Dataset:
+    images, labels = _digits_file()
+    return _dataset({"x": (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), "y": labels.astype(np.int32)}, None, 10)
+
+
+@functools.cache
+def _digits_file() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    x = (digits.images / 16).astype(np.float32)[..., None]
-    return _dataset({"x": x, "y": digits.target.astype(np.int32)}, None, 10)
+    return load_digits(return_X_y=True)
 
 
 def _idx_images(folder: str, prefixes: tuple[str, str], num_classes: int):

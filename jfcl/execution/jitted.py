@@ -7,11 +7,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.execution import hosts
 
 LARGE = 2**16  # bytes of an array from outside that becomes an argument
+# Of programs that run once: LLVM unrolls random bits of some shapes, such as [200, 10], for seconds at its level 3.
+RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
 
 @partial(jax.jit, static_argnames=("jaxpr", "is_large", "donated", "structure"), donate_argnames="given")
@@ -31,10 +34,10 @@ class jitted:
     has its own copy in memory, compilation handles each number several times, and the compiler's count of memory does
     not have it. Here every program takes the same array. (Arrays that a `jax.jit` inside the function closes over stay
     constants; functions of this class that are called inside are inlined.) Arguments of `static_argnames` are given by
-    name.
+    name. `compiler_options` hold for programs without such arrays.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np
+      >>> import numpy as np
       >>> weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 200)), jnp.float32)
       >>> product = jitted(lambda x: x @ weights)
       >>> compiled = product.lower(jnp.ones(200)).compile()
@@ -43,10 +46,16 @@ class jitted:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, static_argnames: Sequence[str] = (), donate_argnames: str | Sequence[str] = ()
+        self,
+        fn: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnames: str | Sequence[str] = (),
+        compiler_options: dict[str, Any] | None = None,
     ):
         self._fn, self._static = fn, frozenset(static_argnames)
-        self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), donate_argnames=donate_argnames)
+        options = {"donate_argnames": donate_argnames, "compiler_options": compiler_options}
+        self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), **options)
         self._placed = {}  # large arrays, and these on all devices of a mesh
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -112,3 +121,30 @@ def _everywhere(mesh: Mesh) -> NamedSharding:
 def _shapes(arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
     sharding = None if mesh is None else _everywhere(mesh)
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+
+
+def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """Returns `fn` as a function that is not traced again, and the shapes of its results, for the carry of a loop.
+
+    Unlike a `jax.jit` inside a program, it leaves arrays that `fn` closes over to `jitted`.
+
+    Args:
+      fn: function of pytrees.
+      *args: arguments with the shapes of every call.
+
+    Returns:
+      `(again, shapes)`: `again(*args)` computes what `fn(*args)` computes.
+
+    Example:
+      >>> double, shape = traced_once(lambda x: 2 * x, jnp.ones(3))
+      >>> double(jnp.arange(3.0)).tolist(), shape.shape
+      ([0.0, 2.0, 4.0], (3,))
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def again(*args):
+        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, results)
+
+    return again, shapes

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-from flax import nnx
 
 from jfcl import data
 from jfcl.algorithms import METHODS, Method
@@ -92,7 +91,8 @@ def find_model(name: str) -> Callable[[int], Any]:
     _check_known("model", name, MODELS, "MODULE:NAME")
     make = _find("model", name)
     accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
-    if inspect.isclass(make) and issubclass(make, nnx.Module):
+    nnx = sys.modules.get("flax.nnx")  # takes long to import, and without it no class is derived from its own
+    if nnx is not None and inspect.isclass(make) and issubclass(make, nnx.Module):
         return lambda num_outputs: partial(make, num_outputs)  # a function of rngs
     if inspect.isclass(make) and issubclass(make, nn.Module):
         taken = [f.name for f in dataclasses.fields(make) if f.init and f.name not in ("parent", "name")]

@@ -74,6 +74,7 @@ def as_used(saved: dict[str, Any], where: str) -> dict[str, Any]:
     """
     if not is_configured(saved) or saved["method"] not in METHODS:
         return saved
-    known = {name: value for name, value in saved.items() if name in (*all_options(), "method", "num_rounds")}
+    names = {*all_options(), "method", "num_rounds"}
+    known = {name: value for name, value in saved.items() if name in names}
     used = used_options(Config(**check_options(from_saved(known), where)))
     return {name: used.get(name) if value is None else value for name, value in saved.items()}

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients, personal_part
 from jfcl.execution import layout, mapping, memory
-from jfcl.execution.jitted import jitted
+from jfcl.execution.jitted import RUNS_ONCE, jitted
 from jfcl.simulation.evaluation import evaluate_rows, models_of
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
@@ -154,7 +154,7 @@ def _made(make, static, values) -> Algorithm:
     return make(**{name: value for name, _, value in static}, **values)
 
 
-@partial(jitted, static_argnames=("make", "static", "row_axis"))
+@partial(jitted, static_argnames=("make", "static", "row_axis"), compiler_options=RUNS_ONCE)
 def _start(keys, values, clients, *, make, static, row_axis):
     def one(key, values, clients):
         state = _made(make, static, values).init(jax.random.fold_in(key, 0), clients)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
-from jfcl.execution.jitted import jitted
+from jfcl.execution.jitted import RUNS_ONCE, jitted, traced_once
 from jfcl.simulation.evaluation import (
     EVENTS,
     MOST_LISTED,
@@ -54,7 +54,7 @@ def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> N
     return NamedSharding(client_axis.mesh, spec)
 
 
-@partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"))
+@partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"), compiler_options=RUNS_ONCE)
 def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     algorithm = build(algorithm, hyperparams)
     state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
@@ -90,12 +90,12 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
     def one_seed(key, state):
         def one_round(t, carry):
             state, _, sums, events = carry
-            state, values = algorithm.step(jax.random.fold_in(key, t), state, clients)
+            state, values = step(jax.random.fold_in(key, t), state, clients)
             sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
             events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
             return state, values, sums, events
 
-        like = jax.eval_shape(algorithm.step, key, state, clients)[1]
+        step, (_, like) = traced_once(algorithm.step, key, state, clients)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
@@ -192,7 +192,9 @@ class OnDevice:
         self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
 
         # Programs. A call finds the one that is compiled already, or waits for it.
-        self.whole = jax.eval_shape(partial(_init, **self._static), self._keys, self._clients, self._hyperparams)
+        self.whole = self.like
+        if self._num_rows != self._n:
+            self.whole = jax.eval_shape(partial(_init, **self._static), self._keys, self._clients, self._hyperparams)
         if isinstance(client_axis, mapping.sharded):
             rows = self._num_rows
             self.whole = jax.tree.map(lambda x: x.update(sharding=_sharding(x.shape, rows, client_axis)), self.whole)

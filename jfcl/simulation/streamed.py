@@ -20,7 +20,7 @@ from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check_state, is_finite, personal_part
 from jfcl.data.store import ClientStore
 from jfcl.execution import layout
-from jfcl.execution.jitted import jitted
+from jfcl.execution.jitted import RUNS_ONCE, jitted
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort
 from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
@@ -52,7 +52,7 @@ def _with(clients: Clients, remembered: Any) -> Clients:
     return Clients(jax.tree.map(extend, clients.examples), extend(clients.size), ids)
 
 
-@partial(jitted, static_argnames=("init", "split"))
+@partial(jitted, static_argnames=("init", "split"), compiler_options=RUNS_ONCE)
 def _start(key, clients, remembered, *, init, split):
     """Returns the first state, apart."""
     clients = _with(clients, remembered)
