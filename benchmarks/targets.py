@@ -158,7 +158,7 @@ def measured(name: str, chip: str, rounds: int = 10) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]]) -> Figure:
-    """Milliseconds of a round by case, a bar for each target, on a logarithmic axis."""
+    """Milliseconds of a round by case, a bar for each target, on a logarithmic axis; pale: with its rarest branches."""
     cases = [name for name in CASES if any(row["case"] == name for row in rows)]
     shown = [t for t in TARGETS if any(row["target"] == t for row in rows)]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -167,9 +167,16 @@ def picture(rows: list[dict[str, Any]]) -> Figure:
     for i, target in enumerate(shown):
         found = {row["case"]: row.get("ms") for row in rows if row["target"] == target and row["fits"]}
         at = [k + (i - (len(shown) - 1) / 2) * width for k in range(len(cases))]
-        axes.bar(at, [found.get(name) or np.nan for name in cases], width, label=target)
+        rarest = [found.get(name) or np.nan for name in cases]
+        usual = [found.get(f"{name}, no rare branch") or rare for name, rare in zip(cases, rarest, strict=True)]
+        axes.bar(at, rarest, width, color=f"C{i}", alpha=0.35)
+        axes.bar(at, usual, width, color=f"C{i}", label=target)
     axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
-    axes.set(yscale="log", ylabel="ms a round, predicted", title="One round on accelerators that are not here")
+    axes.set(
+        yscale="log",
+        ylabel="ms a round, predicted",
+        title="One round on accelerators that are not here; pale: with its rarest branches",
+    )
     axes.margins(y=0.15)  # room for the legend
     axes.legend(ncols=len(shown), fontsize=8)
     return figure
