@@ -205,6 +205,8 @@ class _RowFile:
 
     def write(self, ids: np.ndarray, values: np.ndarray) -> None:
         """Sets the rows `ids` to `values` `[C, ...]`."""
+        if not len(ids):  # no client has answered, or no row was overwritten
+            return
         flat = np.ascontiguousarray(values).reshape(len(ids), -1).view(np.uint8)
         with files.named(self._path):
             for c, data in zip(ids.tolist(), flat, strict=True):
