@@ -156,6 +156,18 @@ def test_knn_per_looks_at_what_enters_the_last_layer():
     np.testing.assert_allclose(task.represent(params, x), hidden, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mixing", [None, 0.5])
+def test_knn_per_of_a_client_without_examples_is_the_global_model(mixing):
+    clients, task = classification()
+    algorithm = jfcl.knn_per(task, TWO, num_neighbours=3, mixing=mixing, mixings=[0.7])
+    empty = clients._replace(size=np.where(np.arange(5) == 2, 0, clients.size))
+    state = algorithm.init(jax.random.key(0), empty)
+    x = clients.examples["x"][2]
+    own = algorithm.task.predict(jax.tree.map(lambda p: p[2], state.params), x)
+    model = jax.tree.map(lambda p: p[0], state.common.params)
+    np.testing.assert_allclose(own, jax.nn.log_softmax(task.predict(model, x)), rtol=1e-5)
+
+
 def test_knn_per_of_a_process_without_examples():
     clients, task = classification()
     empty = clients._replace(size=np.zeros_like(clients.size))

@@ -43,7 +43,7 @@ class Neighbours(NamedTuple):
       memory: `[M, H]`, the model's representations of the client's examples.
       label: `[M]` int32, their labels.
       size: `[]` int32, their number.
-      mixing: `[]`, the weight of the neighbours, `λ`.
+      mixing: `[]`, the weight of the neighbours, `λ`; 0 for a client without examples.
     """
 
     model: PyTree
@@ -211,7 +211,7 @@ def neighbours(
     squares = jnp.where(jnp.arange(len(memory))[None, :] < size, squares, jnp.inf)
     near, rows = jax.lax.top_k(-squares, min(method.num_neighbours, len(memory)))
     width = float(memory.shape[1]) if method.scale is None else method.scale
-    shares = jax.nn.softmax(jnp.where(jnp.isfinite(near), near / width, -jnp.inf), axis=1)
+    shares = jax.nn.softmax(jnp.maximum(near / width, jnp.finfo(near.dtype).min), axis=1)  # finite without examples
     return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)
 
 
@@ -220,7 +220,7 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
     examples = losses.blank_padding(examples, size)
     memory, label = method.represent(model, examples["x"]), examples["y"]
     if method.mixing is not None:
-        return memory, label, jnp.asarray(method.mixing, jnp.float32)
+        return memory, label, jnp.where(size > 0, method.mixing, 0.0).astype(jnp.float32)
     outputs = method.task.predict(model, examples["x"])
     m, first = len(label), num_training(method, size)
     own = neighbours(method, memory, label, first, memory, outputs.shape[1])
@@ -230,7 +230,8 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
         guess = jnp.argmax(share * own + (1 - share) * jax.nn.softmax(outputs), axis=1)
         return ((guess == label) & judged).sum()
 
-    return memory, label, method.shares[jnp.argmax(jax.vmap(num_right)(method.shares))]
+    best = method.shares[jnp.argmax(jax.vmap(num_right)(method.shares))]
+    return memory, label, jnp.where(size > 0, best, jnp.zeros_like(best))
 
 
 def mixture_task(method: Mixture) -> Task:
