@@ -493,6 +493,19 @@ def test_rows_that_were_overwritten_after_the_checkpoint_come_back(cut, tmp_path
     np.testing.assert_array_equal(back.seen, saved["seen"])
 
 
+def test_files_of_rows_without_a_change(tmp_path):
+    row = [jax.ShapeDtypeStruct((3,), np.float32), jax.ShapeDtypeStruct((), np.int32)]
+    rows = ClientRows(5, row, folder=tmp_path, in_memory=0)
+    rows.checkpointed(1)
+    saved = jax.tree.map(np.copy, rows.saved())
+    rows.write(np.arange(0), [np.zeros((0, 3), np.float32), np.zeros(0, np.int32)])  # no client has answered
+    rows.write(np.arange(2), [np.ones((2, 3), np.float32), np.ones(2, np.int32)])  # both are new: nothing is overwritten
+    back = ClientRows(5, row, folder=tmp_path, resume=True, in_memory=0)
+    back.verify(1, saved)
+    back.restore(1, saved)
+    assert not back.seen.any()
+
+
 @pytest.mark.parametrize("damage", ["cut short", "is missing", "journal", "a bit"])
 def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     options = {"rows_in_memory": 0, "out": tmp_path / "run"}
@@ -605,6 +618,7 @@ def test_divergence_is_said():
 
 OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
+ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zero(), np.arange(6) > 3))
 
 
 @pytest.mark.parametrize(
@@ -642,6 +656,11 @@ RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
         ({"algorithm": jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=2)}, "join must be given"),
         ({"join": METHODS["local"].init}, "join must be an init with states of the same shapes"),
         ({"algorithm": jfcl.ifca(TASK, TRAINING, num_clusters=5)}, "num_clusters must be at most the 4 clients"),
+        (
+            {"algorithm": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER[:6])},
+            r"cluster must be one for each client, also for 6, got \(6,\)",
+        ),
+        ({"algorithm": ATTACKED}, "malicious must be one for each client, also for 6"),
     ],
 )
 def test_bad_input_is_refused_before_anything_compiles(options, said, tmp_path):
@@ -669,6 +688,11 @@ def test_another_population_is_not_resumed(tmp_path):
     with pytest.raises(ValueError, match="already holds a run"):
         population(out=tmp_path / "run")
     assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_evaluated_clients_of_unknown_clusters():
+    store = ClientStore.from_clients(CLIENTS, cluster=np.where(np.arange(7) < 2, -1, CLUSTER))
+    assert "cluster_accuracy" not in population(METHODS["fedavg"], store, num_rounds=1, evaluate=[0, 1]).records[-1]
 
 
 def test_without_tests_nothing_is_evaluated():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,17 +140,22 @@ def shared_means(
 
 def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
     """Returns the `Algorithm.check` of a method with this adversary: `malicious` must have an entry for each client."""
+    return None if adversary is None else partial(check_entries, "malicious", adversary.malicious)
 
-    def check_malicious(clients: Clients) -> None:
-        shape, n = np.shape(adversary.malicious), num_clients(clients)
-        if clients.id is None and jax.process_count() == 1:
-            check(shape == (n,), "malicious", shape, f"of shape ({n},)")
-        else:  # part of all clients
-            largest = np.asarray(client_ids(clients))[np.asarray(clients.size) > 0].max(initial=-1)
-            fits = len(shape) == 1 and shape[0] > largest
-            check(fits, "malicious", shape, f"one for each client, also for {largest}")
 
-    return None if adversary is None else check_malicious
+def check_entries(argument: str, entries: Any, clients: Clients) -> None:
+    """Checks that `entries` are a vector with one for each client, by its id.
+
+    Raises:
+      ValueError: they are not.
+    """
+    shape, n = np.shape(entries), num_clients(clients)
+    if clients.id is None and jax.process_count() == 1:
+        check(shape == (n,), argument, shape, f"of shape ({n},)")
+    else:  # part of all clients
+        largest = np.asarray(client_ids(clients))[np.asarray(clients.size) > 0].max(initial=-1)
+        fits = len(shape) == 1 and shape[0] > largest
+        check(fits, argument, shape, f"one for each client, also for {largest}")
 
 
 def attacked(

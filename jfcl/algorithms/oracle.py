@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfcl.algorithms.aggregate import check_entries
 from jfcl.algorithms.averaging import Averaging, averaging
 from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, client_ids, is_concrete, num_clients
 from jfcl.execution.mapping import Mapping
 
 
@@ -75,4 +76,11 @@ def oracle(
         check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
-    return averaging(Averaging(**given | {"num_clusters": num_clusters, "start": start}))
+    algorithm = averaging(Averaging(**given | {"num_clusters": num_clusters, "start": start}))
+
+    def check_each(clients: Clients) -> None:
+        check_entries("cluster", cluster, clients)
+        if algorithm.check is not None:
+            algorithm.check(clients)
+
+    return algorithm._replace(check=check_each)

@@ -303,5 +303,7 @@ def _check_algorithm(
     if algorithm.check is not None:  # on the hardest clients, those with the fewest examples
         sizes = store.sizes().astype(np.int64)
         order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
-        algorithm.check(store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort])))
+        hardest = store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort]))
+        largest = np.flatnonzero(sizes)[-1].astype(hardest.id.dtype)  # which arguments by id must include as well
+        algorithm.check(hardest._replace(id=np.maximum(hardest.id, largest)))
     return remember, split, state

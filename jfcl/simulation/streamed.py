@@ -121,7 +121,8 @@ class Streamed:
             self._tests = jax.device_put(hold(test_store.gather(evaluated)))
             if self._needs_rows or self._num_models > 1:
                 self._learners = jax.device_put(hold(store.gather(evaluated)))
-            true = None if store.cluster is None else store.cluster[evaluated]
+            known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
+            true = store.cluster[evaluated] if known else None
         self._losses = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
         self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         test_size = None if self._tests is None else np.asarray(self._tests.size)
