@@ -196,3 +196,19 @@ def test_bad_input_is_named():
         attacks.poison(clients(), MALICIOUS, "label_none", num_classes=10)
     with pytest.raises(ValueError, match=r"malicious must be of shape \(5,\)"):
         attacks.poison(clients(), MALICIOUS[:3], "label_zero", num_classes=10)
+
+
+@pytest.mark.parametrize(
+    "attack, dtype, lie",
+    [
+        (attacks.ipm(), jnp.float16, -100),
+        (attacks.alie(), jnp.float16, 200),
+        (attacks.hijack(), jnp.bfloat16, 2000),
+        (attacks.force_split(), jnp.bfloat16, -1000),
+    ],
+)
+def test_sums_over_many_clients_of_half_precision(attack, dtype, lie):
+    malicious = jnp.arange(600) >= 500
+    more = [jnp.zeros(600, jnp.int32)] if "cluster" in inspect.signature(attack).parameters else []
+    found = attack(KEY, jnp.full((600, 1), 200, dtype), malicious, jnp.ones(600, bool), *more)
+    assert found.dtype == dtype and (found[malicious] == lie).all() and (found[~malicious] == 200).all()

@@ -18,6 +18,7 @@ import numpy as np
 from jfcl.algorithms.aggregate import where_rows
 from jfcl.core import Clients, PyTree, check, check_choice, client_ids, num_clients
 from jfcl.execution import mapping
+from jfcl.kernels.base import sum_dtype
 
 UpdateAttack = Callable[..., PyTree]
 # (rng, inputs [n, ...], labels [n], number of classes) -> (inputs, labels), of one client's real examples
@@ -50,7 +51,9 @@ def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
         good = usable & ~malicious
         leaves, structure = jax.tree.flatten(updates)
         keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        lies = [make(k, x, malicious, good).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        lies = [
+            make(k, x.astype(sum_dtype(x)), malicious, good).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)
+        ]
         return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
 
     return attack
@@ -67,10 +70,11 @@ def _send_within(make: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -
             return jax.ops.segment_sum(x, cluster, len(cluster))[cluster]
 
         def lie(x):
+            wide = x.astype(sum_dtype(x))
             num_good, num_malicious = (
-                within(kind.astype(x.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for kind in (good, malicious)
+                within(kind.astype(wide.dtype)).reshape(-1, *[1] * (x.ndim - 1)) for kind in (good, malicious)
             )
-            return make(within(where_rows(good, x, jnp.zeros_like(x))), num_good, num_malicious)
+            return make(within(where_rows(good, wide, jnp.zeros_like(wide))), num_good, num_malicious).astype(x.dtype)
 
         return where_rows(malicious, jax.tree.map(lie, updates), updates)
 
