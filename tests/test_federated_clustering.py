@@ -284,8 +284,11 @@ def test_many_clients_need_no_square_array(monkeypatch):
     points[3] = np.nan
     for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.3}):
         fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
-        find = jax.jit(lambda points, fixed=fixed: densest(points, usable, fixed, 3))
-        starts = np.asarray(find(jnp.where(usable[:, None], points, 0.0)))
+        find = jax.jit(lambda *of_clients, fixed=fixed: densest(*of_clients, fixed, 3))
+        blank = jnp.where(usable[:, None], points, 0.0)
+        starts = np.asarray(find(blank, usable, jnp.arange(125)))
+        order = jnp.array([*reversed(range(125)), 3])  # another order, and a padding client
+        np.testing.assert_allclose(find(blank[order], usable[order], order), starts)
         assert {tuple(v) for v in np.round(starts / 6)} == {(0, 0), (1, 0), (0, 1)}
         assert all((start == points[usable]).all(axis=1).any() for start in starts)
     clients = regression(n=125)
@@ -362,7 +365,7 @@ def test_centres_start_where_most_are_and_not_at_outliers():
     points = np.concatenate([rng.normal(0, 0.1, (6, 2)), rng.normal(5, 0.1, (5, 2)), [[90, 90], [-70, 3]]])
     for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.25}):
         fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
-        starts = np.asarray(densest(jnp.asarray(points, jnp.float32), jnp.ones(13, bool), fixed, 2))
+        starts = np.asarray(densest(jnp.asarray(points, jnp.float32), jnp.ones(13, bool), jnp.arange(13), fixed, 2))
         assert sorted(np.round(starts.mean(axis=1)).tolist()) == [0, 5]
 
 

@@ -130,15 +130,15 @@ def myopic_clustering(
     return centers_of(send=lambda state, gradients: (gradients, ()), **locals())
 
 
-def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
+def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
     """Returns `K` of the points `[N, ...]` as starts of centres: one after the other, those with most points around.
 
     A start takes the points around it out of the choice of the next. With a radius, it is the point with most of the
     remaining points within the radius; with a quantile `q`, the one with the smallest distance to its `q N` nearest
     remaining points. Unlike the farthest points, these are not outliers. Of more than `DENSE_UP_TO` points, only that
-    number, at random, can be starts, and no `[N, N]` is held.
+    number, drawn by the clients' `ids` `[N]`, can be starts, and no `[N, N]` is held.
     """
-    rows, distances = distances_of_candidates(points, usable)
+    rows, distances = distances_of_candidates(points, usable, ids)
     n = len(usable)
     by_radius = rule.quantile is None and not isinstance(rule.radius, str)
     reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
@@ -166,13 +166,13 @@ def densest(points: PyTree, usable: jax.Array, rule: Threshold, num_clusters: in
     return jax.tree.map(lambda z: z[chosen], points)
 
 
-def distances_of_candidates(points: PyTree, usable: jax.Array) -> tuple[jax.Array, jax.Array]:
+def distances_of_candidates(points: PyTree, usable: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rows `[S]` int32 of the points `[N, ...]` that can be starts, and their distances `[S, N]`."""
     n = len(usable)
     if n <= DENSE_UP_TO:
         return jnp.arange(n, dtype=jnp.int32), jnp.sqrt(squared_distances(points, mask=usable))
-    drawn = jax.random.permutation(jax.random.key(0), n)
-    rows = drawn[jnp.argsort(~usable[drawn], stable=True)[:DENSE_UP_TO]]
+    draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(jax.random.key(0), i)))(ids)
+    rows = jnp.argsort(jnp.where(usable, draws, 2.0))[:DENSE_UP_TO].astype(jnp.int32)
     candidates = jax.tree.map(lambda z: z[rows], points)
     return rows, jnp.sqrt(squared_distances(points, candidates, mask=usable)).T
 
@@ -224,12 +224,12 @@ def centers_of(
         first = first_centers(start.params, init_centers, num_clusters) if carry else ()
         return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client, first)
 
-    def cluster_points(stacked, usable, weight, is_first):
+    def cluster_points(stacked, usable, ids, weight, is_first):
         """Returns the centres, and the nearest one of each client."""
         points, *carried = stacked
 
         def new_starts():
-            return densest(points, usable, rule, num_clusters)
+            return densest(points, usable, ids, rule, num_clusters)
 
         starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
         form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
@@ -247,12 +247,13 @@ def centers_of(
         loss, gradients = phases.train_clients(client_axis, client, cohort, state.params)
         points, momenta = send(state, gradients)
         finite = has_examples & jax.vmap(is_finite)(points)
-        points, usable = attacked(adversary, attack_key(cohort.key), points, client_ids(clients), finite, state.group)
+        ids = client_ids(clients)
+        points, usable = attacked(adversary, attack_key(cohort.key), points, ids, finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
         is_first = jnp.zeros((), bool) if init_centers is not None else ~state.begun.any()
         server = over_columns(client_axis, cluster_points)
-        centers, group = server(stacked, usable, phases.client_weight(weights, size), is_first)
+        centers, group = server(stacked, usable, ids, phases.client_weight(weights, size), is_first)
 
         def move(key, params, opt_state, k):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
