@@ -499,7 +499,9 @@ def test_files_of_rows_without_a_change(tmp_path):
     rows.checkpointed(1)
     saved = jax.tree.map(np.copy, rows.saved())
     rows.write(np.arange(0), [np.zeros((0, 3), np.float32), np.zeros(0, np.int32)])  # no client has answered
-    rows.write(np.arange(2), [np.ones((2, 3), np.float32), np.ones(2, np.int32)])  # both are new: nothing is overwritten
+    rows.write(
+        np.arange(2), [np.ones((2, 3), np.float32), np.ones(2, np.int32)]
+    )  # both are new: nothing is overwritten
     back = ClientRows(5, row, folder=tmp_path, resume=True, in_memory=0)
     back.verify(1, saved)
     back.restore(1, saved)
