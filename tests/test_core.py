@@ -59,6 +59,10 @@ def test_stack_clients_pads_with_zeros_and_keeps_order():
         (Clients({"x": np.array([[[1.0, -np.inf]]])}, np.array([1])), "NaN or infinite"),
         (Clients({"x": np.array([[2**31]])}, np.array([1])), r"clients.examples\['x'\] must be of integers that int32"),
         (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.arange(3)), "clients.id must be of shape"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([4, 4])), "clients.id must be different integers"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([0, 2**32])), "clients.id must be different"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([-1, 2])), "clients.id must be different"),
+        (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([0, 0.5])), "clients.id must be different"),
         (Clients({}, np.array([1])), "at least one array"),
     ],
 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import check, is_concrete
+from jfcl.core.checks import INT32_MAX, check, is_concrete
 from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Clients, Task
 
@@ -94,7 +94,7 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     Raises:
       ValueError: leaves that disagree on `[N, M]`; sizes outside `0..M`; no client with an example (or, unless
         `allow_empty`, any client without one); NaN or infinite values in real examples; integers of 64 bits that JAX
-        would cut off; ids not `[N]`.
+        would cut off; ids that are not `[N]` different integers, 0 or more.
     """
     check_made(clients, name)
     leaves = jax.tree.leaves(clients.examples)
@@ -109,6 +109,10 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         check(np.shape(clients.id) == (n,), f"{name}.id", np.shape(clients.id), f"of shape ({n},)")
     if not all(is_concrete(leaf) for leaf in [clients.size, *leaves]):
         return
+    if clients.id is not None and is_concrete(clients.id):  # the last two of int32 are the keys of attackers and server
+        ids = np.asarray(clients.id)
+        fits = ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < INT32_MAX - 1 and len(np.unique(ids)) == n
+        check(fits, f"{name}.id", ids, f"different integers in 0..{INT32_MAX - 2}")
     size = np.asarray(clients.size)
     check(np.issubdtype(size.dtype, np.signedinteger), f"{name}.size", size.dtype, "of a signed integer type")
     check(size.min() >= 0 and size.max() <= m, f"{name}.size", (size.min(), size.max()), f"between 0 and M={m}")
