@@ -65,7 +65,9 @@ def _dataset(train: dict, test: dict | None, num_classes: int, writer: dict | No
 
 def _digits(data_dir) -> Dataset:
     images, labels = _digits_file()
-    return _dataset({"x": (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), "y": labels.astype(np.int32)}, None, 10)
+    return _dataset(
+        {"x": (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), "y": labels.astype(np.int32)}, None, 10
+    )
 
 
 @functools.cache
