@@ -54,6 +54,8 @@ def test_pairs_and_dictionaries_become_clients():
         ([([[1.0]], np.array([2**32 + 1]))], "client 0: y: 1 rows with numbers beyond int32, first row 0"),
         ([(["a text"], [0])], "client 0: x must be numbers; texts become numbers by jfcl.data.tokenize"),
         ([([None], [0])], "client 0: x: 1 missing values, first in row 0"),
+        (([[1.0], [2.0]], [0, 1]), "client 1: x must be an array or a list .*, got 0$"),
+        ([(np.float32(3), [0])], "client 0: x must be an array or a list with an entry for each example"),
         ([([{}], [0])], "client 0: x: must hold numbers, arrays, images or texts, got {} in row 0"),
         ([([[1.0]], ["a"])], "client 0: y must be an array of numbers"),
         (
@@ -66,6 +68,13 @@ def test_pairs_and_dictionaries_become_clients():
 def test_from_arrays_refuses(clients, words):
     with pytest.raises(ValueError, match=words):
         from_arrays(clients)
+
+
+def test_clients_of_integers_and_of_floats_have_one_type():
+    clients = [(np.ones((2, 3), int), [0, 1]), (np.full((1, 3), 0.1), [0.5])]
+    for made in (from_arrays(clients), from_torch([list(zip(x, y, strict=True)) for x, y in clients])):
+        assert {name: x.dtype for name, x in made.examples.items()} == {"x": np.float32, "y": np.float32}
+        assert made.examples["x"][1, 0, 0] == np.float32(0.1) and made.examples["y"].tolist() == [[0, 1], [0.5, 0]]
 
 
 class Tensor:
@@ -268,6 +277,15 @@ def test_values_of_a_frame():
 def test_from_frame_refuses(change, options, words):
     with pytest.raises(ValueError, match=words):
         from_frame(frame().assign(**change), **options)
+
+
+def test_a_frame_with_numbers_for_columns():
+    table = pd.DataFrame([[0, 5, 1.5], [1, 6, 2.5]])
+    data = from_frame(table, y=0, x=2, by=1)
+    assert data.train["y"].tolist() == [0, 1] and data.train["x"].tolist() == [[1.5], [2.5]]
+    assert data.description == "frame, by 1" and from_frame(table, by=0, y=1).description == "frame, by 0"
+    with pytest.raises(ValueError, match="unknown column for y 7"):
+        from_frame(table, y=7)
 
 
 def test_from_frame_refuses_other_tables():

@@ -72,6 +72,7 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     """
     choices = list(choices)
     if value not in choices:
+        choices = list(map(str, choices))  # columns of a frame may be numbers
         near = difflib.get_close_matches(str(value)[:SHOWN], choices, n=1, cutoff=0.5)
         hint = f": did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"unknown {argument} {shown(value)}{hint} Accepted: {', '.join(choices)}")

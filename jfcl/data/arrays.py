@@ -36,7 +36,7 @@ def from_arrays(clients: Iterable[Any], *, pad_to: int | None = None) -> Clients
     is_one = isinstance(clients, dict) or _is_array(clients)
     is_one = is_one or (isinstance(clients, tuple) and len(clients) == 2 and all(map(_is_array, clients)))
     check(not is_one, "clients", type(clients), "a list with a pair (x, y) per client")
-    return stack_clients([_client(i, *_pair(i, client)) for i, client in enumerate(clients)], pad_to=pad_to)
+    return _stacked([_client(i, *_pair(i, client)) for i, client in enumerate(clients)], pad_to)
 
 
 def from_torch(datasets: Iterable[Any], *, channels_first: bool = False, pad_to: int | None = None) -> Clients:
@@ -71,7 +71,14 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool = False, pad_to:
             check(x.ndim == 4, "channels_first", x.shape[1:], f"left out: inputs of client {i} are not [C, H, W]")
             x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
         clients.append(_client(i, x, [_numpy(row[1]) for row in rows]))
-    return stack_clients(clients, pad_to=pad_to)
+    return _stacked(clients, pad_to)
+
+
+def _stacked(clients: list[dict[str, np.ndarray]], pad_to: int | None) -> Clients:
+    """Stacks clients, of which some may have integers where others have float32: float64 holds both, and is undone."""
+    made = stack_clients(clients, pad_to=pad_to)
+    as_float32 = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in made.examples.items()}
+    return made._replace(examples=as_float32)
 
 
 def _pair(client: Any, value: Any) -> tuple[Any, Any]:
@@ -91,6 +98,8 @@ def _pair(client: Any, value: Any) -> tuple[Any, Any]:
 def _client(client: int, x: Any, y: Any) -> dict[str, np.ndarray]:
     """Returns the arrays of a client with the types of the library."""
     where, x = f"client {client}", _numpy(x)
+    several = np.ndim(x) > 0 if _is_array(x) else hasattr(x, "__iter__")
+    check(several, f"{where}: x", x, "an array or a list with an entry for each example")
     none = np.size(x) == 0 if _is_array(x) else hasattr(x, "__len__") and len(x) == 0
     check(not none, f"{where}: x", "0 examples", "of at least one (leave out clients without examples)")
     x = examples_of(x, f"{where}: x")

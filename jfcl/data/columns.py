@@ -166,12 +166,12 @@ def choose(
     for argument, value in [("by", by), ("y", y)]:
         if value is not None:
             check_choice(f"column for {argument}", value, names)
-    chosen = [x] if isinstance(x, str) else None if x is None else list(x)
+    chosen = [x] if isinstance(x, str | int) else None if x is None else list(x)
     for value in chosen or ():
         check_choice("column for x", value, names)
     check(chosen is None or chosen, "x", x, "at least one column")
     taken = {by, *(chosen or ())}
-    y = y or next((name for name in TARGETS if name in names and name not in taken), None)
+    y = y if y is not None else next((name for name in TARGETS if name in names and name not in taken), None)
     if chosen is None:
         left = [name for name in names if name not in (by, y)]
         chosen = left if others else [name for name in INPUTS if name in left][:1]
@@ -217,7 +217,7 @@ def as_dataset(
     for split, part in parts.items():
         part["y"] = labels[split]
     writer, names = (None, None) if by is None else _numbered(keys, by)
-    about = f"{name}, by {by}" if by else name
+    about = name if by is None else f"{name}, by {by}"
     return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens)
 
 
