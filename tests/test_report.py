@@ -22,8 +22,10 @@ import jfcl
 from jfcl import cli, plots
 from jfcl.core import files
 from jfcl.experiments import Config, comparison, report, report_tables, run
+from jfcl.experiments.config import to_saved
 from jfcl.experiments.html_page import escaped
 from jfcl.experiments.partial import read_partial
+from jfcl.experiments.used import as_used, used_options
 
 notes = pytest.mark.filterwarnings("default:in the report of")  # which the command line prints
 ROUNDS = 4
@@ -616,6 +618,34 @@ def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
     assert all(tick == int(tick) for tick in short.axes[0].get_xticks())
     unsorted = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}])
     assert unsorted.axes[0].images[0].get_array().tolist() == [[0], [2], [2]]
+
+
+def test_plots_show_unknown_clusters_large_values_and_single_clients():
+    unknown = plots.assignments([{"seed": 0, "round": 1, "cluster": [0, 1]}], np.array([0, -1]))
+    assert [panel.images[0].get_array().tolist() for panel in unknown.axes] == [[[0], [1]]] * 2
+    assert plots.bars({"a": [{"seed": 0, "round": 1, "loss": 2.5}]}, ["loss"]).axes[0].get_ylim()[1] > 2.5
+    assert plots.client_accuracies({"a": np.array([0.5])}).axes[0].lines[0].get_marker() == "."
+    cells = plots.heatmap(np.array([[np.inf, 1.0]]), {"a": [1], "b": [1, 2]}, label="loss").axes[0]
+    assert [text.get_text() for text in cells.texts] == ["diverged", "1"] and cells.patches[0].get_x() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({"dp_clip": 1.0}, {"weights": "equal", "dp_noise": 0.0, "dp_min_size": 1, "dp_sampling": "poisson"}),
+        ({"aggregator": "bucketing+krum"}, {"weights": "equal", "bucket_size": 2}),
+        ({"partition": "dirichlet"}, {"alpha": 0.5}),
+        ({"schedule": "cosine"}, {"keep": "schedule"}),
+        ({"lr_decay": 0.9}, {"keep": "schedule"}),
+        ({"population": 150}, {"cohort": 100}),
+        ({"population": 30}, {"cohort": 30}),
+    ],
+)
+def test_options_that_follow_from_others_are_shown_as_they_are_used(given, used):
+    found = used_options(Config("fedavg", **given))
+    assert {name: found[name] for name in used} == used
+    configs = [to_saved(Config("fedavg", **options), "") for options in (given, given | used)]
+    assert comparison.differences(configs, [as_used(config, "") for config in configs]) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])

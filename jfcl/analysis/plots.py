@@ -116,17 +116,18 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
     figure = Figure(figsize=(max(1.6 + 1.1 * len(runs), 4.4), 3.8))  # the legend has its width
     axes = figure.subplots()
     axes.set_prop_cycle(color=PALETTE)
-    width = 0.8 / len(metrics)
+    width, tallest = 0.8 / len(metrics), 0.0
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
         means = [v.mean() for v in last]
+        tallest = max([tallest, *means])  # NaN is never larger
         shown = axes.bar(
             at, means, width * 0.92, yerr=[v.std() for v in last], label=metric.replace("_", " "), capsize=3
         )
         axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8)
     axes.set_xticks(np.arange(len(runs)), list(runs))
-    axes.set_ylim(0, 1.18)
+    axes.set_ylim(0, 1.18 * max(1.0, tallest))
     axes.legend(loc="upper left", ncols=len(metrics), frameon=False)
     axes.grid(axis="y", alpha=0.3)
     return figure
@@ -151,7 +152,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
 
     Args:
       records: with `cluster`, as kept for up to 1,000 clients.
-      true_cluster: `[N]`; without it, clients are sorted by their last cluster.
+      true_cluster: `[N]`, -1 where it is unknown; without it, clients are sorted by their last cluster.
       seed: default: the first.
 
     Example:
@@ -164,6 +165,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     found = np.array([r["cluster"] for r in chosen]).T  # [N, E]
     is_known = true_cluster is not None
     sorted_by = np.asarray(true_cluster) if is_known else found[:, -1]
+    sorted_by = np.where(sorted_by < 0, sorted_by.max() + 1, sorted_by)  # unknown ones: last, in a colour of their own
     names = match_clusters(found[:, -1], sorted_by)
     free = max([*names.values(), int(sorted_by.max())]) + 1
     others = [k for k in np.unique(found).tolist() if k not in names]
@@ -230,7 +232,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     for name, values in runs.items():
         values = np.sort(np.asarray(values, np.float64).reshape(-1))
         values = values[np.isfinite(values)]
-        axes.plot(np.linspace(0, 100, len(values)), values, label=name)
+        axes.plot(np.linspace(0, 100, len(values)), values, label=name, marker="." if len(values) < 30 else None)
     axes.set(xlabel="clients, worst to best (%)", ylabel="accuracy on the client's test examples")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -352,7 +354,7 @@ def heatmap(
     """Plots a matrix of results by two options, with the number in each cell and a frame around the best.
 
     Args:
-      values: `[A, B]`; NaN leaves a cell empty.
+      values: `[A, B]`; a value that is not finite is that of a diverged cell.
       axes: the two options by name, with `A` and `B` values.
       label: of the colours.
       more_is_better: whether the best is the largest, which is the brightest; otherwise the smallest.
@@ -362,7 +364,7 @@ def heatmap(
       >>> [text.get_text() for text in figure.axes[0].texts]
       ['0.5', '0.9']
     """
-    values = np.asarray(values, np.float64)
+    values = np.where(np.isfinite(values), values, np.nan).astype(np.float64)
     (rows, row_values), (columns, column_values) = axes.items()
     figure = Figure(figsize=(2.6 + 0.75 * values.shape[1], 1.6 + 0.45 * values.shape[0]))
     panel = figure.subplots()

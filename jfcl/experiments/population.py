@@ -24,11 +24,12 @@ from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, to_resume
 from jfcl.experiments.own import is_own
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
+from jfcl.experiments.used import COHORT
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.population import PopulationHistory, simulate_population
 
-COHORT, EXAMPLES, EVALUATED = 100, 20, 1000  # defaults
+EXAMPLES, EVALUATED = 20, 1000  # defaults
 DEFAULT = Config("fedavg")
 # Options, and their names in the description of a store.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}

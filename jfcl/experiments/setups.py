@@ -47,7 +47,7 @@ from jfcl.experiments.config import (
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.own import find_dataset, find_method, find_model, is_own
 from jfcl.experiments.privacy import mechanism
-from jfcl.experiments.used import keep, local_steps
+from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -77,8 +77,6 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         keep=keep(config),
     )
     lr = _learning_rate(config, training, largest)
-    if callable(lr) and training.keep == "nothing":
-        training = training._replace(keep="schedule")
     of_method = "momentum" in find_method(config.method).options  # the method's, not the optimiser's
     optimizer = make_optimizer(
         config.optimizer or "sgd",
@@ -172,7 +170,7 @@ def make_aggregator(config: Config) -> Callable:
     options = {
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
-        "bucket_size": config.bucket_size or 2,
+        "bucket_size": config.bucket_size or BUCKET_SIZE,
         "key": jax.random.key(config.data_seed),
     }
     taken = kernels.aggregator_options(config.aggregator)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+from jfcl import data, kernels
 from jfcl.algorithms import METHODS
 from jfcl.experiments.comparison import is_configured
-from jfcl.experiments.config import Config, all_options, as_dict, check_options, from_saved, method_options
+from jfcl.experiments.config import (
+    OF_PARTITION,
+    Config,
+    all_options,
+    as_dict,
+    check_options,
+    from_saved,
+    method_options,
+    of_population,
+)
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 from jfcl.experiments.own import find_method
+from jfcl.experiments.privacy import mechanism
 
 EVALUATIONS = 50  # in a run, about
 ALL = "all"
+COHORT = 100  # of a population
+BUCKET_SIZE = 2
 
 
 def local_steps(config: Config) -> int | None:
@@ -23,7 +37,9 @@ def local_steps(config: Config) -> int | None:
 
 def keep(config: Config) -> str:
     """Returns what a client keeps of its optimiser for the next round; a schedule keeps at least its count."""
-    return config.keep or find_method(config.method).defaults.get("keep", "nothing")
+    found = config.keep or find_method(config.method).defaults.get("keep", "nothing")
+    falls = config.schedule not in (None, "constant") or config.lr_decay != 1
+    return "schedule" if falls and found == "nothing" else found
 
 
 def eval_every(config: Config) -> int:
@@ -52,11 +68,20 @@ def used_options(config: Config) -> dict[str, Any]:
     own |= {"local_steps": local_steps(config), "keep": keep(config), "eval_every": eval_every(config)}
     own |= {"num_models": config.clusters} if "num_clusters" in options else {}
     own |= {"cohort": ALL} if "cohort" in options else {}
+    own |= {"cohort": min(COHORT, config.population or COHORT)} if of_population(config) else {}
     own |= {"momentum": optimizer.momentum} if "momentum" not in options else {}
     schedule = config.schedule or "constant"
     own |= {name: default for name, (users, default) in SCHEDULE_OPTIONS.items() if schedule in users}
     if "step_rounds" in own:
         own["step_rounds"] = max(config.rounds // 3, 1)
+    dealing = inspect.signature(data.build).parameters
+    own |= {name: dealing[name].default for name, takers in OF_PARTITION.items() if config.partition in takers}
+    if config.aggregator is not None:
+        sizes = "bucket_size" in kernels.aggregator_options(config.aggregator)
+        own |= {"weights": "equal"} | ({"bucket_size": BUCKET_SIZE} if sizes else {})
+    if config.dp_clip is not None:
+        dp = mechanism(config)
+        own |= {"weights": "equal", "dp_noise": dp.noise, "dp_min_size": dp.min_size, "dp_sampling": dp.sampling}
     return {name: own.get(name) if value is None else value for name, value in as_dict(config).items()}
 
 
