@@ -130,6 +130,10 @@ def test_synthetic_problems_follow_their_seed(make):
         (lambda: xor_toy(spread=-0.1), "spread must be at least 0"),
         (lambda: blobs(num_points=5), "num_clusters must be at most 5, the number of clients, got 10"),
         (lambda: blobs(std=-1.0), "std must be at least 0"),
+        (lambda: ifca_regression(seed=-1), "seed must be an integer, at least 0, got -1"),
+        (lambda: fc_regression(seed=2**63), "seed must be an integer, at least 0 and at most"),
+        (lambda: xor_toy(seed=0.5), "seed must be an integer, at least 0, got 0.5"),
+        (lambda: blobs(seed=2**32), "seed must be an integer, at least 0 and at most 4294967295"),
     ],
 )
 def test_synthetic_refuses(call, words):

@@ -182,6 +182,7 @@ X = np.zeros((2, 3), np.float32)
         ([{"x": X}, {"y": X}], {}, "client 1 must be of the names"),
         ([{"x": X}, {"x": X * np.nan}], {}, "client 1: x must be finite"),
         ([{"x": X}], {"cluster": [0, 1]}, r"cluster must be integers of shape \(1,\)"),
+        ([{"x": X}], {"cluster": [2**32]}, "cluster must be at most 2147483647, got 4294967296"),
         ([{"x": X + 2}], {"stored": {"x": ("uint8", 255.0)}}, "client 0: x must be within the range"),
         ([{"x": X}], {"stored": {"z": ("uint8",)}}, "stored must be among"),
         ([{"x": X}], {"stored": {"x": ("float16", 255.0)}}, "stored of x must be a type alone"),
@@ -237,6 +238,7 @@ def test_writing_and_gathering_hold_no_more_than_they_must(tmp_path):
 def test_bad_rows_and_ids(tmp_path, folder):
     with pytest.raises(ValueError, match=r"rows of client 1 must be a vector of integers in 0..1"):
         ClientStore.create_indexed(tmp_path / "i", [{"x": X}], [np.array([0]), np.array([2])])
+    assert ClientStore.create_indexed(tmp_path / "j", [{"x": X}], [[0, 1], []]).sizes().tolist() == [2, 0]
     with pytest.raises(ValueError, match="path must be a folder that is not there yet"):
         ClientStore.create(folder, [{"x": X}])
     store = ClientStore.open(folder)

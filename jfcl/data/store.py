@@ -117,7 +117,7 @@ class ClientStore:
         arrays = {name: np.asarray(values)[real] for name, values in clients.examples.items()}
         fields = {name: Field(a.shape[1:], a.dtype.name, a.dtype.name) for name, a in arrays.items()}
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(size, dtype=np.int64)])
-        cluster = None if cluster is None else check_of_clients("cluster", cluster, n).astype(np.int32)
+        cluster = None if cluster is None else check_of_clients("cluster", cluster, n)
         digest = hashlib.sha256(offsets.tobytes())
         for array in (*(arrays[name] for name in sorted(arrays)), *(() if cluster is None else (cluster,))):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -189,7 +189,7 @@ class ClientStore:
             out = writer.file("rows", (), np.min_scalar_type(max(count - 1, 0)).name)
             for i, part in enumerate(rows):
                 part = np.asarray(part)
-                integers = part.ndim == 1 and part.dtype.kind in "iu"
+                integers = part.ndim == 1 and (part.dtype.kind in "iu" or not len(part))
                 fits = integers and (not len(part) or (part.min() >= 0 and part.max() < count))
                 check(fits, f"rows of client {i}", part, f"a vector of integers in 0..{count - 1}")
                 out.write(part.astype(out.dtype))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check
+from jfcl.core import INT32_MAX, check
 from jfcl.core.files import seal, write_json
 
 FORMAT = 1
@@ -103,11 +103,13 @@ def check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count
 
 
 def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
-    """Returns `values` as an array of `[n]` integers, or raises `ValueError`."""
+    """Returns `values` as an array of `[n]` int32, or raises `ValueError`."""
     values = np.asarray(values)
     fits = values.shape == (n,) and values.dtype.kind in "iu"
     check(fits, name, f"{values.dtype} {values.shape}", f"integers of shape ({n},), one for every client")
-    return values
+    largest = max(abs(int(values.min())), abs(int(values.max())))
+    check(largest <= INT32_MAX, name, largest, f"at most {INT32_MAX}")
+    return values.astype(np.int32)
 
 
 class _File:
@@ -196,7 +198,7 @@ class StoreWriter:
         check(self.largest > 0, "clients", f"{self.num_clients} without examples", "one with an example, at least")
         if cluster is not None:
             cluster = check_of_clients("cluster", cluster, self.num_clients)
-            self.file("cluster", (), "int32").write(cluster.astype(np.int32))
+            self.file("cluster", (), "int32").write(cluster)
         known = {
             "format": FORMAT,
             "num_clients": self.num_clients,

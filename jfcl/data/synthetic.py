@@ -50,7 +50,7 @@ def ifca_regression(
     """
     check_choice("reading", reading, ["norm", "coordinate"])
     _check_scale("radius", radius)
-    rng = np.random.default_rng([seed, 0])
+    rng = _generator(seed, 0)
     theta = _binary_vectors(rng, num_clusters, dim)
     scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
     name = f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})"
@@ -95,7 +95,7 @@ def fc_regression(
     """
     check_count("clients_per_cluster", clients_per_cluster)
     _check_scale("radius", radius)
-    theta = radius * _binary_vectors(np.random.default_rng([seed, 0]), num_clusters, dim)
+    theta = radius * _binary_vectors(_generator(seed, 0), num_clusters, dim)
     name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"
     counts = (num_clusters * clients_per_cluster, examples_per_client, test_examples)
     return _regression(name, theta, np.arange(1, num_clusters + 1), counts, noise, seed, first_client)
@@ -145,7 +145,7 @@ def xor_toy(
 
     def draw(stream, examples):
         check_count("examples per client", examples)
-        rng = np.random.default_rng([seed, stream, first_client] if first_client else [seed, stream])
+        rng = _generator(seed, stream, *([first_client] if first_client else []))
         side = rng.choice([-1.0, 1.0], (num_clients, examples))  # left or right
         height = np.where(cluster == 0, 1.0, -1.0)[:, None] * (1.0 if kind == "xor" else 0.0)
         center = np.stack([side, np.broadcast_to(height, side.shape)], axis=-1)
@@ -191,6 +191,7 @@ def blobs(
     check_count("num_points", num_points)
     check_count("num_clusters", num_clusters)
     check_count("dim", dim)
+    check_count("seed", seed, least=0, most=2**32 - 1)
     check_at_most_clients("num_clusters", num_clusters, num_points)
     _check_scale("std", std)
     points, cluster, centers = make_blobs(
@@ -210,7 +211,6 @@ def _regression(name, theta, mean, counts: tuple[int, int, int], noise, seed, fi
     """
     (num_clients, examples, test_examples), (num_clusters, dim) = counts, theta.shape
     check_count("num_clients", num_clients)
-    check_count("seed", seed, least=0, most=2**63 - 1)
     check_count("first_client", first_client, least=0)
     check_at_most_clients("num_clusters", num_clusters, num_clients)
     _check_scale("noise", noise)
@@ -221,7 +221,7 @@ def _regression(name, theta, mean, counts: tuple[int, int, int], noise, seed, fi
         x = np.empty((num_clients, count, dim), np.float32)
         y = np.empty((num_clients, count), np.float32)
         for i, k in enumerate(cluster):
-            rng = np.random.default_rng([seed, stream, first_client + i])
+            rng = _generator(seed, stream, first_client + i)
             x[i] = mean[k] + rng.standard_normal((count, dim))
             # The target is that of the rounded inputs, so that without noise the fit is exact in float32.
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
@@ -245,6 +245,11 @@ def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
         vectors = rng.integers(0, 2, (count, dim))
         if vectors.any(axis=1).all() and len(np.unique(vectors, axis=0)) == count:
             return vectors.astype(np.float64)
+
+
+def _generator(seed: int, *stream: int) -> np.random.Generator:
+    check_count("seed", seed, least=0, most=2**63 - 1)
+    return np.random.default_rng([seed, *stream])
 
 
 def _check_scale(argument: str, value: float) -> None:
