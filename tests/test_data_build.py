@@ -290,6 +290,14 @@ def spoiled(**changes):
         (lambda: spoiled(x=((3, 1, 1, 0), np.inf)), {}, "NaN or infinite inputs"),
         (lambda: spoiled(y=(5, CLASSES)), {}, "labels must lie in 0..3, got 0..4"),
         (lambda: spoiled(y=(5, -1)), {}, "labels must lie in 0..3, got -1..3"),
+        (lambda: tagged()._replace(train=np.ones(3)), {}, r"\(train\) must be a dict with arrays 'x' and 'y', got"),
+        (lambda: tagged()._replace(train={"x": np.ones(3)}), {}, "must be a dict with arrays .* got {'x': 'ndarray'}"),
+        (lambda: tagged()._replace(writer={}), {}, r"\(train\): writer must be a dict with the writer ids"),
+        (
+            lambda: tagged()._replace(train={"x": np.ones((3, 2)), "y": np.ones((3, 2), int)}),
+            {},
+            r"y must be a vector, with a label for each input, got \(3, 2\)",
+        ),
     ],
 )
 def test_bad_input_is_named(data, options, words):

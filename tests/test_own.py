@@ -19,6 +19,7 @@ METHOD = "mine_method:server_momentum"
 MODELS = """
 import flax.linen as nn
 import jax, jfcl
+import numpy as np
 from flax import nnx
 
 
@@ -52,6 +53,19 @@ def pair(num_outputs):
 def some_digits():
     digits = jfcl.data.load("digits")
     return digits._replace(name="some", train={name: rows[:400] for name, rows in digits.train.items()})
+
+
+def line():
+    x = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
+    return jfcl.data.Dataset("line", {"x": x, "y": 2 * x[:, 0]}, None, None, None, "targets of a regression")
+
+
+def slope(num_outputs):
+    return jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (1,))
+
+
+def listed():
+    return line()._replace(train={"x": [[1.0]], "y": [1.0]})
 
 
 def nothing():
@@ -179,6 +193,20 @@ def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
     assert cli.main(again) == 2 and "there is no module 'mine_method'" in capsys.readouterr().err
 
 
+def test_a_regression_is_shown_by_its_loss(folder, capsys):
+    command = ["--dataset", "mine_models:line", "--model", "mine_models:slope", "--heterogeneity", "none", "--quiet"]
+    command += ["--clients", "2", "--clusters", "1", "--rounds", "2", "--local-steps", "1", "--devices", "1"]
+    assert cli.main(["run", "fedavg", *command, "--out", "run"]) == 0
+    summary, _ = read_run("run")
+    loss = f"{summary['mean']['loss']:.3f}"
+    assert loss in capsys.readouterr().out
+    assert {file.name for file in Path("run/plots").glob("*")} == {"loss.png", "clusters.png"}
+    assert cli.main(["compare", "run", "--out", "both"]) == 0
+    assert loss in capsys.readouterr().out
+    assert {file.name for file in Path("both").glob("*")} == {"loss.png", "methods.png"}
+    assert load_run("run").params["Dense_0"]["kernel"].shape == (1, 1, 1)
+
+
 def test_the_help_of_an_own_method_has_its_options(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["run", METHOD, "--help"])
@@ -270,6 +298,10 @@ def test_models_of_a_class_or_function(name):
         (["fedavg", "--model", "mine_models:VALUE"], "got 'mine_models:VALUE'"),
         (["fedavg", "--dataset", "mine_models:nothing"], "returns a jfcl.data.Dataset; it returns int, got"),
         (["fedavg", "--dataset", "mine_models:pair"], "got 'mine_models:pair': missing a required argument"),
+        (["fedavg", "--dataset", "mine_models:listed"], "data set 'line' (train) must be a dict with arrays 'x' and"
+         " 'y', got {'x': 'list', 'y': 'list'}"),
+        (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
+         "dataset must be one of classes for model 'linear'; a regression needs a MODULE:NAME that returns a Task"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

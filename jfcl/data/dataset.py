@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jfcl.core import check
+
 
 class Dataset(NamedTuple):
     """A data set on the host.
@@ -33,13 +35,33 @@ class Dataset(NamedTuple):
     tokens: str = "words"
 
 
+def check_form(dataset: Dataset) -> None:
+    """Checks that the parts of a data set are those that `Dataset` describes, whatever their values.
+
+    Raises:
+      ValueError: a split that is no dict of arrays `x` and `y`; labels that are no vector; a split without writer ids.
+    """
+    for name, split in [("train", dataset.train), ("test", dataset.test)]:
+        if split is None and name == "test":
+            continue
+        where, is_dict = f"data set {dataset.name!r} ({name})", isinstance(split, dict)
+        kinds = {of: type(values).__name__ for of, values in split.items()} if is_dict else type(split).__name__
+        whole = is_dict and all(hasattr(split.get(of), "dtype") for of in ("x", "y"))
+        check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
+        vector = dataset.num_classes is None or split["y"].ndim == 1
+        check(vector, f"{where}: y", split["y"].shape, "a vector, with a label for each input")
+        ids = dataset.writer is None or (isinstance(dataset.writer, dict) and name in dataset.writer)
+        check(ids, f"{where}: writer", dataset.writer, "a dict with the writer ids of each split")
+
+
 def check_dataset(dataset: Dataset) -> None:
     """Checks a data set for errors that would affect every run on it.
 
     Raises:
-      ValueError: raw text; `x` and `y` of different lengths or empty; NaN or infinite inputs; labels outside
-        `0..num_classes-1`; writer ids of another length.
+      ValueError: those of `check_form`; raw text; `x` and `y` of different lengths or empty; NaN or infinite inputs;
+        labels outside `0..num_classes-1`; writer ids of another length.
     """
+    check_form(dataset)
     for name, split in [("train", dataset.train), ("test", dataset.test)]:
         if split is None:
             continue

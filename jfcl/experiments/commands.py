@@ -27,6 +27,7 @@ from jfcl.experiments.comparison import (
     by_name,
     differences_notes,
     differences_text,
+    judged_by,
     results_notes,
     seeds_text,
     unused,
@@ -292,9 +293,10 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     # The plots.
     out = Path(args.out) if args.out else unused(with_name(args.runs[0]).parent / "compare")
     records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # matplotlib reads $ as mathematics
-    plots.save(plots.curves(records), out / "accuracy.png")
-    plots.save(plots.bars(records), out / "methods.png")
-    console.print(f"plots: {out / 'accuracy.png'}, {out / 'methods.png'}", markup=False)
+    metric = judged_by(summary["mean"] for summary in summaries.values())
+    plots.save(plots.curves(records, metric), out / f"{metric}.png")
+    plots.save(plots.bars(records, ["loss"]) if metric == "loss" else plots.bars(records), out / "methods.png")
+    console.print(f"plots: {out / f'{metric}.png'}, {out / 'methods.png'}", markup=False)
 
 
 def command_report(args: argparse.Namespace, console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
     """
     texts = any("perplexity" in summary["mean"] for summary in summaries.values())
     first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
+    first = ("test\nloss", "loss", 1, 3) if judged_by([s["mean"] for s in summaries.values()]) == "loss" else first
     metrics = (
         first,
         ("worst\nclient %", "worst_client_accuracy", 100, 1),
@@ -88,6 +89,17 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
         cells += [number(mean["clusters_in_use"], None, 1), rounds, sent, "–" if steps is None else f"{steps:,.0f}"]
         rows.append([name, *cells])
     return ["run", *(head for head, *_ in metrics), *others], rows
+
+
+def judged_by(results: Iterable[dict[str, Any]]) -> str:
+    """Returns the metric that all of some results can be shown by: loss, if they have that alone, as of regressions.
+
+    Example:
+      >>> judged_by([{"loss": 0.5, "accuracy": None}]), judged_by([{"loss": 0.5, "accuracy": 0.9}])
+      ('loss', 'accuracy')
+    """
+    known = {name for result in results for name in ("accuracy", "loss") if result.get(name) is not None}
+    return "loss" if known == {"loss"} else "accuracy"
 
 
 def compares_clusters(summary: dict[str, Any]) -> bool:

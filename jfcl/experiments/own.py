@@ -25,6 +25,7 @@ from jfcl import data
 from jfcl.algorithms import METHODS, Method
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
+from jfcl.data.dataset import check_form
 from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -118,6 +119,7 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     _check_takes("dataset", name, make, (), accepted)
     found = make()
     check(isinstance(found, data.Dataset), "dataset", name, f"{accepted}; it returns {type(found).__name__}")
+    check_form(found)
     return found
 
 

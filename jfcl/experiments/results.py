@@ -62,10 +62,10 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     own = personal_part(history.state)
     if jax.tree.leaves(own) and not _of_cohort(history):
         contents["personal.npz"] = _first_seeds(own)
-    figures = {"accuracy": plots.curves({name: records}), "loss": plots.curves({name: records}, "train_loss")}
-    if "perplexity" in history.clients:
-        figures["perplexity"] = plots.curves({name: records}, "perplexity")
-    figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
+    figures = {"loss": plots.curves({name: records}, "train_loss")}
+    figures |= {of: plots.curves({name: records}, of) for of in ("accuracy", "perplexity") if of in history.clients}
+    if "accuracy" in history.clients:  # not of a regression
+        figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
     if isinstance(history.state, CFLState) and not _of_cohort(history) and history.state.active.shape[1] > 1:
         trees, drawn, summary["path_accuracy"] = _trees(history, parts)
         contents |= trees

@@ -309,6 +309,8 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     if isinstance(made, Task):
         return made
     if vocab_size is None:
+        accepted = f"one of classes for model {config.model!r}; a regression needs a MODULE:NAME that returns a Task"
+        check(federation.num_classes is not None, "dataset", config.dataset, accepted)
         return models.classification(made, federation.input_shape, federation.num_classes)
     return models.language_model(made, config.length, vocab_size)
 
