@@ -3,12 +3,14 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
 
 import jfcl
-from jfcl.experiments import Config, export_model, load_run, run
+from jfcl.experiments import Config, export_model, load_params, load_run, run
+from jfcl.experiments.serving import npz_bytes, structured
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,17 @@ def test_files_of_a_model_hold_it(folders, tmp_path):
     again = export.deserialize(bytearray((tmp_path / "m.jax").read_bytes()))
     np.testing.assert_allclose(again.call(x), wanted, rtol=1e-5, atol=1e-6)
     assert {"cpu", "cuda", "tpu"} <= set(again.platforms)
+
+
+def test_models_in_bfloat16(tmp_path):
+    """NumPy's files do not have the type: a run with such parameters could not be served or continued."""
+    model = {"Dense_0": {"kernel": jnp.asarray([[0.5, 3.25]], jnp.bfloat16), "bias": jnp.ones((1, 2))}}
+    (tmp_path / "params.npz").write_bytes(npz_bytes(model))
+    found = load_params(tmp_path)
+    assert {found["Dense_0"][name].dtype.name for name in ("kernel", "bias")} == {"float32"}
+    again = structured(found, model)
+    assert [x.dtype for x in jax.tree.leaves(again)] == [x.dtype for x in jax.tree.leaves(model)]
+    assert again["Dense_0"]["kernel"].tolist() == [[0.5, 3.25]]
 
 
 def test_safetensors(folders, tmp_path):

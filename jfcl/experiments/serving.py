@@ -27,19 +27,21 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def npz_bytes(tree: PyTree) -> bytes:
-    """Returns the arrays of `tree`, under their paths, as the content of an `.npz` file."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **by_path(tree))
+    """Returns the arrays of `tree`, under their paths, as the content of an `.npz` file; bfloat16 as float32."""
+    buffer, arrays = io.BytesIO(), {name: np.asarray(array) for name, array in by_path(tree).items()}
+    np.savez(buffer, **{name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()})
     return buffer.getvalue()
 
 
 def structured(arrays: PyTree, like: PyTree) -> PyTree:
-    """Returns the arrays of a file in the structure of `like`, each under its path; `()` where `like` has no leaves."""
+    """Returns the arrays of a file in the structure and types of `like`; `()` where `like` has no leaves."""
     if not jax.tree.leaves(like):
         return ()
-    rows, wanted = by_path(arrays), list(by_path(like))
-    check(sorted(rows) == sorted(wanted), "the models of the folder", sorted(rows), f"those of the run: {wanted}")
-    return jax.tree.unflatten(jax.tree.structure(like), [rows[name] for name in wanted])
+    rows, wanted = by_path(arrays), by_path(like)
+    found, accepted = sorted(rows), f"those of the run: {list(wanted)}"
+    check(found == sorted(wanted), "the models of the folder", found, accepted)
+    leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
@@ -82,8 +84,9 @@ def export_model(
     Args:
       task: of the model.
       model: one model, as of `load_run(folder).model(client)`.
-      file: `.npz`: the arrays under their paths, such as `Dense_0/kernel`. `.safetensors`: the same. `.jax`: the
-        compiled prediction with the arrays inside, for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
+      file: `.npz`: the arrays under their paths, such as `Dense_0/kernel`; bfloat16, which NumPy does not have, as
+        float32. `.safetensors`: the same in their own types. `.jax`: the compiled prediction with the arrays inside,
+        for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
         `jax.export.deserialize(bytearray(file.read_bytes())).call(x)` runs it.
       input_shape: of one input, for `.jax`; default: the task's.
       dtype: of the inputs, for `.jax`.
