@@ -508,6 +508,22 @@ def test_files_of_rows_without_a_change(tmp_path):
     assert not back.seen.any()
 
 
+def test_rows_in_bfloat16(tmp_path):
+    """NumPy's files do not have the type."""
+    row, ids = [jax.ShapeDtypeStruct((3,), jnp.bfloat16)], np.array([1, 3])
+    rows = ClientRows(4, row, folder=tmp_path, in_memory=0)
+    first = np.arange(6).reshape(2, 3).astype(jnp.bfloat16)
+    rows.write(ids, [first])
+    rows.checkpointed(1)
+    saved = jax.tree.map(np.copy, rows.saved())
+    rows.write(ids, [first + first])
+    back = ClientRows(4, row, folder=tmp_path, resume=True, in_memory=0)
+    back.verify(1, saved)
+    back.restore(1, saved)
+    assert back.arrays[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back.arrays[0][ids], first)
+
+
 @pytest.mark.parametrize("damage", ["cut short", "is missing", "journal", "a bit"])
 def test_damaged_rows_are_not_gone_on_with(damage, tmp_path):
     options = {"rows_in_memory": 0, "out": tmp_path / "run"}

@@ -168,6 +168,14 @@ def test_a_clipped_update_has_at_most_that_norm_and_its_direction(values, clip):
     assert bool(inside) == (norm <= clip) or math.isclose(norm, clip, rel_tol=1e-5)
 
 
+@pytest.mark.parametrize("clip", [privacy.clipped, CLIPPED])
+@pytest.mark.parametrize("largest", [8e37, 9e37, 3.4e38])
+def test_the_largest_updates_are_clipped(largest, clip):
+    """The reciprocal of these numbers is subnormal in float32, and 0 on a device."""
+    sent, inside = clip({"w": jnp.float32([largest, largest / 3, 1])}, 1.0)
+    assert np.linalg.norm(np.float64(sent["w"])) <= 1 + 1e-6 and not inside
+
+
 @cache
 def compiled_sums(clip):
     """The sums of two clusters, which option I of IFCA divides by the number of all clients, and the start."""

@@ -212,7 +212,8 @@ def clipped(update: PyTree, clip: Real) -> tuple[PyTree, jax.Array]:
     """
     update = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), update)
     largest = jnp.stack([jnp.abs(x).max(initial=0.0).astype(jnp.float32) for x in jax.tree.leaves(update)]).max()
-    unit = jnp.where(largest > 0, largest, jnp.ones_like(largest))  # squares of numbers near 1 do not overflow
+    # Squares of numbers near 1 do not overflow. XLA may multiply by `1 / unit`, which is 0 from 9e37 on.
+    unit = jnp.where(largest > 0, jnp.minimum(largest, 1e37), jnp.ones_like(largest))
     squares = jnp.stack([jnp.square(x / unit.astype(x.dtype)).sum() for x in jax.tree.leaves(update)])
     norm = unit * jnp.sqrt(squares.sum().astype(jnp.float32))
     scale = clip / jnp.maximum(norm, clip)

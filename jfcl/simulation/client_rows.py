@@ -225,6 +225,8 @@ def _open(folder: Path, whole: Sequence[jax.ShapeDtypeStruct], resume: bool) -> 
             raise ValueError(f"{file} is missing: the rows of the last checkpoint are lost") from None
         except files.BAD_ARRAY as error:
             raise ValueError(f"{file} was cut short or is damaged: {error}") from None
+        if array.dtype == np.dtype(f"V{wanted.dtype.itemsize}"):  # of bfloat16, which files of NumPy do not have
+            array = array.view(wanted.dtype)
         if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(f"{file} must hold {wanted.dtype} {wanted.shape}, got {array.dtype} {array.shape}")
         found.append(_RowFile(file, array))
