@@ -65,9 +65,8 @@ def _dataset(train: dict, test: dict | None, num_classes: int, writer: dict | No
 
 def _digits(data_dir) -> Dataset:
     images, labels = _digits_file()
-    return _dataset(
-        {"x": (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), "y": labels.astype(np.int32)}, None, 10
-    )
+    x = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    return _dataset({"x": x, "y": labels.astype(np.int32)}, None, 10)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ class jitted:
     name. `compiler_options` hold for programs without such arrays.
 
     Example:
-      >>> import numpy as np
+      >>> import jax.numpy as jnp, numpy as np
       >>> weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 200)), jnp.float32)
       >>> product = jitted(lambda x: x @ weights)
       >>> compiled = product.lower(jnp.ones(200)).compile()
@@ -135,6 +135,7 @@ def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any],
       `(again, shapes)`: `again(*args)` computes what `fn(*args)` computes.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> double, shape = traced_once(lambda x: 2 * x, jnp.ones(3))
       >>> double(jnp.arange(3.0)).tolist(), shape.shape
       ([0.0, 2.0, 4.0], (3,))
