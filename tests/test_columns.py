@@ -84,6 +84,15 @@ def test_threshold_clustering_over_columns_is_that_of_one_device(form):
     np.testing.assert_allclose(distances, squared_distances(points, starts), rtol=1e-5, atol=0.02)
 
 
+def test_narrow_clusters_far_apart_over_columns():
+    points = updates(2)
+    points["w"][:4] += 1000
+    starts = jax.tree.map(lambda x: x[[0, 5]], points)
+    run = partial(threshold_clustering, quantile=0.3, num_rounds=3)
+    ours, _ = in_columns(lambda s: (run(*s, form="gram"), ()), [points, starts])
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), ours, run(points, starts, form="direct"))
+
+
 def test_kmeans_over_columns_finds_the_same_clusters():
     points = np.concatenate([updates(3)["w"].reshape(9, -1) + 3 * i for i in range(3)]).astype(np.float32)
     points[1] = np.nan

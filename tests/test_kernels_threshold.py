@@ -115,6 +115,25 @@ def test_a_narrow_cluster_far_from_most_points(form, seed):
     np.testing.assert_allclose(ours, truth[-1], atol=0.02)
 
 
+def narrow_clusters(seed):
+    """Three clusters, 3,000 times as far apart as they are wide."""
+    rng = np.random.default_rng(seed)
+    places = 1e3 * np.array([[0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]])
+    points, starts = (np.repeat(places, n, axis=0) + 0.3 * rng.standard_normal((3 * n, 4)) for n in (8, 1))
+    return points.astype(np.float32), starts.astype(np.float32)
+
+
+@FORMS
+@pytest.mark.parametrize("trajectory", [False, True])
+@given(SEEDS)
+def test_narrow_clusters_far_apart(form, trajectory, seed):
+    points, starts = narrow_clusters(seed)
+    # Between the 4th and the 5th of the distances, so that rounding of the input decides nothing.
+    truth = equation_24(points, starts, 3, lambda l, k, d: np.sort(d)[3:5].mean())
+    ours = threshold_clustering(points, starts, quantile=3.5 / 23, num_rounds=3, form=form, trajectory=trajectory)
+    np.testing.assert_allclose(ours, truth if trajectory else truth[-1], atol=2e-3)
+
+
 @FORMS
 @given(SEEDS)
 def test_radius_by_round_and_centre(form, seed):

@@ -125,7 +125,7 @@ def _gram(rows, usable, start, radius, weights, *, num_iters):
     products = combinations.inner_products(rows, starts, usable)
 
     def iterate(_, at):
-        share = weights * _pull(combinations.distances(products, at)[0], radius)
+        share = weights * _pull(combinations.distances(products, at)[0][0], radius)
         stay = 1.0 - share.sum()
         return combinations.Coefficients(share[None, :] + stay * at.a, stay * at.b)
 

@@ -78,8 +78,11 @@ def at_start(products: Products, num_centers: int) -> Coefficients:
     return Coefficients(jnp.zeros((num_centers, count), dtype), jnp.ones(num_centers, dtype))
 
 
-def distances(products: Products, centers: Coefficients) -> jax.Array:
-    """Returns `[K, N]` distances of centres and points; a centre with a share of a `far` point is far from all."""
+def distances(products: Products, centers: Coefficients) -> tuple[jax.Array, jax.Array]:
+    """Returns `[K, N]` distances of centres and points, and `[K]` squared norms of the centres, from the origin.
+
+    A centre with a share of a `far` point is far from all.
+    """
     a, b = centers
     to_points = jnp.matmul(a, products.points, precision=HIGHEST)
     norms = (a * to_points).sum(axis=1)
@@ -89,7 +92,7 @@ def distances(products: Products, centers: Coefficients) -> jax.Array:
     point_norms = jnp.diagonal(products.points)
     squares = point_norms[None, :] - 2.0 * to_points + norms[:, None]
     away = products.far[None, :] | ((a != 0) & products.far[None, :]).any(axis=1, keepdims=True)
-    return jnp.sqrt(jnp.where(away | jnp.isnan(squares), jnp.inf, jnp.maximum(squares, 0.0)))
+    return jnp.sqrt(jnp.where(away | jnp.isnan(squares), jnp.inf, jnp.maximum(squares, 0.0))), norms
 
 
 def positions(centers: Coefficients, rows: list[jax.Array], starts: list[jax.Array] | None, usable) -> list[jax.Array]:

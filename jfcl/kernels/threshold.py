@@ -21,6 +21,7 @@ from jfcl.kernels.base import (
     refuse_nonfinite,
     row_mask,
     rows_of,
+    shares_columns,
     squared_norms,
     sum_dtype,
     sum_over_columns,
@@ -67,7 +68,8 @@ def threshold_clustering(
         takes number `⌊N q⌋`: `"index"` (CIFAR), `"index_shrunk"`, times 0.99 (MNIST), `"index_strict"`, with points at
         the radius outside (synthetic data).
       form: `"direct"`: distances from the points in every round. `"gram"`: from inner products, with the centres as
-        coefficients over the points. `"auto"`: the form with less work.
+        coefficients over the points; where these have too few digits for a radius, as for narrow clusters far apart,
+        the direct form. `"auto"`: the form with less work.
       trajectory: return the centres after every round.
 
     Returns:
@@ -267,20 +269,46 @@ def _inside(distances, usable, radius, rule):
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
 def _gram(rows, starts, limits, weights, usable, *, rule, trajectory):
+    how = {"rule": rule, "trajectory": trajectory}
+    moved, rough = _by_products(rows, starts, limits, weights, usable, **how)
+
+    def exact():
+        if not shares_columns():
+            return _direct(rows, starts, limits, weights, usable, **how)
+
+        # Relative to each centre's own start, near which the products are exact: no sums over columns in loops.
+        def one(start, limit):
+            return _by_products(rows, [s[None] for s in start], limit[:, None], weights, usable, **how)[0]
+
+        own = [usable_rows(x, usable) for x in rows] if starts is None else starts
+        return [v.squeeze(-3) for v in jax.vmap(one, (0, 1), -2)(own, limits)]
+
+    return if_rare(rough, exact, lambda: moved)
+
+
+def _by_products(rows, starts, limits, weights, usable, *, rule, trajectory):
+    """Returns the centres, and `[]` bool: whether the distances of one of them were `is_rough`."""
     share = shares(weights, usable).astype(limits.dtype)
     products = combinations.inner_products(rows, starts, usable)
+    norms = jnp.diagonal(products.points)
 
-    def move(at, limit):
-        distances = jnp.where(usable[None, :], combinations.distances(products, at), jnp.inf)
-        inside = _inside(distances, usable, _radii(distances, usable, limit, rule), rule) * share[None, :]
+    def move(carry, limit):
+        at, rough = carry
+        distances, of_centers = combinations.distances(products, at)
+        distances = jnp.where(usable[None, :], distances, jnp.inf)
+        radii = _radii(distances, usable, limit, rule)
+        known = jnp.isfinite(distances).any(axis=1)
+        rough |= (jax.vmap(is_rough, (0, None, 0, 0))(distances, norms, of_centers, radii) & known).any()
+        inside = _inside(distances, usable, radii, rule) * share[None, :]
         stay = 1.0 - inside.sum(axis=1)
         at = combinations.Coefficients(inside + stay[:, None] * at.a, stay * at.b)
-        return at, at if trajectory else None
+        return (at, rough), at if trajectory else None
 
-    at, path = jax.lax.scan(move, combinations.at_start(products, limits.shape[1]), limits)
+    start = combinations.at_start(products, limits.shape[1]), jnp.zeros((), bool)
+    (at, rough), path = jax.lax.scan(move, start, limits)
     if not trajectory:
-        return combinations.positions(at, rows, starts, usable)
-    return jax.lax.map(lambda at: combinations.positions(at, rows, starts, usable), path)
+        return combinations.positions(at, rows, starts, usable), rough
+    return jax.lax.map(lambda at: combinations.positions(at, rows, starts, usable), path), rough
 
 
 @partial(jax.jit, static_argnames=("rule", "trajectory"))
