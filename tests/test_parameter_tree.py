@@ -135,6 +135,20 @@ def test_leavers_train_no_more_and_are_forgotten():
     np.testing.assert_array_equal(after.params["w"], other.params["w"])
 
 
+def test_a_recursive_run_ends_without_a_cluster_that_all_clients_have_left():
+    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, max_clusters=6, recursive=True)
+    go_on = {"algorithm": algorithm, "clients": CLIENTS, "key": jax.random.key(0)}
+    state, _ = jfcl.rollout(num_rounds=5, **go_on)
+    last = int(state.cluster[-1])
+    assert not state.final[last]
+    state = parameter_tree.leave(state, state.cluster == last)
+    _, metrics = jfcl.rollout(num_rounds=40, state=state, **go_on)
+    ended, participants = np.asarray(metrics["ended"]), np.asarray(metrics["participants"])
+    assert not ended[0]
+    assert ended[-1]
+    np.testing.assert_array_equal(participants[1:] == 0, ended[:-1])
+
+
 def test_saved_and_loaded(tmp_path):
     parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
     state = parameter_tree.load_tree(tmp_path, TASK)

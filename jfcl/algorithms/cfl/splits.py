@@ -93,9 +93,10 @@ def carry_out(
 
 
 def _has_ended(state: CFLState, sent: Sent) -> jax.Array:
-    """Returns `[]` bool: all clusters are final, and no client that could still be placed waits for its side."""
+    """Returns `[]` bool: all clusters with clients are final, and no client that could be placed waits for its side."""
     waits = missed_splits(state)[1] & sent.able & sent.expected
-    return (state.final | ~state.active).all() & ~waits.any()
+    remaining = jax.ops.segment_sum((state.excluded == 0).astype(jnp.int32), state.cluster, len(state.active))
+    return (state.final | ~state.active | (remaining == 0)).all() & ~waits.any()
 
 
 def sketch(updates: PyTree, usable: jax.Array, dim: int) -> jax.Array:
