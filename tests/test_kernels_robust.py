@@ -256,6 +256,19 @@ def test_clip_norms():
     assert mask.all()
 
 
+def test_clip_norms_of_sixteen_bits():
+    """The factor of a long update is no number of float16."""
+    clipped, _ = kernels.clip_norms(jnp.full((1, 10**6), 6e4, jnp.float16), radius=1.0)
+    np.testing.assert_allclose(np.linalg.norm(np.float64(clipped)), 1.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adaptive_clip", "mean_around_median", "bulyan"])
+def test_a_whole_number_may_be_a_float(name):
+    z = np.random.default_rng(0).standard_normal((9, 2)).astype(np.float32)
+    one, same = (getattr(kernels, name)(z, num_malicious=f) for f in (1.0, 1))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+
+
 @given(SEEDS)
 def test_adaptive_clip(seed):
     z = updates(seed)

@@ -228,6 +228,7 @@ def test_wide_updates_are_not_copied():
     [
         (lambda: similarity_tolerance(0), "num_parameters must be an integer, at least 1, got 0"),
         (lambda: similarity_tolerance(9, jnp.int32), "dtype must be a floating-point type"),
+        (lambda: pairwise_cosine(jnp.ones((2, 3)), dtype="int8"), "dtype must be a floating-point type, got dtype"),
         (lambda: pairwise_cosine(jnp.ones(3)), r"updates must be of shape \[N, D\], got \(3,\)"),
         (lambda: pairwise_cosine(jnp.ones((0, 3))), r"of at least one client \(N = 0\)"),
         (lambda: pairwise_cosine({}), "updates must be an array"),

@@ -32,7 +32,8 @@ def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
 def _shorten(rows, usable, radius):
     norms = jnp.sqrt(squared_norms(rows))
     scale = jnp.where(norms > radius, radius / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny), 1.0)
-    return [usable_rows(x * scale[:, None].astype(x.dtype), usable) for x in rows]
+    # In the type of the norms: rounded to 16 bits, the factor of a long update can be 0.
+    return [usable_rows((x.astype(scale.dtype) * scale[:, None]).astype(x.dtype), usable) for x in rows]
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:

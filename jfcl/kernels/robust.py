@@ -65,7 +65,7 @@ def check_minority(updates: PyTree, num_malicious: Any) -> int:
 
 def at_most_half(num_malicious: Any, usable: jax.Array) -> jax.Array:
     """Returns `f`, reduced to fewer than half of the usable rows where exclusions have left too few."""
-    return jnp.minimum(jnp.asarray(num_malicious), jnp.maximum(usable.sum() - 1, 0) // 2)
+    return jnp.minimum(jnp.asarray(num_malicious, jnp.int32), jnp.maximum(usable.sum() - 1, 0) // 2)
 
 
 @jax.jit

@@ -125,7 +125,7 @@ def bulyan(updates: PyTree, *, num_malicious: int, mask: jax.Array | None = None
     check_malicious(updates, num_malicious, lambda n: max((n - 3) // 4, 0), "4 f + 3 <= N")
 
     def rule(rows, usable):
-        f = jnp.asarray(num_malicious)
+        f = jnp.asarray(num_malicious, jnp.int32)
         chosen = _chosen_by_bulyan(squared_row_distances(rows, usable), usable, f)
         return means_around_median(rows, chosen, jnp.maximum(chosen.sum() - 2 * f, 1))
 

@@ -50,8 +50,8 @@ def pairwise_cosine(
       NaN or infinity has similarity -1 to every other row, so that bipartitions separate it first.
 
     Raises:
-      ValueError: wrong rank or lengths, no clients, a non-positive block size; outside `jit`: rows with NaN or
-        infinity that the mask does not leave out.
+      ValueError: wrong rank or lengths, no clients, a non-positive block size, a `dtype` of integers; outside `jit`:
+        rows with NaN or infinity that the mask does not leave out.
 
     Cost: `N² D` multiplications (the upper triangle), `O(N²)` memory beside the input.
 
@@ -63,9 +63,11 @@ def pairwise_cosine(
     rows = rows_of(updates)
     count = len(rows[0])
     check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    check(dtype is None or jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
     mask = row_mask(mask, count)
     refuse_nonfinite(rows, rows_that_count=mask)
-    return _pairwise_cosine(rows, mask, None if dtype is None else jnp.dtype(dtype), block_size)
+    return _pairwise_cosine(rows, mask, dtype, block_size)
 
 
 @jax.jit(static_argnames=("dtype", "block_size"))
