@@ -86,11 +86,11 @@ def test_threshold_clustering_over_columns_is_that_of_one_device(form):
 
 def test_narrow_clusters_far_apart_over_columns():
     points = updates(2)
-    points["w"][:4] += 1000
+    points["w"][:4] += 10**4
     starts = jax.tree.map(lambda x: x[[0, 5]], points)
     run = partial(threshold_clustering, quantile=0.3, num_rounds=3)
     ours, _ = in_columns(lambda s: (run(*s, form="gram"), ()), [points, starts])
-    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-3), ours, run(points, starts, form="direct"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=5e-3), ours, run(points, starts, form="direct"))
 
 
 def test_kmeans_over_columns_finds_the_same_clusters():
