@@ -232,6 +232,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--population", "50", "--dropout", "1"], "dropout must be in [0, 1), got 1.0"),
         (["run", "ifca", "--population", "50", "--stragglers", "3"], "the 200 clients drawn are among the 50"),
         (["run", "ifca", "--population", "50", "--seeds", "2"], "seeds must be 1 with --population"),
+        (["run", "ifca", "--population", "50", "--clients", "20"], "clients must be left out with --population or"),
         (["run", "ifca", "--dropout", "0.5"], "dropout must be left out without --population"),
         (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
         (["run"], "METHOD must be given, or stand in --config"),

@@ -57,6 +57,20 @@ def test_newcomers_get_the_model_of_lowest_loss():
     np.testing.assert_allclose(np.asarray(got["loss"])[real], losses[:, real].min(axis=0), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ([0, 1, 2, 3, 0], "cluster must be in 0 .. 2, got array"),
+        ([0, -1, 2, 1, 0], "cluster must be in 0 .. 2"),
+        ([0, 1, 2], "cluster must be an integer for each of the 5 clients"),
+        ([0.0, 1.0, 2.0, 0.0, 0.0], "cluster must be an integer for each"),
+    ],
+)
+def test_clusters_without_a_model_are_refused(cluster, words):
+    with pytest.raises(ValueError, match=words):
+        evaluate(SIGN, {"w": np.zeros((3, 2), np.float32)}, data(), cluster)
+
+
 def test_models_on_several_devices_are_indexed_by_newcomers():
     """JAX refuses to index an array of another mesh; kNN-Per's models hold labels that are indexed in this way."""
     mesh, rng = client_mesh(2), np.random.default_rng(3)

@@ -158,6 +158,7 @@ def test_passes_over_the_examples_and_defaults():
         ({"schedule": "warmup_cosine", "warmup": 1.0}, "warmup must be in (0, 1), got 1.0"),
         ({"schedule": "cosine", "lr_decay": 0.9}, "lr_decay must be left out with --schedule cosine"),
         ({"schedule": "cosine", "keep": "nothing"}, "keep must be schedule or everything with --schedule cosine"),
+        ({"lr_decay": 0.9, "keep": "nothing"}, "keep must be schedule or everything with --lr-decay, which counts"),
         ({"clip_norm": 0.0}, "clip_norm must be positive, got 0.0"),
     ],
 )

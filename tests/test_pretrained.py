@@ -431,6 +431,11 @@ def test_flax_variables():
     jax.tree.map(np.testing.assert_array_equal, back, variables)
 
 
+def test_parameters_of_another_kind_are_not_flax_variables():
+    with pytest.raises(ValueError, match="params must be a nested dict, as of a flax module, got 'list'"):
+        jfcl.models.to_flax(PLAIN, [np.ones(2)])
+
+
 PARAMS = pretrained(PLAIN)
 
 

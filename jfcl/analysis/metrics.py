@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import entr
 
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
-from jfcl.core import Clients, PyTree, Task, of_rest
+from jfcl.core import Clients, PyTree, Task, check, num_clients, of_rest
 from jfcl.execution import mapping
 from jfcl.execution.jitted import jitted
 
@@ -48,6 +48,9 @@ def evaluate(
       of the client's loss) and `cluster` `[N]`; NaN for clients without examples.
       Cost: one forward pass over all examples, `K + 1` if `cluster` is None. Compiled once for a task and a mapping.
 
+    Raises:
+      ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`.
+
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl
       >>> task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")
@@ -55,6 +58,11 @@ def evaluate(
       >>> jfcl.evaluate(task, {"b": jnp.array([0.0, 1.0])}, clients, np.array([0, 1, 1]))["loss"].tolist()
       [1.0, 0.0, 0.0]
     """
+    if not (cluster is None or isinstance(cluster, jax.Array)):  # those on the device are a method's: not waited for
+        count, cluster = len(jax.tree.leaves(params)[0]), np.asarray(cluster)
+        fits = cluster.shape == (num_clients(clients),) and np.issubdtype(cluster.dtype, np.integer)
+        check(fits, "cluster", cluster, f"an integer for each of the {num_clients(clients)} clients")
+        check(((cluster >= 0) & (cluster < count)).all(), "cluster", cluster, f"in 0 .. {count - 1}")
     return _evaluate(params, clients, cluster, personal, task=task, client_axis=mapping.or_auto(client_axis))
 
 

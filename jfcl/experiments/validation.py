@@ -126,8 +126,10 @@ def _check_optimizer(config: Config) -> None:
         check(value is None or schedule in schedules, option, value, accepted)
     if schedule != "constant":
         check(config.lr_decay == 1, "lr_decay", config.lr_decay, f"left out with --schedule {schedule}")
-        accepted = f"schedule or everything with --schedule {schedule}, which counts the steps of all rounds"
-        check(config.keep != "nothing", "keep", config.keep, accepted)
+    falls = f"--schedule {schedule}" if schedule != "constant" else "--lr-decay"
+    counts = schedule != "constant" or config.lr_decay != 1
+    accepted = f"schedule or everything with {falls}, which counts the steps of all rounds"
+    check(config.keep != "nothing" or not counts, "keep", config.keep, accepted)
 
 
 def _check_attack(config: Config) -> None:

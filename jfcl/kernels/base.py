@@ -39,6 +39,17 @@ def is_computable(*values: Any) -> bool:
     return not (arrays and isinstance(jax.lax.add(_ONE, _ONE), jax.core.Tracer))
 
 
+def check_whole(argument: str, value: Any, least: int, most: int, why: str) -> None:
+    """Checks that a number, unless it is traced, is a whole one from `least` to `most`, the reason of which is `why`.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if is_computable(value):
+        fits = bool(np.ndim(value) == 0 and least <= value <= most and value == int(value))
+        check(fits, argument, value, f"a whole number from {least} to {most} ({why})")
+
+
 def num_rows(updates: PyTree, *, name: str = "updates") -> int:
     """Returns `N` of stacked `updates` (`[N, ...]` each), after a check of their shapes and types; nothing is copied.
 

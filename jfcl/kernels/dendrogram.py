@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import sum_dtype
+from jfcl.kernels.base import check_whole, sum_dtype
 from jfcl.kernels.similarity import as_similarity
 from jfcl.kernels.spanning_tree import first_max, float_of_key, join_order, order_key
 
@@ -223,8 +223,7 @@ def cut(tree: jax.Array, *, num_clusters: int | None = None, threshold: float | 
     check(one, "num_clusters, threshold", (num_clusters, threshold), "one of the two")
     count = len(tree) + 1
     if num_clusters is not None:
-        fits = (num_clusters >= 1) & (num_clusters <= count)
-        check(fits, "num_clusters", num_clusters, f"from 1 to N = {count}")
+        check_whole("num_clusters", num_clusters, 1, count, "N")
         return _cut(tree, jnp.arange(count - 1) < count - num_clusters)
     check(threshold == threshold, "threshold", threshold, "a number")
     return _cut(tree, tree[:, 2] <= threshold)

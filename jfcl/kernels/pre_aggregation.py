@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, is_computable, squared_norms, usable_rows
+from jfcl.kernels.base import PyTree, check_whole, is_computable, squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.robust import at_most_half, check_minority, combine, counted
 
@@ -170,7 +170,7 @@ def bucketing(
     """
     rows, usable = counted(updates, mask)
     count = len(usable)
-    check(1 <= bucket_size <= count, "bucket_size", bucket_size, f"from 1 to N = {count}")
+    check_whole("bucket_size", bucket_size, 1, count, "N")
     shuffled = jax.random.permutation(key, count)
     order = shuffled[jnp.argsort(~usable[shuffled], stable=True)]
     bucket = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32) // bucket_size)

@@ -21,7 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree, finite_rows, is_computable, num_rows, row_mask, rows_of, weighted_sum
+from jfcl.kernels.base import (
+    PyTree,
+    check_whole,
+    finite_rows,
+    is_computable,
+    num_rows,
+    row_mask,
+    rows_of,
+    weighted_sum,
+)
 
 
 def aggregate(
@@ -52,9 +61,7 @@ def num_excluded(mask: jax.Array | None, usable: jax.Array) -> jax.Array:
 def check_malicious(updates: PyTree, num_malicious: Any, most: Callable[[int], int], why: str) -> int:
     """Returns the number of rows, after checking that `num_malicious` is from 0 to `most(N)`."""
     count = num_rows(updates)
-    if is_computable(num_malicious):
-        whole = 0 <= num_malicious <= most(count) and num_malicious == int(num_malicious)
-        check(whole, "num_malicious", num_malicious, f"a whole number from 0 to {most(count)} ({why})")
+    check_whole("num_malicious", num_malicious, 0, most(count), why)
     return count
 
 
@@ -82,7 +89,8 @@ def check_weights(updates: PyTree, weights: jax.Array | None) -> jax.Array:
     weights = jnp.asarray(weights)
     check(weights.shape == (count,), "weights", weights.shape, f"of shape ({count},)")
     if is_computable(weights):
-        check((weights >= 0).all(), "weights", weights.tolist(), "at least 0, and not NaN")
+        fits = ((weights >= 0) & jnp.isfinite(weights)).all()
+        check(fits, "weights", weights.tolist(), "at least 0 and finite")
     return weights.astype(jnp.float32)
 
 

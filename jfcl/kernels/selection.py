@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import PyTree
+from jfcl.kernels.base import PyTree, check_whole
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.medians import means_around_median
 from jfcl.kernels.robust import aggregate, at_most_half, check_malicious, check_minority, combine, shares
@@ -88,8 +88,8 @@ def multi_krum(
       [1.05]
     """
     count = check_malicious(updates, num_malicious, lambda n: max(n - 3, 0), "f <= N - 3")
-    fits = num_selected is None or (num_selected >= 1) & (num_selected <= count)
-    check(fits, "num_selected", num_selected, f"from 1 to N = {count}")
+    if num_selected is not None:
+        check_whole("num_selected", num_selected, 1, count, "N")
 
     def rule(rows, usable):
         selected = usable.sum() - jnp.asarray(num_malicious) if num_selected is None else jnp.asarray(num_selected)

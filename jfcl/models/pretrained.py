@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -142,12 +142,16 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
     Returns:
       `{"params": ..., "batch_stats": ...}`; the latter only where the task has statistics.
 
+    Raises:
+      ValueError: parameters that are not a dict.
+
     Example:
       >>> import jax, jfcl
       >>> task = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
       >>> list(to_flax(task, task.init(jax.random.key(0))))
       ['params']
     """
+    check(isinstance(params, Mapping), "params", type(params).__name__, "a nested dict, as of a flax module")
     is_statistic = task.statistics or (lambda path: False)
     trees = {"params": {}}
     for path, leaf in traverse_util.flatten_dict(params).items():
