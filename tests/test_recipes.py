@@ -342,6 +342,10 @@ def test_recipes_on_real_data(name, tmp_path, data_dir):
     result = reproduce(name, recipes=tiny, out=tmp_path, data_dir=str(data_dir))
     assert result["rows"] and (tmp_path / "figure.png").exists()
     assert all(any(column.startswith("paper") for column in row) for row in result["rows"])
+    for row in result["rows"]:
+        if row.get("paper %") is not None:
+            ours = row.get("clients %", row.get("accuracy %"))
+            assert row["difference"] == pytest.approx(ours - row["paper %"]) and row["seconds"] > 0
     for run in tmp_path.glob("*/config.json"):
         saved = json.loads(run.read_text())
         assert set(to_saved(Config(saved["method"]), "")) <= set(saved)

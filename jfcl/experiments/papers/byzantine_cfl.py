@@ -82,7 +82,8 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
         config = _config(setting, dataset, scenario, method)
         summary, records = bench.run(f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower(), config)
         row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
-        row["paper %"] = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
+        paper = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
+        row |= report.paper_columns(row["accuracy %"], paper)
         if method == "CFL":
             row |= _removals(config, records)
             seen[dataset, scenario] = records, malicious_clients(config)

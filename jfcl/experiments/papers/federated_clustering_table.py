@@ -5,6 +5,7 @@ A row is made of cells, one per seed, each of which is kept in a file of its own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -193,9 +194,11 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
         file = f"{TASKS[title]}-{column.replace(' ', '_')}-{name}".replace("'", "")
         row = {"task": title, "column": column, "method": name}
         cells = [(f"{file}-{seed}", row | {"seed": seed}) for seed in range(setting["seeds"])]
-        found = [bench.keep(file, _cell, bench, setting, dataset, of)["accuracy %"] for file, of in cells]
-        row |= report.mean_and_std(found)
-        row |= {"paper %": PAPER[title][index], "rerun %": RERUN[title].get(name) if column == CODE else None}
+        found = [bench.keep(file, _cell, bench, setting, dataset, of) for file, of in cells]
+        row |= report.mean_and_std([one["accuracy %"] for one in found])
+        row["seconds"] = sum(one.get("seconds", np.nan) for one in found)  # cells of earlier versions have none
+        row |= report.paper_columns(row["accuracy %"], PAPER[title][index])
+        row["rerun %"] = RERUN[title].get(name) if column == CODE else None
         rows.append(row)
     figure, [line] = report.panels(10, 3.8, 1, 2, sharey=True)
     for axes, title in zip(line, TASKS, strict=True):
@@ -212,7 +215,8 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 
 def _cell(bench: Bench, setting: dict[str, Any], dataset: data.Dataset, of: Row) -> Row:
-    """The accuracy in percent of one method with one seed, and what it is of."""
+    """The accuracy in percent of one method with one seed, its seconds with compilation, and what it is of."""
+    started = time.perf_counter()
     title, column, name, seed = of.values()
     heterogeneity, true = TASKS[title], (np.arange(setting["clients"]) % 4).astype(np.int32)
     algorithm, epochs, rounds = table_1_method(name, column, true, setting)
@@ -228,4 +232,4 @@ def _cell(bench: Bench, setting: dict[str, Any], dataset: data.Dataset, of: Row)
             state = jax.jit(algorithm.init)(jax.random.fold_in(key, 0), clients)
         state = jax.block_until_ready(advance(jax.random.fold_in(key, epoch + 1), state, clients))
     found = accuracies_on_tests(algorithm.task, state.params, state.cluster, dataset, heterogeneity, true)
-    return {"accuracy %": float(100 * found.mean())} | of
+    return {"accuracy %": float(100 * found.mean()), "seconds": time.perf_counter() - started} | of

@@ -48,8 +48,19 @@ def mean_and_std(values: Sequence[float], name: str = "accuracy %") -> Row:
 
 
 def accuracy_columns(summary: dict[str, Any], name: str = "accuracy %") -> Row:
-    """Returns the columns of a run's accuracy."""
-    return mean_and_std([100 * row["accuracy"] for row in summary["per_seed"]], name)
+    """Returns the columns of a run: its accuracy, and the seconds of all seeds without compilation."""
+    accuracies = [100 * row["accuracy"] for row in summary["per_seed"]]
+    return mean_and_std(accuracies, name) | {"seconds": summary["seconds"]}
+
+
+def paper_columns(accuracy: float, paper: float | None) -> Row:
+    """Returns the columns of the paper's accuracy, None where it gives none, and of our difference from it.
+
+    Example:
+      >>> paper_columns(94.5, 95.0)
+      {'paper %': 95.0, 'difference': -0.5}
+    """
+    return {"paper %": paper, "difference": None if paper is None else accuracy - paper}
 
 
 def panels(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Figure, np.ndarray]:
@@ -85,7 +96,7 @@ class Cell(NamedTuple):
       name: of the run, and of its folder.
       labels: the first columns of its row; the accuracy follows.
       config: the run.
-      paper: the last columns of its row.
+      paper: the last columns of its row; the difference from `paper %` is added.
     """
 
     name: str
@@ -113,7 +124,10 @@ def compare(
     for cell in cells:
         summary, records = bench.run(cell.name.replace(" ", "_").replace(",", ""), cell.config)
         row = cell.labels | accuracy_columns(summary, accuracy)
-        rows.append(row | measured(summary, records) | cell.paper)
+        row |= measured(summary, records) | cell.paper
+        if "paper %" in cell.paper:
+            row |= paper_columns(row[accuracy], cell.paper["paper %"])
+        rows.append(row)
         first = first_seed(records)
         steps = cell.config.local_steps or 1 if xlabel == "local steps" else 1
         x, label = [r["round"] * steps for r in first], ", ".join(cell.labels.values())
