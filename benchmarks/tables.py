@@ -1,9 +1,10 @@
-"""Writes the tables of benchmarks/README.md from benchmarks/results/*.json, so that its figures are the measured ones.
+"""Writes tables from benchmarks/results/, so that their figures are the measured ones.
 
     python benchmarks/tables.py
 
-A table stands behind a line `<!-- NAME -->`, the stem of its JSON file, and an empty one; another empty line ends it.
-TABLES says which columns it shows.
+They are those of benchmarks/README.md, and of docs/reproduction/tables.md, where a row is a cell of a paper's table.
+A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty one; another empty line ends
+it. PAGES says which columns it shows.
 """
 
 from __future__ import annotations
@@ -31,31 +32,61 @@ TABLES = {
     "federated-clustering-cpu-2-cores": "clients what seconds us_per_pair gflops peak_mb times_torch",
 }
 
+CELLS = {
+    "reproduce/byzantine_cfl.table1-200-rounds": "data scenario method rounds",
+    "reproduce/byzantine_cfl.table2-short": "data scenario method rounds",
+    "reproduce/ifca.table1-1200-clients": "data method rounds",
+    "reproduce/ifca.table1-4800-clients": "data method rounds",
+    "reproduce/federated_clustering.table1-cells": "task column method",
+}
+BESIDE_THE_PAPER = " seeds ours_% paper_% difference seconds_a_run"
+TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference"}
+PAGES = {
+    ROOT / "README.md": TABLES,
+    ROOT.parent / "docs" / "reproduction" / "tables.md": {name: of + BESIDE_THE_PAPER for name, of in CELLS.items()},
+}
+
+
+def beside_the_paper(row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a cell of a paper's table, with our mean and deviation, and the difference of the mean."""
+    ours = row.get("clients %", row.get("accuracy %"))
+    seeds = row["seeds"] if isinstance(row["seeds"], int) else len(row["seeds"])
+    spread = f" ± {row['std']:.2f}" if seeds > 1 else ""
+    paper, seconds = row.get("paper %"), [s for s in row.get("seconds by seed", []) if s is not None]
+    return row | {
+        "seeds": seeds,
+        "ours_%": f"{ours:.2f}{spread}",
+        "paper_%": None if paper is None else f"{paper:g}",
+        "difference": None if paper is None else f"{ours - paper:+.1f}".replace("-", "−"),
+        "seconds_a_run": sum(seconds) / len(seconds) if seconds else None,
+    }
+
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     """Markdown; names to the left, numbers to the right. Rows that nobody measured are left out."""
-    rows = [row for row in rows if any(isinstance(row.get(c), float) for c in columns)]
+    numbers = TEXTS_OF_NUMBERS | {c for c in columns if any(isinstance(row.get(c), float) for row in rows)}
+    rows = [row for row in rows if any(row.get(c) is not None for c in columns if c in numbers)]
     shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
-    numbers = {c for c in shown if any(isinstance(row.get(c), float) for row in rows)}
     lines = [[c.replace("_", " ") for c in shown], ["---:" if c in numbers else "---" for c in shown]]
     lines += [["" if row.get(c) is None else cell(row[c]) for c in shown] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def filled(text: str) -> str:
+def filled(text: str, tables: dict[str, str]) -> str:
     """`text` with every table whose results exist written anew."""
-    for name, columns in TABLES.items():
+    for name, columns in tables.items():
         path = RESULTS / f"{name}.json"
         if path.exists() and f"<!-- {name} -->" in text:
-            found = json.loads(path.read_text())
-            body = f"<!-- {name} -->\n\n{table(found['rows'], columns.split())}\n\n"
+            rows = json.loads(path.read_text())["rows"]
+            rows = [beside_the_paper(row) for row in rows] if name in CELLS else rows
+            body = f"<!-- {name} -->\n\n{table(rows, columns.split())}\n\n"
             text = re.sub(rf"<!-- {re.escape(name)} -->\n\n((\|[^\n]*\n)+\n?)?", lambda _, body=body: body, text)
     return text
 
 
 def main() -> None:
-    path = Path(ROOT / "README.md")
-    path.write_text(filled(path.read_text()))
+    for path, tables in PAGES.items():
+        path.write_text(filled(path.read_text(), tables))
 
 
 if __name__ == "__main__":

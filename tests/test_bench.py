@@ -196,15 +196,25 @@ def test_libraries_that_disagree_are_found_out(peers_job):
         peers_job[0].check_agreement(rows, 0.02)
 
 
-def test_the_tables_of_the_readme_are_those_of_the_results(peers_job):
+def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
     tables = importlib.import_module("tables")
-    text = (BENCHMARKS / "README.md").read_text()
-    assert tables.filled(text) == text, "run python benchmarks/tables.py"
-    for name in tables.TABLES:
-        if (BENCHMARKS / "results" / f"{name}.json").exists():
-            assert f"<!-- {name} -->\n\n| " in text, name
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert (BENCHMARKS / target).exists(), target
+    for page, names in tables.PAGES.items():
+        text = page.read_text()
+        assert tables.filled(text, names) == text, "run python benchmarks/tables.py"
+        for name in names:
+            if (BENCHMARKS / "results" / f"{name}.json").exists():
+                assert f"<!-- {name} -->\n\n| " in text, name
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            assert (page.parent / target).exists(), target
+
+
+def test_a_cell_beside_the_paper(peers_job):
+    beside = importlib.import_module("tables").beside_the_paper
+    one = {"seeds": 1, "accuracy %": 94.0, "paper %": None}
+    assert beside(one) == one | {"ours_%": "94.00", "paper_%": None, "difference": None, "seconds_a_run": None}
+    row = beside({"seeds": [0, 1], "clients %": 94.0, "std": 0.5, "paper %": 95, "seconds by seed": [None, 10.0]})
+    assert row["seeds"] == 2 and row["ours_%"] == "94.00 ± 0.50" and row["difference"] == "−1.0"
+    assert row["seconds_a_run"] == 10.0
 
 
 @pytest.mark.slow

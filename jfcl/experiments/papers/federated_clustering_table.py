@@ -197,8 +197,8 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
         found = [bench.keep(file, _cell, bench, setting, dataset, of) for file, of in cells]
         row |= report.mean_and_std([one["accuracy %"] for one in found])
         row["seconds"] = sum(one.get("seconds", np.nan) for one in found)  # cells of earlier versions have none
-        row |= report.paper_columns(row["accuracy %"], PAPER[title][index])
-        row["rerun %"] = RERUN[title].get(name) if column == CODE else None
+        theirs, again = (PAPER[title][index], RERUN[title].get(name)) if column == CODE else (None, None)
+        row |= report.paper_columns(row["accuracy %"], theirs) | {"rerun %": again}
         rows.append(row)
     figure, [line] = report.panels(10, 3.8, 1, 2, sharey=True)
     for axes, title in zip(line, TASKS, strict=True):
