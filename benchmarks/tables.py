@@ -3,15 +3,14 @@
     python benchmarks/tables.py
 
 They are those of benchmarks/README.md, and of docs/reproduction/tables.md, where a row is a cell of a paper's table.
-A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty one; another empty line ends
-it. PAGES says which columns it shows.
+A table stands behind a line `<!-- NAME -->`, its JSON file without the ending, and an empty line; another ends it.
+PAGES says which columns it shows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, cell
