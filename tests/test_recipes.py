@@ -78,7 +78,9 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
 
 def test_a_setting_may_grow_by_seeds(tmp_path):
     def make(bench, setting):
-        return Outcome([{"sum": sum(bench.keep(f"{s}", lambda s=s: s) for s in range(setting["seeds"]))}], Figure())
+        return Outcome(
+            [{"sum": sum(bench.keep(f"{s}", lambda s=s: {"s": s})["s"] for s in range(setting["seeds"]))}], Figure()
+        )
 
     grows = {"grows": Recipe("grows", make, full={"seeds": 3}, small={"seeds": 2})}
     assert reproduce("grows", recipes=grows, out=tmp_path)["rows"] == [{"sum": 1}]
@@ -139,6 +141,32 @@ def test_trials_are_computed_once(tmp_path):
     for _ in range(2):
         assert bench.keep("trial-1", compute, 2, 3) == {"sum": 5}
     assert computed == [(2, 3)] and json.loads((tmp_path / "trial-1.json").read_text()) == {"sum": 5}
+
+
+def test_damaged_results_are_set_aside_and_computed_again(tmp_path):
+    config, bench = Config("fedavg", clients=4, rounds=2, examples_per_client=20), Bench(tmp_path, None, False)
+    first = bench.run("one", config)[1]
+    for i, (file, damage) in enumerate([("metrics.jsonl", "cut off"), ("summary.json", "{"), ("config.json", "{")], 1):
+        (tmp_path / "one" / file).write_text(damage)
+        with pytest.warns(
+            UserWarning, match=rf"{file}.* damaged.*; it is kept as .*one.damaged-{i}, and computed again"
+        ):
+            assert bench.run("one", config)[1] == first
+        assert (tmp_path / f"one.damaged-{i}" / file).read_text() == damage
+    (tmp_path / "one" / "config.json").unlink()
+    with pytest.warns(UserWarning, match="config.json is missing; it is kept as .*one.damaged-4"):
+        assert bench.run("one", config)[1] == first
+    with pytest.raises(ValueError, match="one there differs in rounds"):  # whole, and of another setting
+        bench.run("one", dataclasses.replace(config, rounds=3))
+    saved = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps(saved | {"versions": {"jfcl": "0.1"}}))
+    (tmp_path / "one" / "metrics.jsonl").write_text("cut off")
+    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged"):  # of another version: left as it is
+        bench.run("one", config)
+    (tmp_path / "cell.json").write_text("[")
+    with pytest.warns(UserWarning, match="cell.json is damaged: .*; it is kept as .*cell.json.damaged-1"):
+        assert bench.keep("cell", lambda: {"a": 1}) == {"a": 1}
+    assert (tmp_path / "cell.json.damaged-1").read_text() == "[" and bench.keep("cell", pytest.fail) == {"a": 1}
 
 
 def test_records_by_seed():

@@ -2,12 +2,13 @@
 
 A recipe is a function from a setting (a dict of numbers) to the rows of a table and a picture. It does its runs through
 `Bench.run`, which keeps every one in its own folder: a recipe that was killed goes on where it stopped, and does
-nothing twice.
+nothing twice. Results of another setting are refused; damaged ones are set aside under another name, and run again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 import warnings
@@ -23,7 +24,7 @@ from jfcl.core import check, check_choice, check_count
 from jfcl.experiments.config import Config, to_resume
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.simulation.folder import environment, finite_or_none, read_json, write_json
+from jfcl.simulation.folder import VERSIONS, environment, finite_or_none, read_json, write_json
 from jfcl.simulation.results import summarize_records
 
 Row = dict[str, Any]
@@ -42,9 +43,9 @@ class Bench(NamedTuple):
 
         Seeds that are missing there, after a call for fewer of them, run one by one, each in `out/name-seed-S`.
         """
-        saved = self.out / name / "config.json"
+        saved = self._saved(name)
         apart = any((self.out / f"{name}-seed-{seed}").exists() for seed in range(config.seeds))
-        together = read_json(saved).get("seeds", 1) if saved.exists() else 0 if apart else config.seeds
+        together = saved.get("seeds", 1) if saved else 0 if apart else config.seeds
         runs = [self._run(name, dataclasses.replace(config, seeds=together))] if together else []
         for seed in range(together, config.seeds):
             runs.append(self._run(f"{name}-seed-{seed}", dataclasses.replace(config, seeds=1, seed=seed)))
@@ -52,30 +53,55 @@ class Bench(NamedTuple):
         return runs[0][0] | summarize_records(records, records[-1]["round"]), records
 
     def _run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        folder = self.out / name
-        if (folder / "summary.json").exists():
-            read_run(folder)  # makes sure that it is whole
-            saved = read_json(folder / "config.json")
+        folder, saved = self.out / name, self._saved(name)
+        if saved and (folder / "summary.json").exists():
             wanted = finite_or_none(to_resume(config, saved.get("split_hash", ""), folder))
             differ = [k.removeprefix("num_") for k, v in wanted.items() if saved.get(k) != v]
             check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
-        else:
+            try:
+                return read_run(folder)
+            except ValueError as error:
+                if saved.get("versions") != VERSIONS:  # perhaps whole for those
+                    raise
+                _set_aside(folder, error)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="round .*: a cluster would be split")  # the table says so
             started = (folder / "config.json").exists()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="round .*: a cluster would be split")  # the table says so
-                run(config, out=folder, resume=started, data_dir=self.data_dir, progress=self.progress)
+            run(config, out=folder, resume=started, data_dir=self.data_dir, progress=self.progress)
         return read_run(folder)
 
-    def keep(self, name: str, compute: Callable[..., Any], *args: Any) -> Any:
-        """Returns the JSON value in the file `name`; writes that of `compute(*args)` if there is none."""
+    def _saved(self, name: str) -> dict[str, Any] | None:
+        """Returns the options of the run in the folder `name`, finished or not; None if there is none."""
+        folder = self.out / name
+        if not any((folder / file).exists() for file in ("config.json", "summary.json")):
+            return None
+        try:
+            return read_json(folder / "config.json")
+        except ValueError as error:
+            return _set_aside(folder, error)
+
+    def keep(self, name: str, compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Returns what is in the file `name`; if there is none, or a damaged one, writes that of `compute(*args)`."""
         file = self.out / f"{name}.json"
-        if not file.exists():
-            write_json(file, compute(*args))
-        return json.loads(file.read_text())
+        if file.exists():
+            try:
+                return read_json(file)
+            except ValueError as error:
+                _set_aside(file, error)
+        write_json(file, compute(*args))
+        return read_json(file)
 
     def track(self, steps: Iterable, label: str) -> Iterable:
         """Returns `steps`, and shows a bar while they are iterated over."""
         return track(steps, label, disable=not self.progress, transient=True)
+
+
+def _set_aside(path: Path, why: ValueError) -> None:
+    """Renames a damaged result to the first free one of `NAME.damaged-1`, `NAME.damaged-2`, ..., with a warning."""
+    names = (path.with_name(f"{path.name}.damaged-{i}") for i in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    warnings.warn(f"{why}; it is kept as {aside}, and computed again", stacklevel=4)
 
 
 class Outcome(NamedTuple):
