@@ -17,6 +17,7 @@ import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
 from jfcl.simulation import evaluation, loop, on_device, progress
+from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem()
@@ -462,3 +463,12 @@ def test_a_hint_of_idle_cores_comes_once(monkeypatch):
     with pytest.warns(UserWarning, match="client_axis=jfcl.use_all_cores"):
         sim(num_rounds=1, client_axis=jfcl.chunked(1))
     sim(num_rounds=1, client_axis=jfcl.chunked(1))  # a second warning would be an error
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_of_a_state_are_restored(impl, tmp_path):
+    state = {"key": jax.random.key(3, impl=impl), "keys": jax.random.split(jax.random.key(4, impl=impl), 2)}
+    written = write_leaves(tmp_path / "state.bin", state)
+    found = read_leaves(tmp_path / "state.bin", written, jax.eval_shape(lambda: state))
+    for name, key in state.items():
+        assert found[name].dtype == key.dtype and (found[name] == key).all()

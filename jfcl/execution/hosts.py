@@ -214,7 +214,7 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
         is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         host = np.asarray(jax.random.key_data(x) if is_key else x)
         array = jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
-        return jax.random.wrap_key_data(array) if is_key else array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if is_key else array
 
     return jax.tree.map(put, tree)
 

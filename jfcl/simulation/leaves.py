@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import PyTree, files, named_leaves
@@ -55,7 +56,13 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
         if f.read(1):
             raise ValueError("state.bin is too long")
     state = jax.tree.unflatten(jax.tree.structure(like), arrays)
-    return jax.tree.map(lambda x, k: jax.random.wrap_key_data(x) if _is_key(k) else x, state, keys)
+
+    def as_before(array, leaf):
+        if not _is_key(leaf):
+            return array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty(0, leaf.dtype)))
+
+    return jax.tree.map(as_before, state, keys)
 
 
 def _is_key(leaf: Any) -> bool:
