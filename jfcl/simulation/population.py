@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -121,7 +122,8 @@ def simulate_population(
       eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, callbacks, summary: as in
         `simulate`. Without `test_store`, there is no `clients.csv`.
       seed: the key's name in the records.
-      rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given.
+      rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given. Of no
+        effect on a run that is resumed: its rows stay where they were.
 
     Returns:
       `PopulationHistory`. Its records are those of `simulate` with further totals: `asked`, `dropped`, `cut`, and
@@ -246,6 +248,8 @@ def _open_rows(
     if resume and not has_checkpoint:  # nothing is left to be verified
         folder.restore(())
         folder.begin()
+    if has_checkpoint:  # the rows stay where they were
+        in_memory = -1.0 if place.is_dir() else math.inf
     rows = ClientRows(n, row, folder=place, resume=has_checkpoint, in_memory=in_memory)
     if not has_checkpoint:
         return rows, Restored(0, [], {}, [])
