@@ -67,6 +67,7 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
     summary, records = bench.run("runs", config)
     assert ran == [(1, None), (1, 1), (1, 2)] and bench.run("runs", config) == (summary, records)
     assert bench.run("runs", dataclasses.replace(config, seeds=1)) == first
+    assert summary["seconds"] > first[0]["seconds"]
     key = lambda r: (r["round"], r["seed"])  # noqa: E731
     for mine, theirs in zip(sorted(records, key=key), sorted(together[1], key=key), strict=True):
         assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)

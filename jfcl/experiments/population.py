@@ -58,8 +58,8 @@ def run_population(
         differs from the options.
     """
     out, resume = options["out"], options["resume"]
-    given = config.clients not in (Config.clients, config.population)
-    check(not given, "clients", config.clients, "left out with --population or --store, which have their own number")
+    fits = resume or config.clients in (Config.clients, config.population)  # runs of earlier versions may have both
+    check(fits, "clients", config.clients, "left out with --population or --store, which have their own number")
     check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")

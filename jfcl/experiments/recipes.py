@@ -50,7 +50,8 @@ class Bench(NamedTuple):
         for seed in range(together, config.seeds):
             runs.append(self._run(f"{name}-seed-{seed}", dataclasses.replace(config, seeds=1, seed=seed)))
         records = [r for _, some in runs for r in some if config.seed is not None or r["seed"] < config.seeds]
-        return runs[0][0] | summarize_records(records, records[-1]["round"]), records
+        seconds = sum(summary["seconds"] for summary, _ in runs)
+        return runs[0][0] | summarize_records(records, records[-1]["round"]) | {"seconds": seconds}, records
 
     def _run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         folder, saved = self.out / name, self._saved(name)
