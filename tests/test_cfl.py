@@ -445,6 +445,17 @@ def test_byzantine_variant_is_its_algorithm():
     assert set(excluded) >= {3, 5}
 
 
+def test_byzantine_variant_that_excludes_no_client_is_fedavg_to_the_bit():
+    clients = regression([[1, -1, 2]], np.zeros(8, int), noise=0.1)
+    ours, fedavg = (
+        jfcl.rollout(method(TASK, TRAINING), clients, key=jax.random.key(0), num_rounds=5)
+        for method in (jfcl.byzantine_cfl, jfcl.fedavg)
+    )
+    assert not ours[0].excluded.any()
+    np.testing.assert_array_equal(ours[0].params["w"], fedavg[0].params["w"])
+    np.testing.assert_array_equal(ours[1]["loss"], fedavg[1]["loss"])
+
+
 def test_who_sends_nan_is_shut_out_at_once():
     clients = regression([[1, -1, 2]], np.zeros(6, int), noise=0.1)
     adversary = jfcl.Adversary(jfcl.attacks.nan(), np.arange(6) == 4)
