@@ -1,5 +1,6 @@
 """`jfcl bench` and what it is made of: counts against hand and XLA, rows against each other, bad input; no times."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -14,6 +15,9 @@ import pytest
 
 from jfcl import cli, plots
 from jfcl.experiments import bench
+from jfcl.experiments.config import to_saved
+from jfcl.experiments.recipes import RECIPES
+from jfcl.experiments.setups import malicious_clients
 from jfcl.models import MODELS
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -215,6 +219,62 @@ def test_a_cell_beside_the_paper(peers_job):
     row = beside({"seeds": [0, 1], "clients %": 94.0, "std": 0.5, "paper %": 95, "seconds by seed": [None, 10.0]})
     assert row["seeds"] == 2 and row["ours_%"] == "94.00 ± 0.50" and row["difference"] == "−1.0"
     assert row["seconds_a_run"] == 10.0
+
+
+@pytest.fixture
+def cells(peers_job, monkeypatch, tmp_path):
+    """`benchmarks/byzantine_cells.py`, with results in `tmp_path`, and a function that makes the folder of a run."""
+    module = importlib.import_module("byzantine_cells")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (tmp_path / "reproduce").mkdir()
+    results = {}
+    monkeypatch.setattr(module, "read_run", lambda folder: results[folder])
+
+    def run(method, seed, accuracy, excluded=(), scenario="label flip", **changes):
+        setting = RECIPES["byzantine_cfl.table2"].full | {"rounds": 20}
+        config = dataclasses.replace(module.cell_config(setting, "mnist", scenario, method), seeds=1, seed=seed)
+        folder = tmp_path / f"{method}-{seed}-{len(results)}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(to_saved(dataclasses.replace(config, **changes), "")))
+        summary = {"per_seed": [{"seed": seed, "accuracy": accuracy}], "num_rounds": 20, "seconds": 10.4 + seed}
+        rounds = np.where(malicious_clients(config), 2, 0)
+        rounds[list(excluded)] = 7
+        records = [{"seed": seed, "round": r, "accuracy": r / 100, "excluded": rounds.tolist()} for r in (5, 8, 20)]
+        results[folder] = summary, records
+        return folder
+
+    return module, run
+
+
+def test_seeds_are_added_to_their_cell(cells):
+    module, run = cells
+    module.add(run("FL", 0, 0.5))
+    path = module.add(run("CFL", 0, 0.9))
+    benign = int(np.flatnonzero(~malicious_clients(module.cell_config(
+        RECIPES["byzantine_cfl.table2"].full, "mnist", "label flip", "CFL")))[0])  # fmt: skip
+    assert module.add(run("CFL", 1, 0.8, excluded=[benign])) == path
+    result = json.loads(path.read_text())
+    assert path.name == "byzantine_cfl.table2-20-rounds.json" and "20 of the paper's 200 rounds" in result["title"]
+    cfl, fl = result["rows"]  # in the order of the paper's tables
+    assert fl["method"] == "FL" and fl["accuracy %"] == 50 and fl["paper %"] == 81.6
+    assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(5)
+    assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
+    assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
+
+
+def test_runs_that_are_not_the_next_seed_of_a_cell_are_refused(cells):
+    module, run = cells
+    path = module.add(run("CFL", 0, 0.9))
+    before = path.read_bytes()
+    for wrong, why in (
+        (run("CFL", 0, 0.9), "seed 0 of mnist, label flip, CFL; next is 1"),
+        (run("CFL", 2, 0.9), "next is 1"),
+        (run("CFL", 1, 0.9, lr=0.1), "other options than the table's: lr 0.1"),
+        (run("FL", 0, 0.9, clients=20), "clients: 20; the tables have 100, 10"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            module.add(wrong)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.slow

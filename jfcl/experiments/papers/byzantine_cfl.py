@@ -44,13 +44,14 @@ _FULL |= {"scenarios": list(SCENARIOS), "rounds": 200, "local_epochs": 1, "seeds
 _SMALL = {"datasets": ["mnist"], "rounds": 40, "seeds": 1}
 
 
-def _config(setting: dict[str, Any], dataset: str, scenario: str, method: str) -> Config:
+def cell_config(setting: dict[str, Any], dataset: str, scenario: str, method: str) -> Config:
+    """Returns the run of one cell of a table: a data set, a scenario, and FL or CFL."""
     attack = SCENARIOS[scenario]
     given = setting | MODELS[dataset] | {"dataset": dataset, "attack": attack, "malicious": 0.3 if attack else 0.0}
     return report.configure(METHODS[method], given | {"heterogeneity": "none", "clusters": 1, "batch_size": 100})
 
 
-def _removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
+def removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all seeds: the clients excluded at the end, and the round in which the last malicious one was excluded."""
     malicious = malicious_clients(config)
     last = {r["seed"]: np.array(r["excluded"]) for r in records}
@@ -79,13 +80,13 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """Accuracies of FL and CFL in the four scenarios; α_cross per round as in figure 2."""
     rows, seen = [], {}
     for dataset, scenario, method in product(setting["datasets"], setting["scenarios"], setting["methods"]):
-        config = _config(setting, dataset, scenario, method)
+        config = cell_config(setting, dataset, scenario, method)
         summary, records = bench.run(f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower(), config)
         row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
         paper = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
         row |= report.paper_columns(row["accuracy %"], paper)
         if method == "CFL":
-            row |= _removals(config, records)
+            row |= removals(config, records)
             seen[dataset, scenario] = records, malicious_clients(config)
         rows.append(row)
     notes = "" if setting["rounds"] == 200 else f"after {setting['rounds']} rounds; the paper's accuracies after 200"

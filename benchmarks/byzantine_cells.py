@@ -1,0 +1,106 @@
+"""Adds finished runs to the cells of Byzantine CFL's tables, benchmarks/results/reproduce/byzantine_cfl.table*.json.
+
+    python benchmarks/byzantine_cells.py RUN...
+
+RUN is the folder of one seed of one cell: `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the cell
+(those of `jfcl reproduce byzantine_cfl.table1 --full` or `table2`), any number of rounds, and `--seed S`. Seeds are
+added in their order, 0 first. A run of another setting, one that has not ended, and a seed that is there or does not
+follow the last one are refused. `python benchmarks/tables.py` then writes the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+
+from jfcl.experiments.config import to_saved
+from jfcl.experiments.papers import report
+from jfcl.experiments.papers.byzantine_cfl import METHODS, PAPER, SCENARIOS, cell_config, removals
+from jfcl.experiments.recipes import RECIPES
+from jfcl.experiments.results import read_run
+from jfcl.simulation.folder import environment
+
+TABLES = {100: "byzantine_cfl.table1", 10: "byzantine_cfl.table2"}
+FREE = ("seed", "eval_every", "num_rounds")  # a run of a cell may have any
+CURVE = 20  # rounds between two accuracies of the first seed that are kept
+
+
+def cell_of(saved: dict[str, Any]) -> tuple[str, str, str]:
+    """`(data, scenario, method)` of a run's `config.json`, whose options must be those of the cell."""
+    if saved["clients"] not in TABLES:
+        raise ValueError(f"clients: {saved['clients']}; the tables have {', '.join(map(str, TABLES))}")
+    [method] = [name for name, of in METHODS.items() if of == saved["method"]]
+    [scenario] = [name for name, attack in SCENARIOS.items() if attack == saved["attack"]]
+    setting = RECIPES[TABLES[saved["clients"]]].full | {"seeds": 1}
+    wanted = to_saved(cell_config(setting, saved["dataset"], scenario, method), saved["split_hash"])
+    differ = [k for k, v in wanted.items() if k not in FREE and k in saved and saved[k] != v]
+    if differ:
+        raise ValueError(f"other options than the table's: {', '.join(f'{k} {saved[k]}' for k in differ)}")
+    return saved["dataset"], scenario, method
+
+
+def add(run: str | Path) -> Path:
+    """Adds the seed of a run to its cell, and returns the file."""
+    config = json.loads((Path(run) / "config.json").read_text())
+    data, scenario, method = cell_of(config)
+    summary, records = read_run(run)
+    [of_seed] = summary["per_seed"]
+    name, rounds = TABLES[config["clients"]], summary["num_rounds"]
+    path = RESULTS / "reproduce" / f"{name}-{rounds}-rounds.json"
+    fewer = f", {rounds} of the paper's 200 rounds" if rounds != 200 else ""
+    table = json.loads(path.read_text()) if path.exists() else {"name": name, "title": RECIPES[name].title + fewer}
+    rows = table.setdefault("rows", [])
+    key = {"data": data, "scenario": scenario, "method": method}
+    row = next((r for r in rows if r | key == r), None)
+    if row is None:
+        paper = PAPER[config["clients"]][data][method][list(SCENARIOS).index(scenario)]
+        row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None, "paper %": paper}
+        row |= {"accuracy % by seed": [], "seconds by seed": []}
+        rows.append(row)
+        order = [list(PAPER[config["clients"]]), list(SCENARIOS), list(METHODS)[::-1]]
+        rows.sort(key=lambda r: [of.index(r[k]) for of, k in zip(order, key, strict=True)])
+    accuracies = row.setdefault("accuracy % by seed", [row["accuracy %"]])
+    if of_seed["seed"] != len(accuracies):
+        raise ValueError(f"{run}: seed {of_seed['seed']} of {data}, {scenario}, {method}; next is {len(accuracies)}")
+    accuracies.append(100 * of_seed["accuracy"])
+    row.setdefault("seconds by seed", [None]).append(round(summary["seconds"]))
+    row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
+    if method == "CFL":
+        _add_removals(row, removals(cell_config(RECIPES[name].full, data, scenario, method), records))
+    if len(accuracies) == 1:
+        row["accuracy % by round"] = {
+            str(r["round"]): round(100 * r["accuracy"], 2) for r in records if r["round"] % min(CURVE, rounds // 4) == 0
+        }
+    datasets = json.dumps(["mnist", "fashion_mnist"])
+    table = {"command": f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds}"} | table
+    table = environment() | table
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    return path
+
+
+def _add_removals(row: dict[str, Any], new: dict[str, Any]) -> None:
+    """Over all seeds: the fewest adversaries removed, the most benign clients, the latest round."""
+    if row["seeds"] == 1:
+        row |= new
+        return
+    rounds = [row["all out by round"], new["all out by round"]]
+    row["adversaries removed"] = min(row["adversaries removed"], new["adversaries removed"], key=_count)
+    row["benign removed"] = max(row["benign removed"], new["benign removed"])
+    row["all out by round"] = None if None in rounds else max(rounds)
+
+
+def _count(removed: str) -> int:
+    return int(removed.split(" ")[0])
+
+
+def main() -> None:
+    for run in sys.argv[1:]:
+        print(f"added to {add(run)}")
+
+
+if __name__ == "__main__":
+    main()
