@@ -5,7 +5,8 @@
 RUN is the folder of one seed of one cell: `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the cell
 (those of `jfcl reproduce byzantine_cfl.table1 --full` or `table2`), any number of rounds, and `--seed S`. Seeds are
 added in their order, 0 first. A run of another setting, one that has not ended, and a seed that is there or does not
-follow the last one are refused. `python benchmarks/tables.py` then writes the pages.
+follow the last one are refused. A clean run of CFL that excludes no client is FL to the bit, and counts as both.
+`python benchmarks/tables.py` then writes the pages.
 """
 
 from __future__ import annotations
@@ -54,32 +55,45 @@ def add(run: str | Path) -> Path:
     fewer = f", {rounds} of the paper's 200 rounds" if rounds != 200 else ""
     table = json.loads(path.read_text()) if path.exists() else {"name": name, "title": RECIPES[name].title + fewer}
     rows = table.setdefault("rows", [])
-    key = {"data": data, "scenario": scenario, "method": method}
-    row = next((r for r in rows if r | key == r), None)
-    if row is None:
-        paper = PAPER[config["clients"]][data][method][list(SCENARIOS).index(scenario)]
-        row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None, "paper %": paper}
-        row |= {"accuracy % by seed": [], "seconds by seed": []}
-        rows.append(row)
-        order = [list(PAPER[config["clients"]]), list(SCENARIOS), list(METHODS)[::-1]]
-        rows.sort(key=lambda r: [of.index(r[k]) for of, k in zip(order, key, strict=True)])
-    accuracies = row.setdefault("accuracy % by seed", [row["accuracy %"]])
-    if of_seed["seed"] != len(accuracies):
-        raise ValueError(f"{run}: seed {of_seed['seed']} of {data}, {scenario}, {method}; next is {len(accuracies)}")
-    accuracies.append(100 * of_seed["accuracy"])
-    row.setdefault("seconds by seed", [None]).append(round(summary["seconds"]))
-    row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
-    if method == "CFL":
-        _add_removals(row, removals(cell_config(RECIPES[name].full, data, scenario, method), records))
-    if len(accuracies) == 1:
-        row["accuracy % by round"] = {
-            str(r["round"]): round(100 * r["accuracy"], 2) for r in records if r["round"] % min(CURVE, rounds // 4) == 0
-        }
+    found = removals(cell_config(RECIPES[name].full, data, scenario, method), records) if method == "CFL" else None
+    cells = [method]
+    if scenario == "clean" and found and not found["benign removed"]:
+        cells.append("FL")
+    for of in cells:
+        row = _row(rows, {"data": data, "scenario": scenario, "method": of}, config["clients"], rounds)
+        accuracies = row["accuracy % by seed"]
+        if of_seed["seed"] != len(accuracies):
+            raise ValueError(f"{run}: seed {of_seed['seed']} of {data}, {scenario}, {of}; next is {len(accuracies)}")
+        accuracies.append(100 * of_seed["accuracy"])
+        row["seconds by seed"].append(round(summary["seconds"]) if of == method else None)
+        row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
+        if of == "CFL":
+            _add_removals(row, found)
+        if len(accuracies) == 1:
+            kept = [r for r in records if r["round"] % min(CURVE, rounds // 4) == 0]
+            row["accuracy % by round"] = {str(r["round"]): round(100 * r["accuracy"], 2) for r in kept}
     datasets = json.dumps(["mnist", "fashion_mnist"])
     table = {"command": f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds}"} | table
     table = environment() | table
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
+
+
+def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: int) -> dict[str, Any]:
+    """The row of a cell; a new one is put at its place in the order of the paper's tables."""
+    data, scenario, method = key.values()
+    for row in rows:
+        if row | key == row:
+            row.setdefault("accuracy % by seed", [row["accuracy %"]])  # rows of one seed that were written by hand
+            row.setdefault("seconds by seed", [None])
+            return row
+    paper = PAPER[clients][data][method][list(SCENARIOS).index(scenario)]
+    row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None, "paper %": paper}
+    row |= {"accuracy % by seed": [], "seconds by seed": []}
+    rows.append(row)
+    order = [list(PAPER[clients]), list(SCENARIOS), list(METHODS)[::-1]]
+    rows.sort(key=lambda r: [of.index(r[k]) for of, k in zip(order, key, strict=True)])
+    return row
 
 
 def _add_removals(row: dict[str, Any], new: dict[str, Any]) -> None:

@@ -237,7 +237,7 @@ def cells(peers_job, monkeypatch, tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(to_saved(dataclasses.replace(config, **changes), "")))
         summary = {"per_seed": [{"seed": seed, "accuracy": accuracy}], "num_rounds": 20, "seconds": 10.4 + seed}
-        rounds = np.where(malicious_clients(config), 2, 0)
+        rounds = np.where(malicious_clients(config), 2, 0)  # 3 of 10
         rounds[list(excluded)] = 7
         records = [{"seed": seed, "round": r, "accuracy": r / 100, "excluded": rounds.tolist()} for r in (5, 8, 20)]
         results[folder] = summary, records
@@ -260,6 +260,18 @@ def test_seeds_are_added_to_their_cell(cells):
     assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(5)
     assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
+
+
+def test_a_clean_run_of_cfl_without_an_exclusion_counts_as_fl(cells):
+    module, run = cells
+    path = module.add(run("CFL", 0, 0.9, scenario="clean"))
+    fl = next(r for r in json.loads(path.read_text())["rows"] if r["method"] == "FL")
+    assert fl["accuracy %"] == 90 and fl["paper %"] == 98.6 and fl["seconds by seed"] == [None]
+    with pytest.raises(ValueError, match="next is 1"):
+        module.add(run("FL", 0, 0.9, scenario="clean"))
+    module.add(run("CFL", 1, 0.8, scenario="clean", excluded=[4]))
+    seeds = {r["method"]: r["seeds"] for r in json.loads(path.read_text())["rows"]}
+    assert seeds == {"CFL": 2, "FL": 1}
 
 
 def test_runs_that_are_not_the_next_seed_of_a_cell_are_refused(cells):
