@@ -20,7 +20,7 @@ from common import RESULTS
 
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.papers import report
-from jfcl.experiments.papers.byzantine_cfl import METHODS, PAPER, SCENARIOS, cell_config, removals
+from jfcl.experiments.papers.byzantine_cfl import METHODS, PAPER, SCENARIOS, cell_config, of_paper, removals
 from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.results import read_run
 from jfcl.simulation.folder import environment
@@ -87,8 +87,8 @@ def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: 
             row.setdefault("accuracy % by seed", [row["accuracy %"]])  # rows of one seed that were written by hand
             row.setdefault("seconds by seed", [None])
             return row
-    paper = PAPER[clients][data][method][list(SCENARIOS).index(scenario)]
-    row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None, "paper %": paper}
+    row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None}
+    row |= {"paper %": of_paper(clients, data, scenario, method)}
     row |= {"accuracy % by seed": [], "seconds by seed": []}
     rows.append(row)
     order = [list(PAPER[clients]), list(SCENARIOS), list(METHODS)[::-1]]

@@ -36,9 +36,10 @@ def _compilation_cache() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
+    plain = {"highlight": False, "emoji": False}  # a path may hold ":key:"
+    console, errors = Console(**plain), Console(stderr=True, soft_wrap=True, **plain)
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
-        console = Console(highlight=False, width=120)
+        console = Console(width=120, **plain)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
     ended = threading.Event()
 

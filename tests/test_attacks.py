@@ -212,3 +212,9 @@ def test_sums_over_many_clients_of_half_precision(attack, dtype, lie):
     more = [jnp.zeros(600, jnp.int32)] if "cluster" in inspect.signature(attack).parameters else []
     found = attack(KEY, jnp.full((600, 1), 200, dtype), malicious, jnp.ones(600, bool), *more)
     assert found.dtype == dtype and (found[malicious] == lie).all() and (found[~malicious] == 200).all()
+
+
+def test_noisy_inputs_are_for_real_numbers():
+    clients = Clients({"x": np.zeros((2, 3, 1), np.uint8), "y": np.zeros((2, 3), np.int32)}, np.full(2, 3))
+    with pytest.raises(ValueError, match="noisy_inputs must be for inputs of floating-point numbers, got 'uint8'"):
+        attacks.poison(clients, np.array([True, False]), "noisy_inputs", num_classes=2)

@@ -74,6 +74,47 @@ def test_ditto_without_a_pull_is_local_training_and_a_cohort_moves_alone():
     assert moved.sum() == 3 and (moved == ~np.isnan(metrics["loss"])).all()
 
 
+def test_ditto_trains_the_models_of_the_cohort_alone():
+    trained = []
+
+    def counted(function, *args, **options):
+        def mapped(*rows):
+            trained.append(len(rows[0]))
+            return jax.vmap(function, *args, **options)(*rows)
+
+        return mapped
+
+    algorithm = jfcl.ditto(LINEAR, TWO, cohort=3, init_params=START, client_axis=counted)
+    clients, key = regression(1), jax.random.key(5)
+    algorithm.step(key, algorithm.init(key, clients), clients)
+    assert trained == [3, 3]  # personal models, and the global one
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jfcl.fedavg,
+        jfcl.cfl,
+        jfcl.ditto,
+        partial(jfcl.ifca, num_clusters=2),
+        partial(jfcl.fesem, num_clusters=2),
+        partial(jfcl.one_shot, num_clusters=2),
+        partial(jfcl.federated_clustering, quantile=0.5),
+        partial(jfcl.momentum_clustering, num_clusters=2, quantile=0.5),
+    ],
+)
+def test_the_bytes_of_a_model_may_exceed_int32(make):
+    """Only shapes: a model of 2.4 GB."""
+    task = jfcl.models.task(
+        lambda key: {"w": jnp.zeros(600_000_000)}, lambda p, x: x * p["w"][:1].sum(), kind="regression"
+    )
+    clients = Clients({"x": np.zeros((3, 2), np.float32), "y": np.zeros((3, 2), np.float32)}, np.full(3, 2, np.int32))
+    algorithm = make(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
+    metrics = jax.eval_shape(algorithm.step, jax.random.key(0), state, clients)[1]
+    assert metrics["bytes_up"].dtype == jnp.float32
+
+
 def classification(seed=0, n=5, m=14):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, m, 2)).astype(np.float32)

@@ -317,3 +317,19 @@ def test_rotation_of_what_is_not_square():
     with pytest.raises(ValueError, match="needs square images"):
         build(wide, num_clients=4, num_clusters=4, heterogeneity="rotation")
     assert build(wide, num_clients=4, num_clusters=2, heterogeneity="rotation").input_shape == (3, 5, 1)
+
+
+def test_a_writer_belongs_to_one_cluster():
+    with pytest.raises(ValueError, match="partition must be another one with 'class', of which a writer has several"):
+        build(tagged(240, 56), partition="writer", num_clusters=2, heterogeneity="class")
+
+
+def test_newcomers_are_writers_that_are_not_in_training():
+    data = tagged(240, 56)
+    known = data.writer["test"].copy()
+    known[known == 100] = 3  # of training
+    mixed = data._replace(writer=data.writer | {"test": known})
+    fed = build(mixed, partition="writer", newcomer_examples=8)
+    assert {int(known[t - 240]) for t in tags(fed.newcomers)} == set(range(101, 107))
+    with pytest.raises(ValueError, match="newcomer_examples must be left out: all writers"):
+        build(data._replace(writer=data.writer | {"test": known * 0}), partition="writer", newcomer_examples=8)

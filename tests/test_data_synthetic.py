@@ -6,7 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 
 from jfcl.core import check_clients
-from jfcl.data import blobs, fc_regression, ifca_regression, xor_toy
+from jfcl.data import blobs, fc_regression, ifca_regression, synthetic, xor_toy
 
 
 def pooled(fed, cluster):
@@ -139,3 +139,9 @@ def test_synthetic_problems_follow_their_seed(make):
 def test_synthetic_refuses(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(("count", "dim"), [(1000, 13), (8000, 13), (5, 40)])
+def test_truths_are_different_however_many(count, dim):
+    found = synthetic._binary_vectors(np.random.default_rng(0), count, dim)
+    assert len(np.unique(found, axis=0)) == count and found.any(axis=1).all() and set(np.unique(found)) == {0, 1}

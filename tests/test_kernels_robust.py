@@ -440,3 +440,18 @@ Z = jnp.ones((6, 2))
 def test_bad_input_is_named(run, words):
     with pytest.raises(ValueError, match=words):
         run()
+
+
+@pytest.mark.parametrize(("count", "f"), [(10, 3), (7, 2), (101, 50), (5, 0), (65_537, 32_000), (300_000, 140_000)])
+def test_adaptive_clip_counts_beyond_int32(count, f):
+    """`floor(2 f (n - f) / n)` updates are clipped, to the norm of the next one; Python's integers have no bound."""
+    clipped, _ = kernels.adaptive_clip(jnp.arange(count, dtype=jnp.float32)[:, None], num_malicious=f)
+    assert float(clipped.max()) == pytest.approx(count - 1 - 2 * f * (count - f) // count, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+def test_centered_clip_of_float16_updates_far_apart(form):
+    """Their difference is no number of float16."""
+    z, center = jnp.array([[-20.0], [-20.0], [65504.0]], jnp.float16), jnp.array([-20.0], jnp.float16)
+    moved = kernels.centered_clip(z, center=center, radius=1.0, form=form)
+    assert abs(float(moved[0]) + 20) <= 0.35  # the radius, times the share of one client

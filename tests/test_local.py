@@ -382,3 +382,8 @@ def test_an_optimizer_whose_steps_have_other_shapes_is_refused():
     per_example = optax.chain(optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), optax.sgd(1.0))
     with pytest.raises(AssertionError, match="shapes"):
         noises(per_example, "nothing")
+
+
+def test_steps_of_sizes_in_int16():
+    training = local_training(optax.sgd(0.1), num_epochs=100, batch_size=1)
+    assert steps_per_round(training, jnp.int16(400), 400) == 40_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jfcl import cli
-from jfcl.experiments import Config, load_run, read_run
+from jfcl.experiments import Config, flags, load_run, read_run
 from jfcl.experiments.config import all_options, takes
 from jfcl.experiments.own import find_method, find_model
 from jfcl.experiments.setups import setup
@@ -316,3 +316,8 @@ def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):
     assert sys.path[0] == str(folder) and sys.path.count(str(folder)) == 1
     find_method(METHOD)
     assert sys.path.count(str(folder)) == 1
+
+
+def test_the_method_is_the_first_own_name_among_the_arguments():
+    parser = flags.run_parser(flags.Parser(add_help=False), None)
+    assert flags._own_method(parser, ["mine:make", "--label", "a:b", "--rounds", "2"]) == "mine:make"

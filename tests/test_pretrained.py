@@ -521,3 +521,19 @@ PARAMS = pretrained(PLAIN)
 def test_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_adapters_of_a_kernel_with_a_second_use_are_summed():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(3, name="encoder")
+            hidden = nn.relu(layer(x))
+            return hidden @ layer.variables["params"]["kernel"].T  # the decoder
+
+    task = jfcl.models.classification(Tied(), (4,), 4)
+    adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=2, spread=0.5)
+    own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (5, 4))
+    np.testing.assert_allclose(
+        adapted.predict(own, x), task.predict(jfcl.models.merged(adapted, own), x), rtol=1e-4, atol=1e-6
+    )

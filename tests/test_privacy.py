@@ -1,5 +1,6 @@
 """Private training against a loop in NumPy, written from the papers, and against published values of the accountant."""
 
+import dataclasses
 import math
 import re
 import shlex
@@ -487,3 +488,19 @@ def test_the_page_states_the_epsilon_of_its_commands():
         count = config.population or config.clients
         found = privacy_of(config, count, config.rounds, np.zeros(count, np.int32), config.dp_clip)
         assert f"{found['epsilon']:.3g}" == number, command
+
+
+def test_the_clipping_norm_keeps_its_type_under_x64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        clip, like = jnp.float32(1.0), {"w": jnp.zeros(2, jnp.float32)}
+        present = jnp.ones(3, bool)
+        dp = GaussianDP(1.0, 0.1, quantile=0.5)
+        new = privacy.next_clip(dp, jax.random.key(0), clip, present, present, like, jnp.float32(3.0))
+    assert new.dtype == jnp.float32
+
+
+def test_one_client_has_no_default_delta():
+    config = Config("fedavg", clients=1, clusters=1, dp_clip=1.0, dp_noise=1.0)
+    with pytest.raises(ValueError, match="dp_delta must be given for one client"):
+        validate(config)
+    validate(dataclasses.replace(config, dp_delta=0.1))

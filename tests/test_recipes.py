@@ -17,9 +17,9 @@ from jfcl.client.local import local_training
 from jfcl.core import Clients
 from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.papers import cfl, ifca, report
 from jfcl.experiments.papers import federated_clustering_table as fc
-from jfcl.experiments.papers import ifca, report
-from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS
+from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
 
 
@@ -388,3 +388,27 @@ def test_a_recipe_that_could_not_begin_leaves_the_folder_free(tmp_path):
         reproduce("toy", recipes={"toy": Recipe("a toy", fails, full={"rounds": 3}, small={"rounds": 2})}, out=tmp_path)
     assert not list(tmp_path.iterdir())
     assert reproduce("toy", recipes=SMALL, out=tmp_path, rounds=1)["rows"]
+
+
+def test_other_numbers_of_clients_have_no_figures_of_the_paper():
+    assert of_paper(100, "mnist", "noisy", "FL") == 96.9 and of_paper(20, "mnist", "noisy", "FL") is None
+
+
+@pytest.mark.parametrize("entry", ["start", "to"])
+def test_figure_3_of_ifca_refuses_unknown_readings(entry, tmp_path):
+    with pytest.raises(ValueError, match=f"unknown {entry} 'banana'"):
+        reproduce("ifca.figure3", out=tmp_path / "x", **{entry: "banana"})
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_split_before_the_first_record_has_a_row():
+    record = {"seed": 0, "num_clusters": 2, "cluster_accuracy": 1.0, "accuracy": 0.5, "separation_gap": [0.1, 0.2]}
+    records = [record | {"round": 1, "split_from": [-1, 0]}, record | {"round": 2, "split_from": [-1, -1]}]
+    events = [row["event"] for row in cfl._stages(records, {"split": "", "end": ""}, "accuracy")]
+    assert events == ["0 splits, 1 is new", "end, 2 clusters"]
+
+
+def test_gaps_with_the_model_of_one_data_set():
+    setting = RECIPES["cfl.figure5"].full | {"models": {"mnist": "mlp"}}
+    models_of = {data: cfl._gap_config(setting, data, 20, "updates").model for data in ("mnist", "cifar10")}
+    assert models_of == {"mnist": "mlp", "cifar10": "cnn5"}

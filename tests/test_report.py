@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 import jfcl
@@ -678,3 +679,16 @@ def test_values_that_are_not_finite_leave_a_gap():
 
 def test_report_is_public():
     assert jfcl.experiments.report is report
+
+
+def test_pictures_of_any_width_are_drawn():
+    picture = Image.open(io.BytesIO(plots.png(Figure(figsize=(600, 1)))))
+    assert picture.width < 2**16
+
+
+def test_labels_of_curves_are_shown_as_they_are():
+    """matplotlib hides labels that begin with an underscore, and reads dollars as mathematics."""
+    curve = [{"seed": 0, "round": 1, "accuracy": 0.5}]
+    figure = plots.curves({plots.label(name): curve for name in ("_a", "b$")}, "accuracy")
+    [legend] = [axes.get_legend() for axes in figure.axes]
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["_a", r"b\$"]

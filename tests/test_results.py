@@ -3,6 +3,7 @@
 import csv
 import json
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jfcl.experiments import read_run
 from jfcl.simulation import evaluation, progress
 from jfcl.simulation import folder as runs
 from jfcl.simulation.callbacks import EarlyStopping
+from jfcl.simulation.results import finds_clusters
 from jfcl.testing import problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem("classification")
@@ -222,3 +224,34 @@ def test_a_run_that_stopped_between_evaluations_cannot_end_there(tmp_path):
     with pytest.raises(ValueError, match="num_rounds must be more than the 3 rounds already done"):
         simulate(out=tmp_path, eval_every=2, num_rounds=3, resume=True)
     assert [row["round"] for row in simulate(out=tmp_path, eval_every=2, resume=True).records] == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "round", "seed", "cluster", "newcomer_loss"])
+def test_metrics_with_the_names_of_results_are_refused(name):
+    """A training accuracy would be shown as that on test examples; another round would make the records unreadable."""
+
+    def named(key, state, clients):
+        state, metrics = FEDAVG.step(key, state, clients)
+        return state, metrics | {name: jnp.float32(1.0)}
+
+    with pytest.raises(ValueError, match=f"metrics must be other names: .*, got '{name}'"):
+        simulate(jfcl.Algorithm(FEDAVG.init, named, TASK))
+
+
+@pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])
+def test_clusters_of_one_client_each_are_clusters(make, clusters):
+    history = simulate(make(TASK, TRAINING))
+    n = history.clients["cluster"].shape[1]
+    alone = history._replace(clients={"cluster": np.tile(np.arange(n), (2, 1))})
+    assert finds_clusters(alone) is clusters
+
+
+def test_a_resumption_with_another_key_is_refused_beside_a_configuration(tmp_path):
+    simulate(out=tmp_path, stop_after=2, config={"method": "mine"}, seeds=[4, 5])
+    other = jax.random.split(jax.random.key(9), 2)
+    with pytest.raises(ValueError, match=r"a run of another configuration \(key"):
+        simulate(out=tmp_path, config={"method": "mine"}, key=other, resume=True)
+    with pytest.raises(ValueError, match=r"a run of another configuration \(seeds"):
+        simulate(out=tmp_path, config={"method": "mine"}, seeds=[4, 6], resume=True)
+    history = simulate(out=tmp_path, config={"method": "mine"}, seeds=[4, 5], resume=True)
+    assert [r["seed"] for r in history.records[-2:]] == [4, 5]

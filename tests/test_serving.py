@@ -142,3 +142,10 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
 def test_refuses(folders, use, message):
     with pytest.raises(ValueError, match=message):
         use(folders)
+
+
+def test_scalars_keep_their_shape_in_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy", reason="the package safetensors is not installed")
+    export_model(None, {"scale": np.float32(2.0), "w": np.ones((2, 3), np.float32).T}, tmp_path / "m.safetensors")
+    read = safetensors.load_file(tmp_path / "m.safetensors")
+    assert read["scale"].shape == () and read["w"].shape == (3, 2)

@@ -295,6 +295,7 @@ def noisy_inputs(rng, x, y, num_classes):
       >>> y.tolist(), bool(np.abs(x).max() > 9)
       ([3, 4], True)
     """
+    check(np.issubdtype(x.dtype, np.floating), "noisy_inputs", str(x.dtype), "for inputs of floating-point numbers")
     return rng.uniform(-10, 10, x.shape).astype(x.dtype), y
 
 

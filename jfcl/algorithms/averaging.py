@@ -348,13 +348,13 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
     return mean, changed, weight
 
 
-def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[int, jax.Array]:
+def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[float, jax.Array]:
     """Returns the bytes that each client sends and gets, `([], [C])`: one model; all `K` models where it compares them.
 
     Shared parameters of the `K` models are sent once.
     """
-    model, common = num_bytes(jax.tree.map(lambda p: p[0], params)), 0
+    model, common = float(num_bytes(jax.tree.map(lambda p: p[0], params))), 0.0  # may exceed int32
     if rules.shared is not None:
         flags = jax.tree.leaves(path_flags(rules.shared, params))
-        common = sum(num_bytes(p[0]) for flag, p in zip(flags, jax.tree.leaves(params), strict=True) if flag)
+        common += sum(num_bytes(p[0]) for flag, p in zip(flags, jax.tree.leaves(params), strict=True) if flag)
     return model, common + (model - common) * jnp.where(compared, float(rules.num_clusters), 1.0)

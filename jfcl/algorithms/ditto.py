@@ -14,9 +14,9 @@ from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights, passed_on
 from jfcl.algorithms.personal import initial_state, next_personal, train_personal
-from jfcl.algorithms.round import select_cohort
+from jfcl.algorithms.round import loss_of_all, put_rows, select_cohort, take_rows
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, num_clients
 from jfcl.core.options import Interval, Real
 from jfcl.execution import mapping
 
@@ -91,13 +91,18 @@ def ditto(
     def step(key: jax.Array, state: DittoState, clients: Clients):
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
-        everyone = select_cohort(key, clients)  # both models are trained on the same batches
-        trained, finite = train_personal(task, near, client_axis, everyone, state, anchor=middle)
+        chosen = select_cohort(key, clients, cohort)  # that of FedAvg: both models are trained on the same batches
+        params, opt_states = take_rows(chosen, (state.params, state.client))
+        mine = state._replace(params=params, client=opt_states)
+        trained, finite = train_personal(task, near, client_axis, chosen, mine, anchor=middle)
         shared, metrics = common.step(key, state.common, clients)
-        present = ~jnp.isnan(metrics["loss"])  # NaN for absent clients alone
-        new = next_personal(state, trained, present & finite)._replace(common=shared)
+        present = take_rows(chosen, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
+        mine = next_personal(mine, trained, present & finite)
+        params, opt_states = put_rows(chosen, (state.params, state.client), (mine.params, mine.client))
+        new = mine._replace(params=params, client=opt_states, common=shared)
+        loss = jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan)
         metrics |= {
-            "loss": jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan),
+            "loss": loss_of_all(chosen, loss, num_clients(clients)),
             "client_steps": 2 * metrics["client_steps"],
             "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
         }

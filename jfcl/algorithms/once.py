@@ -39,7 +39,7 @@ def with_first_costs(
         if cohort is not None:
             present = present * jnp.minimum(cohort / present.sum(), 1.0)
         steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32) + (more_steps or 0)
-        model = messages * num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        model = float(messages * num_bytes(jax.tree.map(lambda p: p[0], state.params)))  # may exceed int32
         paid = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
         first = (state.round == 0).astype(jnp.float32)
         state, metrics = algorithm.step(key, state, clients)

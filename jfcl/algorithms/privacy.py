@@ -282,7 +282,7 @@ def next_clip(
         return clip
     of_clip = _keys(key, len(jax.tree.leaves(like)))[2]
     votes = jnp.where(usable, inside.astype(jnp.float32) - 0.5, 0.0).sum()
-    share = 0.5 + (votes + CLIP_NOISE * dp.noise * jax.random.normal(of_clip)) / expected
+    share = 0.5 + (votes + CLIP_NOISE * dp.noise * jax.random.normal(of_clip, (), clip.dtype)) / expected
     return clip * jnp.exp(-dp.clip_rate * (share - dp.quantile))
 
 

@@ -311,7 +311,7 @@ def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[st
     """
 
     def total(values):
-        return (present.astype(jnp.float32) * jnp.asarray(values).astype(jnp.float32)).sum()
+        return (present.astype(jnp.float32) * jnp.asarray(values, jnp.float32)).sum()
 
     return {
         "loss": jnp.where(present, jnp.where(jnp.isnan(loss), jnp.inf, loss), jnp.nan),

@@ -27,6 +27,7 @@ Records = Sequence[dict[str, Any]]
 # Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
 # vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
 
@@ -48,7 +49,8 @@ def png(figure: Figure) -> bytes:
       b'PNG'
     """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+    dpi = min(120, MOST_PIXELS / max(figure.get_size_inches()))
+    figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
     return buffer.getvalue()
 
 
@@ -63,6 +65,16 @@ def save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     write_whole(path, png(figure))  # and its folder
     return path
+
+
+def label(name: str) -> str:
+    """Returns the name of a run as the label of its curve: matplotlib reads `$` as mathematics, and hides `_name`.
+
+    Example:
+      >>> label("_a$")
+      ' _a\\\\$'
+    """
+    return name.replace("$", r"\$") if not name.startswith("_") else " " + name.replace("$", r"\$")
 
 
 def _whole_numbers() -> MaxNLocator:

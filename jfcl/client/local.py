@@ -167,7 +167,7 @@ def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int)
     """Returns the local steps in one round, `[]` int32, of a client with `size` of at most `max_examples` examples."""
     if training.num_steps is not None:
         return jnp.asarray(training.num_steps, jnp.int32)
-    batches = -(-jnp.asarray(size) // examples_per_step(training, max_examples))
+    batches = -(-jnp.asarray(size, jnp.int32) // examples_per_step(training, max_examples))
     return (training.num_epochs * batches).astype(jnp.int32)
 
 

@@ -102,8 +102,8 @@ def build(
         there are `N * examples_per_client` examples, else "cluster".
       newcomer_examples: if given, the test pool is also divided among new clients with so many examples each:
         `floor(test / newcomer_examples)` in every cluster (IFCA: 10000 K / n test clients). They share examples with
-        `test`, never with `train`. With "writer" they are the official test split's writers, with at most so many
-        examples each.
+        `test`, never with `train`. With "writer" they are the writers of the official test split that are not in the
+        training split, with at most so many examples each, none of which is in `test`.
       seed: at least 0; the result is a function of it and the other arguments.
       data_dir: the data directory of `load`, for a dataset given by name.
       rows: the rows of the `N` clients to stack, for a process that holds only its own (`mapping.own_rows`): `train`
@@ -216,7 +216,12 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
     if split.partition == "writer":
         if dataset.test is None:
             raise ValueError(f"newcomer_examples: {dataset.name!r} has no test split with writers of its own")
+        trained = np.unique(dataset.writer["train"])
         parts = by_writer(dataset.writer["test"], seed=0)
+        parts = [part for part in parts if dataset.writer["test"][part[0]] not in trained]
+        check(
+            len(parts) > 0, "newcomer_examples", count, "left out: all writers of the test split are in training, too"
+        )
         rng = np.random.default_rng((split.seed, NEWCOMERS))
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
         cluster = (np.arange(len(parts)) % split.num_clusters).astype(np.int32)

@@ -241,10 +241,13 @@ def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
     if dim <= 12:  # few vectors: repeated draws until all differ could take long
         numbers = 1 + rng.permutation(2**dim - 1)[:count]
         return (numbers[:, None] >> np.arange(dim) & 1).astype(np.float64)
+    vectors = rng.integers(0, 2, (count, dim))
     while True:
-        vectors = rng.integers(0, 2, (count, dim))
-        if vectors.any(axis=1).all() and len(np.unique(vectors, axis=0)) == count:
+        again = ~vectors.any(axis=1)
+        again[np.setdiff1d(np.arange(count), np.unique(vectors, axis=0, return_index=True)[1])] = True  # repetitions
+        if not again.any():
             return vectors.astype(np.float64)
+        vectors[again] = rng.integers(0, 2, (again.sum(), dim))
 
 
 def _generator(seed: int, *stream: int) -> np.random.Generator:

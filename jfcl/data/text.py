@@ -23,10 +23,10 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     *training* split, most frequent first, ties in alphabetical order. Labels are kept: the targets of a language model
     are `x` shifted by one, and the labels distinguish topics.
 
-    Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks, in lower case. Texts are cut
-    to `length` tokens. Characters are kept as they are, and a text becomes as many rows as it needs: a row begins with
-    the last character of the row before, so that every character but the first is a target once. Texts with fewer than
-    two characters are dropped.
+    Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks but for `_`, in lower case.
+    Texts are cut to `length` tokens. Characters are kept as they are, and a text becomes as many rows as it needs: a
+    row begins with the last character of the row before, so that every character but the first is a target once. Texts
+    with fewer than two characters are dropped.
 
     Args:
       dataset: a data set of strings (`load("ag_news")`, `load("tiny_shakespeare")`).

@@ -292,7 +292,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
         console.print(f"note: {note}", markup=False)
     # The plots.
     out = Path(args.out) if args.out else unused(with_name(args.runs[0]).parent / "compare")
-    records = {name.replace("$", r"\$"): rows for name, (_, rows) in runs.items()}  # matplotlib reads $ as mathematics
+    records = {plots.label(name): rows for name, (_, rows) in runs.items()}
     metric = judged_by(summary["mean"] for summary in summaries.values())
     plots.save(plots.curves(records, metric), out / f"{metric}.png")
     plots.save(plots.bars(records, ["loss"]) if metric == "loss" else plots.bars(records), out / "methods.png")

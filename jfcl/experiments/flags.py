@@ -81,7 +81,7 @@ def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
     method, file, taker = None, None, None  # taker: of a flag that takes this text
     for text in args:
         flag, _, value = text.partition("=")
-        if taker is None and is_own(text):
+        if taker is None and method is None and is_own(text):  # later ones are values of the method's own flags
             method = text
         if taker is not None and taker.dest == "config":
             file = text

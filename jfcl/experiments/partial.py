@@ -22,6 +22,7 @@ from jfcl.simulation.results import summarize_records
 
 MOST_LISTED = 5  # damaged lines that a sentence names
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
+ALONE = ("local", "ditto", "knn_per", "federated_clustering")  # methods with a model for each client
 PARTS = ("config.json", "metrics.jsonl", "summary.json")
 
 
@@ -186,7 +187,10 @@ def _so_far(run: PartialRun) -> dict[str, Any]:
     about = {"method": config.get("method"), "num_clusters": config.get("clusters"), "versions": config.get("versions")}
     clients = config.get("clients") if config.get("population") is None else config["population"]
     about |= {"num_clients": clients if is_number(clients) else None, "num_rounds": last}
-    about["finds_clusters"] = any(record.get("clusters_in_use") != 1 for record in run.records)
+    if config.get("heterogeneity") == "none":
+        about["num_clusters"] = 1
+    several = any(record.get("clusters_in_use") != 1 for record in run.records)
+    about["finds_clusters"] = several and config.get("method") not in ALONE
     if not last:
         empty = {"clusters_in_use": None}
         return about | {"per_seed": [], "mean": empty, "std": empty}

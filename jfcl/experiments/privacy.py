@@ -50,6 +50,9 @@ def check_private_run(config: Config) -> None:
         check(config.sampling == "uniform", "sampling", config.sampling, "uniform with --dp-clip")
         accepted = "0 with --dp-clip: which clients are slow may depend on their data"
         check(config.stragglers == 0, "stragglers", config.stragglers, accepted)
+    if config.dp_noise and config.dp_delta is None and not of_population(config):
+        accepted = "given for one client: the default is a power of the number of clients, 1 here, and promises nothing"
+        check(config.clients > 1, "dp_delta", None, accepted)
     if config.dp_noise:
         try:
             accountant()

@@ -176,13 +176,9 @@ def _differences(runs: dict[str, PartialRun]) -> str:
     return html.section("Differences", notes, table)
 
 
-def _label(name: str) -> str:
-    return name.replace("$", r"\$")  # matplotlib reads $ as mathematics
-
-
 def _curves(runs: dict[str, PartialRun]) -> list[str]:
     """Returns the figures that show all runs."""
-    records = {_label(name): run.records for name, run in runs.items()}
+    records = {plots.label(name): run.records for name, run in runs.items()}
     band = "The line is the mean over seeds, the band reaches from the lowest to the highest seed."
     metrics = {
         "accuracy": ("accuracy", f"Accuracy on test examples, mean over clients. {band}"),
@@ -193,7 +189,7 @@ def _curves(runs: dict[str, PartialRun]) -> list[str]:
     for name, (metric, caption) in metrics.items():
         rows = {run: rows for run, rows in records.items() if _has_values(rows, metric)}
         found.append(_figure(runs, name, partial(plots.curves, rows, metric) if rows else None, caption))
-    accuracies = {_label(name): run.clients["accuracy"] for name, run in runs.items() if "accuracy" in run.clients}
+    accuracies = {plots.label(name): run.clients["accuracy"] for name, run in runs.items() if "accuracy" in run.clients}
     accuracies = {name: values for name, values in accuracies.items() if np.isfinite(values).any()}
     caption = "Final accuracy of every client, sorted; the clients of all seeds together."
     draw = partial(plots.client_accuracies, accuracies) if accuracies else None

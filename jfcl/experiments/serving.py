@@ -112,7 +112,7 @@ def export_model(
     elif file.suffix == ".safetensors":
         from safetensors.numpy import save
 
-        write_whole(file, save({name: np.ascontiguousarray(array) for name, array in by_path(model).items()}))
+        write_whole(file, save({name: np.asarray(array, order="C") for name, array in by_path(model).items()}))
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
         check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")

@@ -96,20 +96,21 @@ def _pull(distances: jax.Array, radius: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="num_iters")
 def _direct(rows, usable, start, radius, weights, *, num_iters):
-    weights = shares(weights, usable)
+    weights, wide = shares(weights, usable), sum_dtype(*rows)
 
     def iterations(clean):
         def iterate(_, center):
             def add(parts, begin, length, step):
                 share = jax.lax.dynamic_slice_in_dim(weights, begin, length)
-                away = [x - v[None, :] for x, v in zip(parts, center, strict=True)]
+                # In float16 the difference of finite numbers may not be.
+                away = [x.astype(wide) - v.astype(wide)[None, :] for x, v in zip(parts, center, strict=True)]
                 if clean is not None:
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
                     away = [usable_rows(d, here) for d in away]
                 share *= _pull(jnp.sqrt(squared_norms(away)), radius)
                 return [s + share.astype(s.dtype) @ d.astype(s.dtype) for s, d in zip(step, away, strict=True)]
 
-            step = fold_rows(add, [jnp.zeros(v.shape, sum_dtype(*rows)) for v in center], rows)
+            step = fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)
             return [(v.astype(s.dtype) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]
 
         return jax.lax.fori_loop(0, num_iters, iterate, start)

@@ -96,7 +96,11 @@ def adaptive_clip(updates: PyTree, *, num_malicious: int, mask: jax.Array | None
 @jax.jit
 def _arc_radius(rows, usable, f):
     count = usable.sum()
-    num_clipped = (2 * f * (count - f)) // jnp.maximum(count, 1)
+    # floor(2 f (n - f) / n). The product may exceed int32: with an estimate in floats, the difference is small again,
+    # and right although both of its terms wrap around.
+    n = jnp.maximum(count, 1)
+    estimate = (2 * f.astype(jnp.float32) * ((n - f) / n)).astype(jnp.int32)
+    num_clipped = estimate + (2 * f * (n - f) - estimate * n) // n
     norms = jnp.where(usable, jnp.sqrt(squared_norms(rows)), -jnp.inf)
     longest_first = jnp.sort(norms, descending=True)
     return jnp.maximum(longest_first[jnp.minimum(num_clipped, len(usable) - 1)], 0.0)

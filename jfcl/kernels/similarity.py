@@ -239,7 +239,7 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     """Returns `similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
 
     Symmetry is checked on products with a vector of random signs from both sides (two reads of the matrix instead of a
-    comparison with its transpose). Rounding passes; a difference of 1e-2 anywhere does not.
+    comparison with its transpose). Rounding passes; one difference of 1e-2 does not (several may cancel).
     """
     similarity = jnp.asarray(similarity)
     square = similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] > 0

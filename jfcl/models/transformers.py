@@ -126,8 +126,8 @@ class GPT(nn.Module):
     """A decoder in the form of GPT-2, for `jfcl.models.language_model`: 3.76 M parameters at 10,000 words.
 
     Token ids `[B, L]` to logits `[B, L, num_outputs]`, which depend on the words up to their position. Positions are
-    learned, as many as the texts of the task have words; longer texts are refused. Padding, at the end of a text, is
-    seen by no word before it.
+    learned, one fewer than the texts of the task have words, since the last word is never an input; longer texts are
+    refused. Padding, at the end of a text, is seen by no word before it.
 
     Unlike GPT-2's, the last layer has its own weights (not those of the embedding), so that it can be personal, and
     attention weights have no dropout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
-from jfcl.core import num_clients, personal_part
+from jfcl.core import check, num_clients, personal_part
 from jfcl.execution.jitted import jitted
 
 # A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
@@ -19,7 +20,19 @@ from jfcl.execution.jitted import jitted
 SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
 EVENTS = ("split_from", "capacity_reached", "overflowed")
 SERVE = ("loss", "state")
+# Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS.
+OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excluded", "accuracy", "perplexity")
+OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
+OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity")
+OF_NEWCOMERS = "newcomer_"
 MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
+
+
+def check_metrics(values: Iterable[str]) -> None:
+    """Raises `ValueError` for the name of a method's metric that a record has for something else."""
+    for name in values:
+        taken = name in OF_RECORDS or name.startswith(OF_NEWCOMERS)
+        check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
 
 
 class Subjects(NamedTuple):
@@ -77,7 +90,7 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
             row |= metrics.summarize({name: v[s] for name, v in found.held_out.items()}, subjects.test_size)
         if found.newcomers is not None:
             summary = metrics.summarize({name: v[s] for name, v in found.newcomers.items()}, subjects.new_size)
-            row |= {f"newcomer_{name}": value for name, value in summary.items()}
+            row |= {f"{OF_NEWCOMERS}{name}": value for name, value in summary.items()}
         row["train_loss"] = float(found.values["loss"][s])
         row["clusters_in_use"] = len(np.unique(found.cluster[s]))
         if subjects.true_cluster is not None:

@@ -20,6 +20,7 @@ from jfcl.simulation.evaluation import (
     SUMMED,
     Assessment,
     Subjects,
+    check_metrics,
     evaluate_rows,
     finite_mean,
     found_clusters,
@@ -96,6 +97,7 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
             return state, values, sums, events
 
         step, (_, like) = traced_once(algorithm.step, key, state, clients)
+        check_metrics(like)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}

@@ -20,6 +20,7 @@ from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
+from jfcl.simulation.evaluation import check_metrics
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
@@ -286,7 +287,8 @@ def _check_algorithm(
         remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
         count = cohort + remember
         split, state = split_state(algorithm.init, store, count)
-        jax.eval_shape(algorithm.step, key, state, example_shapes(store, count))
+        _, values = jax.eval_shape(algorithm.step, key, state, example_shapes(store, count))
+        check_metrics(values)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit

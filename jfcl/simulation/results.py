@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jfcl.algorithms.averaging import AveragingState
+from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
@@ -40,11 +42,15 @@ def summarize_records(records: list[dict[str, Any]], last: int) -> dict[str, Any
 
 
 def finds_clusters(history: History) -> bool:
-    """Returns whether a method has several models, and not simply one for each client."""
+    """Returns whether a method has several models, and not simply one for each client.
+
+    A method that clusters may end with clusters of one client each; its state says that it is one.
+    """
     cluster, state = history.clients.get("cluster"), history.state
     models = jax.tree.leaves(state.params)[0].shape[state.cluster.ndim - 1]  # after the axis of seeds, if there is one
     alone = cluster is not None and bool((cluster == np.arange(cluster.shape[-1])).all())
-    return models > 1 and (not alone or hasattr(state, "group"))
+    clusters = isinstance(state, (AveragingState, CFLState)) or hasattr(state, "group")
+    return models > 1 and (clusters or not alone)
 
 
 def summarize(history: History) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jfcl.core import (
 )
 from jfcl.execution import hosts, mapping
 from jfcl.simulation.callbacks import Callbacks
-from jfcl.simulation.folder import Restored
+from jfcl.simulation.folder import Restored, read_json
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds, seed_names
 from jfcl.simulation.on_device import OnDevice, build
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
@@ -153,7 +153,8 @@ def simulate(
         backend.place(test_clients, newcomers, true_cluster, serve)
 
         # Begin or resume.
-        config = {"key": np.asarray(jax.random.key_data(key)).tolist()} if config is None else config
+        if summary:  # of a caller in Python, who may give another key to a resumption
+            config = _with_keys(config, key, seeds, out if resume else None)
         folder = open_folder(opened, out, resume, config, num_rounds)
         restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
         if restored is None and first is not None:
@@ -220,6 +221,20 @@ def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
             check_labels(part, made.task.num_classes, name=name)
     if made.check is not None and num_clients(parts["clients"]):  # one of several processes may hold none
         made.check(parts["clients"])
+
+
+def _with_keys(
+    config: dict[str, Any] | None, key: jax.Array, seeds: list, resumed: str | Path | None
+) -> dict[str, Any]:
+    """Returns the configuration of a run with its keys, and the names of its seeds where they are not the default.
+
+    A `resumed` folder of an earlier version may lack them; then they are left out.
+    """
+    own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
+    own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
+    if resumed is not None and (file := Path(resumed) / "config.json").exists():
+        own = {name: value for name, value in own.items() if name in read_json(file)}
+    return own | (config or {})
 
 
 def _first_state(state: Any, like: Any, single: bool) -> Any:

@@ -51,6 +51,11 @@ def cell_config(setting: dict[str, Any], dataset: str, scenario: str, method: st
     return report.configure(METHODS[method], given | {"heterogeneity": "none", "clusters": 1, "batch_size": 100})
 
 
+def of_paper(clients: int, dataset: str, scenario: str, method: str) -> float | None:
+    """Returns the paper's accuracy in a cell; None where it gives none, as for other numbers of clients."""
+    return PAPER[clients][dataset][method][list(SCENARIOS).index(scenario)] if clients in PAPER else None
+
+
 def removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all seeds: the clients excluded at the end, and the round in which the last malicious one was excluded."""
     malicious = malicious_clients(config)
@@ -83,7 +88,7 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
         config = cell_config(setting, dataset, scenario, method)
         summary, records = bench.run(f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower(), config)
         row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
-        paper = PAPER[setting["clients"]][dataset][method][list(SCENARIOS).index(scenario)]
+        paper = of_paper(setting["clients"], dataset, scenario, method)
         row |= report.paper_columns(row["accuracy %"], paper)
         if method == "CFL":
             row |= removals(config, records)

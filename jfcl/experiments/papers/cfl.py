@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -90,7 +89,11 @@ def _gaps(
 def _gap_config(
     setting: dict[str, Any], dataset: str, examples: int, similarity: str, eval_every: int | None = None
 ) -> Config:
-    given = CLIENTS | UNSPLIT | {"model": setting["models"][dataset], "local_epochs": 3, "eval_every": eval_every}
+    given = (
+        CLIENTS
+        | UNSPLIT
+        | {"model": (_GAPS["models"] | setting["models"])[dataset], "local_epochs": 3, "eval_every": eval_every}
+    )
     given |= {"dataset": dataset, "examples_per_client": examples, "similarity": similarity}
     return report.configure("cfl", setting | given | {"heterogeneity": "label_swap"})
 
@@ -176,11 +179,11 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def _stages(records: report.Records, paper: dict[str, str], metric: str) -> list[Row]:
     """A row per split of one seed's run, and one for its end."""
     rows = []
-    for before, record in pairwise(records):
+    for before, record in zip([{}, *records], records, strict=False):
         for slot, origin in enumerate(record["split_from"]):
             if origin >= 0:
                 row = {"seed": record["seed"], "event": f"{origin} splits, {slot} is new", "round": record["round"]}
-                row |= {metric: before[metric], "gap": float(report.column([record], "separation_gap", origin)[0])}
+                row |= {metric: before.get(metric), "gap": float(report.column([record], "separation_gap", origin)[0])}
                 rows.append(row | {"identity": record["cluster_accuracy"], "paper": paper["split"]})
     end = records[-1]
     row = {"seed": end["seed"], "event": f"end, {end['num_clusters']} clusters", "round": end["round"]}

@@ -79,11 +79,11 @@ def sweep_trial(
     y = jnp.stack([r * federation.train.examples["y"] + s * noise for r, s in cells])
     inits, rates = setting["inits"], STEP_SIZES[num_clusters]
     starts = rng.integers(0, 2, (inits, num_clusters, DIM)).astype(np.float32)
-    if setting["start"] == "recipe":
+    if setting["start"] == "scaled":
         starts /= np.linalg.norm(starts, axis=2, keepdims=True)
     grid = [(c, i, s) for c in range(len(cells)) for i in range(inits) for s in range(len(rates))]
     cell, init, rate = (np.array(v) for v in zip(*grid, strict=True))
-    scale = np.array([r if setting["start"] == "recipe" else 1.0 for r, _ in cells], np.float32)
+    scale = np.array([r if setting["start"] == "scaled" else 1.0 for r, _ in cells], np.float32)
     now = starts[init] * scale[cell][:, None, None]  # [trajectories, K, d]
     truth, near = federation.truth, np.zeros(len(grid), bool)
     radius, sigma = (np.array(v) for v in zip(*cells, strict=True))
@@ -138,6 +138,8 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """
     for panel in setting["panels"]:
         check_choice("panel", panel, "abcd")
+    check_choice("start", setting["start"], ["bernoulli", "scaled"])  # scaled: as the truths, to norm R
+    check_choice("to", setting["to"], ["matched", "nearest"])
     rows = []
     figure, [line] = report.panels(5 * len(setting["panels"]), 3.8, 1, len(setting["panels"]))
     for axes, panel in zip(line, setting["panels"], strict=True):
