@@ -20,7 +20,7 @@ from common import RESULTS
 
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.papers import report
-from jfcl.experiments.papers.byzantine_cfl import METHODS, PAPER, SCENARIOS, cell_config, of_paper, removals
+from jfcl.experiments.papers.byzantine_cfl import METHODS, OF_CODE, PAPER, SCENARIOS, cell_config, of_paper, removals
 from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.results import read_run
 from jfcl.simulation.folder import environment
@@ -36,12 +36,16 @@ def cell_of(saved: dict[str, Any]) -> tuple[str, str, str]:
         raise ValueError(f"clients: {saved['clients']}; the tables have {', '.join(map(str, TABLES))}")
     [method] = [name for name, of in METHODS.items() if of == saved["method"]]
     [scenario] = [name for name, attack in SCENARIOS.items() if attack == saved["attack"]]
-    setting = RECIPES[TABLES[saved["clients"]]].full | {"seeds": 1}
+    setting = RECIPES[TABLES[saved["clients"]]].full | {"seeds": 1, "inputs": _inputs(saved)}
     wanted = to_saved(cell_config(setting, saved["dataset"], scenario, method), saved["split_hash"])
     differ = [k for k, v in wanted.items() if k not in FREE and k in saved and saved[k] != v]
     if differ:
         raise ValueError(f"other options than the table's: {', '.join(f'{k} {saved[k]}' for k in differ)}")
     return saved["dataset"], scenario, method
+
+
+def _inputs(saved: dict[str, Any]) -> str:
+    return "code" if saved["model"] in OF_CODE.values() else "text"
 
 
 def add(run: str | Path) -> Path:
@@ -51,7 +55,8 @@ def add(run: str | Path) -> Path:
     summary, records = read_run(run)
     [of_seed] = summary["per_seed"]
     name, rounds = TABLES[config["clients"]], summary["num_rounds"]
-    path = RESULTS / "reproduce" / f"{name}-{rounds}-rounds.json"
+    suffix = "-inputs-of-the-code" if _inputs(config) == "code" else ""
+    path = RESULTS / "reproduce" / f"{name}-{rounds}-rounds{suffix}.json"
     fewer = f", {rounds} of the paper's 200 rounds" if rounds != 200 else ""
     table = json.loads(path.read_text()) if path.exists() else {"name": name, "title": RECIPES[name].title + fewer}
     rows = table.setdefault("rows", [])
@@ -73,7 +78,10 @@ def add(run: str | Path) -> Path:
             kept = [r for r in records if r["round"] % min(CURVE, rounds // 4) == 0]
             row["accuracy % by round"] = {str(r["round"]): round(100 * r["accuracy"], 2) for r in kept}
     datasets = json.dumps(["mnist", "fashion_mnist"])
-    table = {"command": f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds}"} | table
+    command = (
+        f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds} --set inputs={_inputs(config)}"
+    )
+    table = {"command": command} | table
     table = environment() | table
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path

@@ -262,6 +262,13 @@ def test_seeds_are_added_to_their_cell(cells):
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
 
 
+def test_runs_on_the_inputs_of_the_code_have_a_table_of_their_own(cells):
+    module, run = cells
+    path = module.add(run("CFL", 0, 0.9, model="cnn_mnist32"))
+    assert path.name == "byzantine_cfl.table2-20-rounds-inputs-of-the-code.json"
+    assert json.loads(path.read_text())["command"].endswith("--set inputs=code")
+
+
 def test_a_clean_run_of_cfl_without_an_exclusion_counts_as_fl(cells):
     module, run = cells
     path = module.add(run("CFL", 0, 0.9, scenario="clean"))

@@ -206,6 +206,7 @@ SIZES = {
     "mlp": 159_010,
     "mlp2048": 2048 * 785 + 2049 * 10,
     "cnn_mnist": 832 + 25_632 + 801 * 256 + 2_570,
+    "cnn_mnist32": 832 + 25_632 + 801 * 256 + 2_570,
     # (inputs x kernel + 1) x outputs, layer by layer; 4 x 4 x 64 values reach the first dense layer of cnn5.
     "cnn5": (27 + 1) * 32 + (288 + 1) * 64 + (576 + 1) * 64 + (1024 + 1) * 64 + 65 * 10,
     "vgg": 28 * 32 + 289 * 64 + 577 * 128 + 5 * 1153 * 128 + 2 * 129 * 128 + 129 * 10,
@@ -221,6 +222,30 @@ def test_sizes(name):
     task = classification(MODELS[name][0](10), INPUTS.get(name, (28, 28, 1)), 10)
     params = jax.eval_shape(task.init, jax.random.key(0))
     assert sum(p.size for p in jax.tree.leaves(params)) == SIZES[name]
+
+
+def test_the_network_of_the_authors_code_in_numpy():
+    """Bilinear images of 32 x 32, standardised; two convolutions without padding, pooled; PyTorch's initialisation."""
+    module = MODELS["cnn_fashion32"][0](10)
+    x = np.random.default_rng(0).uniform(size=(1, 28, 28, 1)).astype(np.float32)
+    logits, variables = module.init_with_output(jax.random.key(0), x)
+    params = jax.tree.map(lambda p: np.asarray(p, np.float64), variables["params"])
+
+    at = np.clip((np.arange(32) + 0.5) * 28 / 32 - 0.5, 0, 27)
+    low, share = np.minimum(at.astype(int), 26), at - np.minimum(at.astype(int), 26)
+    line = np.zeros((32, 28))
+    line[np.arange(32), low], line[np.arange(32), low + 1] = 1 - share, share
+    h = ((line @ x[0, :, :, 0].astype(np.float64) @ line.T - 0.1307) / 0.3081)[None, :, :, None]
+    for name in ("Conv_0", "Conv_1"):
+        h = loop_conv(h, params[name]["kernel"], (1, 1), ((0, 0), (0, 0))) + params[name]["bias"]
+        h = np.maximum(h.reshape(1, h.shape[1] // 2, 2, h.shape[2] // 2, 2, 32).max(axis=(2, 4)), 0)
+    assert h.shape == (1, 5, 5, 32)
+    h = np.maximum(h.reshape(1, -1) @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"], 0)
+    h = h @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
+    np.testing.assert_allclose(logits, h, rtol=1e-4, atol=1e-5)
+    for name, fan_in in {"Conv_0": 25, "Conv_1": 800, "Dense_0": 800, "Dense_1": 256}.items():
+        for part in params[name].values():
+            assert 0.7 * fan_in**-0.5 < np.abs(part).max() <= fan_in**-0.5
 
 
 @pytest.mark.parametrize(

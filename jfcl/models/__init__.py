@@ -6,7 +6,7 @@ from jfcl.models.adapters import lora
 from jfcl.models.conv import conv, max_pool
 from jfcl.models.features import cache_features
 from jfcl.models.language import check_tokens, language_model
-from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, Linear, LSTMLanguageModel
+from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, CNNMnist32, Linear, LSTMLanguageModel
 from jfcl.models.pretrained import from_flax, frozen, merged, to_flax
 from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
@@ -17,6 +17,11 @@ MODELS = {
     "mlp": (MLP, "one hidden layer of 200 (IFCA's and FC's MNIST model)"),
     "mlp2048": (partial(MLP, hidden=(2048,)), "one hidden layer of 2,048"),
     "cnn_mnist": (CNNMnist, "2 conv 5x5x32, fc 256 (Byzantine-CFL's MNIST and Fashion-MNIST model)"),
+    "cnn_mnist32": (CNNMnist32, "the same on 32x32 without padding, inputs and initialisation as its author's code"),
+    "cnn_fashion32": (
+        partial(CNNMnist32, mean=0.1307, std=0.3081),
+        "the same with that code's numbers for Fashion-MNIST",
+    ),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
     "cnn_cifar24": (partial(CNNCifar, crop=24), "the same on the middle 24x24, standardised, as IFCA's code does"),
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
@@ -51,6 +56,7 @@ __all__ = [
     "CNNCifar",
     "CNNFemnist",
     "CNNMnist",
+    "CNNMnist32",
     "LSTMLanguageModel",
     "Linear",
     "MobileNet",
