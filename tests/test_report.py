@@ -692,3 +692,15 @@ def test_labels_of_curves_are_shown_as_they_are():
     figure = plots.curves({plots.label(name): curve for name in ("_a", "b$")}, "accuracy")
     [legend] = [axes.get_legend() for axes in figure.axes]
     assert [text.get_text().strip() for text in legend.get_texts()] == ["_a", r"b\$"]
+
+
+def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy):
+    """As a finished one: local training has a model for each client, and without heterogeneity there is one cluster."""
+    stop(copy / "local")
+    assert read_partial(copy / "local").summary["finds_clusters"] is False
+    stop(copy / "cfl")
+    file = copy / "cfl" / "config.json"
+    config = json.loads(file.read_text())
+    assert config["clusters"] > 1 and read_partial(copy / "cfl").summary["num_clusters"] == config["clusters"]
+    file.write_text(json.dumps(config | {"heterogeneity": "none"}))
+    assert read_partial(copy / "cfl").summary["num_clusters"] == 1
