@@ -232,22 +232,25 @@ def test_slots_are_given_in_order_and_never_twice():
 def test_identical_clients_are_not_split_by_rounding():
     """In 257 dimensions, where similarities of equal updates are below 1; one client of another mind is split off."""
     task = jfcl.models.task(lambda key: {"w": jnp.zeros(257)}, lambda p, x: x @ p["w"], kind="regression")
-    rng = np.random.default_rng(0)
-    x = np.repeat(rng.normal(size=(1, 4, 257)), 6, axis=0).astype(np.float32)
-    y = np.repeat(rng.normal(size=(1, 4)), 6, axis=0).astype(np.float32)
     training = jfcl.local_training(optax.sgd(1e-3), num_steps=1)
     algorithm = jfcl.cfl(task, training, eps_1=np.inf, eps_2=1e-30, max_clusters=4)
 
     @jax.jit
-    def run(y):
+    def run(x, y):
         clients = jfcl.Clients({"x": x, "y": y}, np.full(6, 4, np.int32))
         return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
 
-    state, metrics = run(y)
-    assert state.active.sum() == 1 and (metrics["decisions"] == 1).all()
-    assert (metrics["cross_similarity"][:, 0] < 1).any()  # or there was nothing to see
-    state, _ = run(np.concatenate([y[:5], -y[5:]]))
-    assert state.cluster.tolist() == [0, 0, 0, 0, 0, 1]
+    cross = []
+    for seed in range(8):  # whether and where sums are rounded depends on the processor
+        rng = np.random.default_rng(seed)
+        x = np.repeat(rng.normal(size=(1, 4, 257)), 6, axis=0).astype(np.float32)
+        y = np.repeat(rng.normal(size=(1, 4)), 6, axis=0).astype(np.float32)
+        state, metrics = run(x, y)
+        assert state.active.sum() == 1 and (metrics["decisions"] == 1).all()
+        cross += metrics["cross_similarity"][:, 0].tolist()
+        state, _ = run(x, np.concatenate([y[:5], -y[5:]]))
+        assert state.cluster.tolist() == [0, 0, 0, 0, 0, 1]
+    assert min(cross) < 1  # or there was nothing to see
 
 
 @pytest.mark.parametrize("linkage", ["single", "complete"])
