@@ -20,7 +20,7 @@ from common import RESULTS
 
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.papers import report
-from jfcl.experiments.papers.byzantine_cfl import METHODS, OF_CODE, PAPER, SCENARIOS, cell_config, of_paper, removals
+from jfcl.experiments.papers.byzantine_cfl import METHODS, MODELS, PAPER, SCENARIOS, cell_config, of_paper, removals
 from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.results import read_run
 from jfcl.simulation.folder import environment
@@ -45,7 +45,7 @@ def cell_of(saved: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _inputs(saved: dict[str, Any]) -> str:
-    return "code" if saved["model"] in OF_CODE.values() else "text"
+    return "text" if saved["model"] == MODELS[saved["dataset"]]["model"] else "code"
 
 
 def add(run: str | Path) -> Path:

@@ -323,7 +323,7 @@ def test_rotation_of_what_is_not_square():
 
 
 def test_a_writer_belongs_to_one_cluster():
-    with pytest.raises(ValueError, match="partition must be another one with 'class', of which a writer has several"):
+    with pytest.raises(ValueError, match="partition must be another one with 'class': the examples of a writer"):
         build(tagged(240, 56), partition="writer", num_clusters=2, heterogeneity="class")
 
 

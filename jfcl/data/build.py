@@ -219,9 +219,8 @@ def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
         trained = np.unique(dataset.writer["train"])
         parts = by_writer(dataset.writer["test"], seed=0)
         parts = [part for part in parts if dataset.writer["test"][part[0]] not in trained]
-        check(
-            len(parts) > 0, "newcomer_examples", count, "left out: all writers of the test split are in training, too"
-        )
+        accepted = "left out: all writers of the test split are in training, too"
+        check(len(parts) > 0, "newcomer_examples", count, accepted)
         rng = np.random.default_rng((split.seed, NEWCOMERS))
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
         cluster = (np.arange(len(parts)) % split.num_clusters).astype(np.int32)

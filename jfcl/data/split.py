@@ -117,13 +117,9 @@ def split_dataset(
         raise ValueError(
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers'"
         )
-    shared = partition == "writer" and heterogeneity in SELECTIVE and num_clusters > 1
-    check(
-        not shared,
-        "partition",
-        partition,
-        f"another one with {heterogeneity!r}, of which a writer has several clusters",
-    )
+    divided = partition == "writer" and heterogeneity in SELECTIVE and num_clusters > 1
+    accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
+    check(not divided, "partition", partition, accepted)
     if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
         check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")

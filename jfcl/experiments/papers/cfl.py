@@ -89,11 +89,8 @@ def _gaps(
 def _gap_config(
     setting: dict[str, Any], dataset: str, examples: int, similarity: str, eval_every: int | None = None
 ) -> Config:
-    given = (
-        CLIENTS
-        | UNSPLIT
-        | {"model": (_GAPS["models"] | setting["models"])[dataset], "local_epochs": 3, "eval_every": eval_every}
-    )
+    models = _GAPS["models"] | setting["models"]
+    given = CLIENTS | UNSPLIT | {"model": models[dataset], "local_epochs": 3, "eval_every": eval_every}
     given |= {"dataset": dataset, "examples_per_client": examples, "similarity": similarity}
     return report.configure("cfl", setting | given | {"heterogeneity": "label_swap"})
 
