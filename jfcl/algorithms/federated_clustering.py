@@ -221,7 +221,7 @@ def federated_clustering(
         # An accelerator multiplies matrices much faster than it reads them from memory.
         by_products = mapping.platform_of(client_axis) != "cpu" and width <= DENSE_UP_TO
         client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, by_products)
-        model = float(num_bytes(jax.tree.map(lambda p: p[0], state.params)))
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         axis = models_at_once(width * model, client_axis)
         params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
             common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
@@ -229,7 +229,7 @@ def federated_clustering(
 
         # Keep the models that are finite, and report.
         keep = finite & has_examples
-        sent = compared.astype(jnp.float32) * model
+        sent = compared.astype(jnp.float32) * float(model)  # may exceed int32
         metrics = phases.round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
         params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
         return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
