@@ -153,7 +153,7 @@ def simulate(
         backend.place(test_clients, newcomers, true_cluster, serve)
 
         # Begin or resume.
-        if summary:  # of a caller in Python, which may resume with another key
+        if summary or config is None:  # a caller in Python may resume with another key
             config = _with_keys(config, key, seeds, out if resume else None)
         folder = open_folder(opened, out, resume, config, num_rounds)
         restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
