@@ -7,10 +7,7 @@
 
 30 % of the clients have the label 0 for all examples. Each run adds its row to results/label-flips-DEVICE.json.
 
-Of the first author's public code for other experiments (github.com/felisat/federated-learning) is `--inputs resized`:
-images of 32 x 32, from which the paper's network reaches its 800 inputs of the first dense layer without padding, less
-a mean and divided by a deviation. Those are 0.06078 and 0.1957 for MNIST, and MNIST's 0.1307 and 0.3081 for
-Fashion-MNIST.
+`--inputs resized` is that of the first author's public code for other experiments: `jfcl.models.CNNMnist32`.
 """
 
 from __future__ import annotations
@@ -18,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +26,9 @@ import jfcl
 from jfcl.client import local
 from jfcl.core import Clients, PyTree, Task
 from jfcl.experiments import Config
+from jfcl.experiments.papers.byzantine_cfl import OF_CODE
 from jfcl.experiments.setups import setup
 
-AUTHORS = {"mnist": (0.06078, 0.1957), "fashion_mnist": (0.1307, 0.3081)}  # means and deviations in their code
 COLUMNS = ["dataset", "method", "epochs", "lr", "inputs", "init", "order", "clients", "rounds", "attack", "accuracy"]
 COLUMNS += ["last 5", "hostile excluded", "benign excluded", "by round", "seconds"]
 
@@ -60,32 +55,6 @@ def standardised(clients: Clients, mean: float, std: float) -> Clients:
     )
 
 
-class WithoutPadding(nn.Module):
-    """The paper's network on images of 32 x 32: as many parameters as `cnn_mnist`, which pads those of 28 x 28."""
-
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        convolution = partial(nn.Conv, kernel_size=(5, 5), padding="VALID", conv_general_dilated=jfcl.models.conv)
-        for _ in range(2):
-            x = nn.relu(jfcl.models.max_pool(convolution(32)(x), 2))
-        x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
-        return nn.Dense(self.num_outputs)(x)
-
-
-def resized(clients: Clients, mean: float, std: float) -> Clients:
-    """Returns `clients` with images of 32 x 32, less a mean and divided by a deviation."""
-    x = np.asarray(clients.examples["x"])
-    x = x.reshape(*x.shape[:2], 28, 28, 1)
-
-    @jax.jit
-    def of_client(images):
-        return (jax.image.resize(images, (len(images), 32, 32, 1), "bilinear") - mean) / std
-
-    return clients._replace(examples=clients.examples | {"x": np.stack([np.asarray(of_client(one)) for one in x])})
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the row of one setting, with the accuracy of the benign clients in 20 of the rounds.
 
@@ -94,7 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.order == "fixed":  # no option of the library: every pass has the examples in the order of the split
         local.shuffled_rows = lambda key, size, max_examples: jnp.arange(max_examples)
     attack = None if args.attack == "none" else args.attack
-    options = {"dataset": args.dataset, "heterogeneity": "none", "clusters": 1, "model": "cnn_mnist", "batch_size": 100}
+    model = "cnn_mnist" if args.inputs != "resized" else OF_CODE[args.dataset]
+    options = {"dataset": args.dataset, "heterogeneity": "none", "clusters": 1, "model": model, "batch_size": 100}
     options |= {"clients": args.clients, "examples_per_client": 600, "local_epochs": args.epochs, "lr": args.lr}
     options |= {"rounds": args.rounds, "attack": attack, "malicious": 0.3 if attack else 0.0}
     parts = setup(Config("fedavg", **options))
@@ -103,9 +73,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         x = np.asarray(train.examples["x"])
         mean, std = float(x.mean()), float(x.std())
         train, test = standardised(train, mean, std), standardised(test, mean, std)
-    if args.inputs == "resized":
-        train, test = (resized(part, *AUTHORS[args.dataset]) for part in (train, test))
-        task = jfcl.models.classification(WithoutPadding(10), (32, 32, 1), 10)
     if args.init == "torch":
         task = with_torch_init(task)
     make = {"FL": jfcl.fedavg, "CFL": jfcl.byzantine_cfl}[args.method]
@@ -144,6 +111,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--attack", choices=("label_zero", "none"), default="label_zero")
     args = parser.parse_args()
+    if args.inputs == "resized" and args.init != "torch":
+        parser.error("--inputs resized has --init torch")
     row = run(args)
     kept = [r for file in RESULTS.glob("label-flips-*.json") for r in json.loads(file.read_text())["rows"]]
     kept = [{"method": "FL"} | r for r in kept]

@@ -15,6 +15,7 @@ import jfcl
 from jfcl import attacks
 from jfcl.algorithms.knn_per import Mixture, neighbours
 from jfcl.algorithms.once import with_first_costs
+from jfcl.algorithms.round import round_metrics
 from jfcl.core import Adversary, Algorithm, Clients, Task
 
 D = 3
@@ -113,6 +114,12 @@ def test_the_bytes_of_a_model_may_exceed_int32(make):
     state = jax.eval_shape(algorithm.init, jax.random.key(0), clients)
     metrics = jax.eval_shape(algorithm.step, jax.random.key(0), state, clients)[1]
     assert metrics["bytes_up"].dtype == jnp.float32
+
+
+def test_bytes_beyond_int32_are_summed():
+    present = jnp.array([True, False, True])
+    summed = round_metrics(present, jnp.zeros(3), present, 1, 2_400_000_000, 2**40)
+    assert summed["bytes_up"] == 4.8e9 and summed["bytes_down"] == 2.0**41
 
 
 def classification(seed=0, n=5, m=14):

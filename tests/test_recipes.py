@@ -412,3 +412,17 @@ def test_gaps_with_the_model_of_one_data_set():
     setting = RECIPES["cfl.figure5"].full | {"models": {"mnist": "mlp"}}
     models_of = {data: cfl._gap_config(setting, data, 20, "updates").model for data in ("mnist", "cifar10")}
     assert models_of == {"mnist": "mlp", "cifar10": "cnn5"}
+
+
+def test_an_entry_that_a_setting_has_since_then_has_its_default(tmp_path):
+    def make(bench, setting):
+        return Outcome([{"of": setting["inputs"]}], Figure())
+
+    older = Recipe("a", make, {"rounds": 2}, {"rounds": 2})
+    newer = Recipe("a", make, {"rounds": 2, "inputs": "text"}, {"rounds": 2, "inputs": "text"})
+    with pytest.raises(KeyError):
+        reproduce("x", {"x": older}, out=tmp_path)  # begins the folder
+    (tmp_path / "setting.json").write_text(json.dumps({"name": "x", "rounds": 2}))
+    with pytest.raises(ValueError, match="inputs: text, asked for code"):
+        reproduce("x", {"x": newer}, out=tmp_path, inputs="code")
+    assert reproduce("x", {"x": newer}, out=tmp_path)["rows"] == [{"of": "text"}]

@@ -238,6 +238,14 @@ def test_metrics_with_the_names_of_results_are_refused(name):
         simulate(jfcl.Algorithm(FEDAVG.init, named, TASK))
 
 
+def test_every_other_entry_of_a_record_is_such_a_name():
+    history = simulate(newcomers=CLIENTS)
+    shape = jax.eval_shape(FEDAVG.step, KEYS[0], jax.eval_shape(FEDAVG.init, KEYS[0], CLIENTS), CLIENTS)[1]
+    others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
+    names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
+    assert others <= names and names - others == {"excluded", "perplexity", "loss"}
+
+
 @pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])
 def test_clusters_of_one_client_each_are_clusters(make, clusters):
     history = simulate(make(TASK, TRAINING))

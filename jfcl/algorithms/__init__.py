@@ -38,11 +38,13 @@ class Method(NamedTuple):
       make: its factory `(task, training, **options) -> Algorithm`.
       summary: one line for `jfcl list`.
       defaults: of `jfcl run`, where they differ from those of the factory or of other methods.
+      by_client: whether there is a model for each client, and no clusters are found.
     """
 
     make: Callable[..., Algorithm]
     summary: str
     defaults: Mapping[str, Any] = MappingProxyType({})
+    by_client: bool = False
 
     @property
     def options(self) -> list[str]:
@@ -71,7 +73,7 @@ STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
 
 METHODS = {
     "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
-    "local": Method(local_only, "every client trains alone, nothing is sent"),
+    "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
     "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restart_rounds": 5}),
     "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
@@ -80,6 +82,7 @@ METHODS = {
         federated_clustering,
         "clients average the gradients similar to their own at their model (Werner et al. 2023)",
         STEPWISE,
+        by_client=True,
     ),
     "momentum_clustering": Method(
         momentum_clustering, "the same with one message per client: momenta are clustered", STEPWISE
@@ -95,8 +98,8 @@ METHODS = {
     "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),
     "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),
     "fedbn": Method(fedbn, "batch normalisation stays with the client (Li et al. 2021)"),
-    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)"),
-    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)"),
+    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", by_client=True),
+    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)", by_client=True),
 }
 
 __all__ = ["METHODS", "Method", "with_restarts", *sorted(method.make.__name__ for method in METHODS.values())]

@@ -74,7 +74,7 @@ def label(name: str) -> str:
       >>> label("_a$")
       ' _a\\\\$'
     """
-    return name.replace("$", r"\$") if not name.startswith("_") else " " + name.replace("$", r"\$")
+    return " " * name.startswith("_") + name.replace("$", r"\$")
 
 
 def _whole_numbers() -> MaxNLocator:

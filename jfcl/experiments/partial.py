@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jfcl.algorithms import METHODS
 from jfcl.analysis import parameter_tree
 from jfcl.analysis.parameter_tree import load_splits
 from jfcl.core import PyTree
@@ -22,7 +23,6 @@ from jfcl.simulation.results import summarize_records
 
 MOST_LISTED = 5  # damaged lines that a sentence names
 COUNTS = ("seed", "client", "examples", "true_cluster", "cluster", "model", "malicious")  # columns of integers
-ALONE = ("local", "ditto", "knn_per", "federated_clustering")  # methods with a model for each client
 PARTS = ("config.json", "metrics.jsonl", "summary.json")
 
 
@@ -190,7 +190,8 @@ def _so_far(run: PartialRun) -> dict[str, Any]:
     if config.get("heterogeneity") == "none":
         about["num_clusters"] = 1
     several = any(record.get("clusters_in_use") != 1 for record in run.records)
-    about["finds_clusters"] = several and config.get("method") not in ALONE
+    method = METHODS.get(config.get("method"))  # None: of a user
+    about["finds_clusters"] = several and not (method and method.by_client)
     if not last:
         empty = {"clusters_in_use": None}
         return about | {"per_seed": [], "mean": empty, "std": empty}

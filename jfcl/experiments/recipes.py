@@ -199,7 +199,7 @@ def reproduce(
     for file in (out / "setting.json", out / "result.json", out / "figure.png"):
         check(not file.is_dir(), "out", str(out), f"a folder where {file.name} is a file, or is not there")
     out.mkdir(parents=True, exist_ok=True)
-    _check_setting(out, {"name": name} | finite_or_none(setting))
+    _check_setting(out, {"name": name} | finite_or_none(setting), finite_or_none(chosen.full if full else chosen.small))
     started = time.perf_counter()
     try:
         outcome = chosen.make(Bench(out, data_dir, progress), setting)
@@ -250,10 +250,13 @@ def _check_entry(entry: str, value: Any, full: Any, small: Any) -> None:
         check(number or isinstance(value, type(known)), entry, value, f"like {json.dumps(known)}")
 
 
-def _check_setting(out: Path, asked: dict[str, Any]) -> None:
-    """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting but for `REPEATS`."""
+def _check_setting(out: Path, asked: dict[str, Any], default: dict[str, Any]) -> None:
+    """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting but for `REPEATS`.
+
+    An entry that is not in `out` did not exist yet, and had its present default.
+    """
     file = out / "setting.json"
-    there = read_json(file) if file.exists() else asked
+    there = default | read_json(file) if file.exists() else asked
     names = [name for name in asked | there if name not in REPEATS]
     differ = [f"{k}: {there.get(k)}, asked for {asked.get(k)}" for k in names if there.get(k) != asked.get(k)]
     check(not differ, "out", str(out), f"a new folder: another experiment was begun there ({'; '.join(differ)})")

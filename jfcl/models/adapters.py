@@ -10,10 +10,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name, reparametrised
-from jfcl.core.checks import is_concrete
 from jfcl.core.parameters import named_parameters
 from jfcl.models.modules import at_layers
 from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
@@ -118,9 +117,6 @@ def lora(
 
     base = with_frozen_statistics(task, whole)
     beside = _beside({name: shapes[name] for name in names}, merge, scale) if task.head is not None else None
-    checkable = beside is not None and task.input_shape is not None and all(map(is_concrete, jax.tree.leaves(params)))
-    if checkable and not _is_merged(task, init, merge, beside, names):
-        beside = None
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
@@ -136,22 +132,6 @@ def lora(
 
 def _is_none(x: Any) -> bool:
     return x is None
-
-
-def _is_merged(task: Task, init: Callable, merge: Callable, beside: Callable, names: list[str]) -> bool:
-    """Returns whether adapters beside the layers give the outputs of the merged model.
-
-    They do not where a kernel is also used outside its layer, as the transposed one of a decoder with tied weights.
-    """
-
-    def filled(path, x):
-        name, _, part = path_name(path).rpartition("/")
-        return jax.random.normal(jax.random.key(1), x.shape, x.dtype) if part == "b" and name in names else x
-
-    own = jax.tree_util.tree_map_with_path(filled, init(jax.random.key(0)))  # they start with zeros
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, *task.input_shape)), jnp.float32)
-    wanted, found = (np.asarray(y, np.float64) for y in (task.predict(merge(own), x), beside(task.predict, own, x)))
-    return bool(np.allclose(wanted, found, rtol=0, atol=0.02 * np.abs(wanted).max(initial=0), equal_nan=True))
 
 
 def _targets(task: Task, shapes: dict[str, tuple], targets: Callable[[str], bool] | None) -> list[str]:
@@ -210,7 +190,21 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
 
         with at_layers(nn.Dense, note), at_layers((nn.WeightNorm, nn.SpectralNorm), normalise):
             jax.eval_shape(lambda own, *rest: function(merge(own), *rest), own, *rest)
-        return names - {None}
+        names.discard(None)
+        return names - used_elsewhere(names, function, own, *rest)
+
+    def used_elsewhere(names, function, own, *rest):
+        """Returns the kernels on which the outputs depend without their layers, as in a decoder with tied weights."""
+
+        def cut(layer, call, inputs, *args, **kwargs):
+            out = call(inputs, *args, **kwargs)
+            return jnp.zeros(out.shape, out.dtype) if name_of(layer, inputs) in names else out
+
+        params = jax.eval_shape(lambda own: merge(own, names), own)
+        with at_layers(nn.Dense, cut):
+            traced = jax.make_jaxpr(function)(params, *rest).jaxpr
+        _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
+        return {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
 
     def run(function, own, *rest):
         if "kernels" not in found:
