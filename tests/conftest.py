@@ -19,7 +19,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for the o
 # slow tests run what users run (make test-slow sets XLA_FLAGS to nothing). An unknown flag would end every process.
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     if subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], capture_output=True).returncode != 0:
         os.environ["XLA_FLAGS"] = ""
 
