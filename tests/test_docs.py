@@ -83,8 +83,7 @@ def test_links_resolve(page):
             continue
         path = (page.parent / target).resolve()
         generated = path.is_relative_to(DOCS) and str(path.relative_to(DOCS)).startswith(GENERATED)
-        notebook = ROOT / "notebooks" / path.name
-        assert path.exists() or notebook.exists() or (generated and path.suffix in (".svg", ".rst")), target
+        assert path.exists() or (generated and path.suffix in (".svg", ".rst")), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

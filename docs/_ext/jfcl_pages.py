@@ -211,6 +211,7 @@ def read(app, docname: str, source: list[str]) -> None:
     text = text.replace("<!-- text of CONTRIBUTING.md -->", contributing() if "<!-- text of" in text else "")
     up = "../" * docname.count("/")
     text = text.replace(f"]({up}../benchmarks/README.md)", f"]({up}benchmarks.md)")
+    text = text.replace(f"]({up}../notebooks/", f"]({up}notebooks/")
     text = re.sub(rf"(?<!!)\[([^\]]*)\]\({re.escape(up)}\.\./[^)]*\)", r"\1", text)  # to files that no page includes
     source[0] = text
 

@@ -156,7 +156,7 @@ def knn_per(
         sizes = np.asarray(clients.size)
         least, source = int(sizes[sizes > 0].min(initial=INT32_MAX)), "the smallest client's examples"
         if mixing is None:
-            kept = least - int(validation * least)
+            kept = least - int(np.float32(validation) * np.float32(least))  # as `num_training` computes it
             least, source = min(kept, max(least - 1, 1)), source + " less those that choose its mixing weight"
         check(num_neighbours <= least, "num_neighbours", num_neighbours, f"at most {least}, {source}")
 
