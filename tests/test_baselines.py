@@ -192,6 +192,19 @@ def test_knn_per_chooses_the_weight_on_examples_kept_aside():
     assert metrics["mixing"].shape == (5, 5) and len(set(np.asarray(state.params.mixing).tolist())) > 1
 
 
+def test_knn_per_knows_its_classes_and_its_neighbours():
+    clients, task = classification()
+    wrong = jax.tree.map(np.copy, clients)
+    wrong.examples["y"][0, 0] = 99
+    known = task._replace(num_classes=int(clients.examples["y"].max()) + 1)
+    with pytest.raises(ValueError, match="labels must lie in"):
+        jfcl.simulate(jfcl.knn_per(known, TWO, num_neighbours=2), wrong, key=jax.random.key(0), num_rounds=1)
+    # 0.29 * 100 is below 29 in float64, and 29 in float32, in which the examples are divided.
+    hundred = Clients({"x": np.zeros((2, 100, D), np.float32), "y": np.zeros((2, 100), np.int32)}, np.full(2, 100))
+    with pytest.raises(ValueError, match="num_neighbours must be at most 71"):
+        jfcl.knn_per(task, TWO, num_neighbours=72, validation=0.29).check(hundred)
+
+
 def test_knn_per_looks_at_what_enters_the_last_layer():
     task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(6, 4)), (5,), 10)
     params = task.init(jax.random.key(0))
@@ -298,6 +311,37 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
     assert len(set(many.init(jax.random.key(0), clients).cluster.tolist())) == 3
     few = jfcl.flhc(LINEAR, TWO, num_clusters=2, distance_threshold=cut, **options)
     assert len(set(few.init(jax.random.key(0), clients).cluster.tolist())) == 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_flhc_finds_the_clusters_of_short_updates(scale):
+    task = Task(
+        init=lambda key: {"b": jnp.zeros(())},
+        loss=lambda p, batch: 0.5 * (p["b"] - batch["y"]) ** 2,
+        predict=lambda p, x: p["b"] + 0.0 * x,
+    )
+    y = np.repeat(np.float32([1, 5, 1.1, 5.1])[:, None], 2, axis=1)
+    clients = Clients({"x": np.zeros((4, 2), np.float32), "y": y}, np.full(4, 2, np.int32))
+    training = jfcl.local_training(optax.sgd(scale), num_steps=1)
+    for limit, most in ((None, 2), (0.5 * scale, 4)):
+        algorithm = jfcl.flhc(
+            task, training, num_clusters=most, rounds_before=0, distance="euclidean", distance_threshold=limit
+        )
+        assert algorithm.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 0, 1]
+    alone = jfcl.flhc(task, training, num_clusters=4, rounds_before=0, distance="euclidean", distance_threshold=0.0)
+    assert scale < 1 or alone.init(jax.random.key(0), clients).cluster.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [jfcl.one_shot, jfcl.fesem])
+def test_empty_clusters_start_at_the_mean_of_all(make):
+    task = Task(
+        init=lambda key: {"b": jnp.full((), 3.0)},
+        loss=lambda p, batch: 0.5 * (p["b"] - batch["y"]) ** 2,
+        predict=lambda p, x: p["b"] + 0.0 * x,
+    )
+    clients = Clients({"x": np.zeros((4, 2), np.float32), "y": np.ones((4, 2), np.float32)}, np.full(4, 2, np.int32))
+    state = make(task, TWO, num_clusters=2, local_rounds=1).init(jax.random.key(0), clients)
+    assert state.cluster.tolist() == [0] * 4 and state.params["b"][0] == state.params["b"][1] != 3
 
 
 def test_flhc_leaves_alone_whose_distance_overflows():

@@ -15,6 +15,7 @@ from jfcl import kernels
 from jfcl.algorithms.cfl import bipartitions as tiles
 from jfcl.algorithms.cfl import server
 from jfcl.algorithms.cfl.bipartitions import bipartitions
+from jfcl.algorithms.cfl.fallback import undo_harmful_splits
 from jfcl.algorithms.cfl.splits import allot
 from jfcl.core import Clients
 
@@ -376,6 +377,54 @@ def test_what_an_undone_split_restores():
         pytest.fail("nothing was undone")
 
 
+def test_shared_parameters_stay_shared_when_a_split_is_undone():
+    task = jfcl.models.task(
+        lambda _: {"b": jnp.zeros((1, 2)), "s": jnp.zeros((1, 2))}, lambda p, x: x + p["b"] + p["s"], kind="regression"
+    )
+    centres = np.float32([[3, 0]] * 3 + [[-9, 0]] * 3)
+    y = centres[:, None] + 3 * np.random.default_rng(0).normal(size=(6, 8, 2)).astype(np.float32)
+    clients = Clients({"x": np.zeros((6, 8, 2), np.float32), "y": y}, np.full(6, 8, np.int32))
+    options = {"eps_1": np.inf, "eps_2": 1e-3, "relative": False, "max_clusters": 6, "min_rounds": 1}
+    algorithm = jfcl.cfl(
+        task,
+        jfcl.local_training(optax.sgd(0.05), num_steps=4),
+        **options,
+        shared=lambda path: path == "s",
+        validation=0.5,
+        fallback_rounds=2,
+    )
+    step, key = jax.jit(algorithm.step), jax.random.key(0)
+    state, undone = algorithm.init(key, clients), 0
+    for t in range(12):
+        state, metrics = step(jax.random.fold_in(key, t), state, clients)
+        undone += int(metrics["undone"])
+        assert np.unique(np.asarray(state.params["s"])[np.asarray(state.active)], axis=0).shape[0] == 1
+    assert undone > 0 and state.active.sum() > 1
+
+
+def test_a_split_with_a_loss_of_nan_is_undone():
+    """The loss of a model below 0 is NaN: worse than any number."""
+    task = jfcl.core.Task(
+        init=lambda key: {"b": jnp.ones(())},
+        loss=lambda p, batch: jnp.log(p["b"]) + 0.0 * batch["x"],
+        predict=lambda p, x: x,
+    )
+    clients = Clients({"x": np.zeros((2, 4), np.float32)}, np.full(2, 4, np.int32))
+    algorithm = jfcl.cfl(task, TRAINING, max_clusters=2)
+    state = algorithm.init(jax.random.key(0), clients)
+    state = state._replace(
+        cluster=jnp.array([0, 1], jnp.int32),
+        active=jnp.ones(2, bool),
+        parent=jnp.array([-1, 0], jnp.int32),
+        round=jnp.array(3, jnp.int32),
+        tree=state.tree._replace(born=jnp.array([0, 1], jnp.int32), model={"b": jnp.ones(2)}),
+    )
+    for child, undone in ((-2.0, 1), (2.0, 1), (0.5, 0)):
+        now = state._replace(params={"b": jnp.array([1.0, child])})
+        found = undo_harmful_splits(task, now, clients, 0.5, 2, {"b": False}, jax.vmap)
+        assert (int(found[1]), int(found[0].active.sum())) == (undone, 2 - undone)
+
+
 def test_examples_kept_aside_are_not_learnt_from():
     clients = regression(TRUTH, CLUSTER)
     keep = np.floor(np.float32(0.25) * clients.size).astype(int)
@@ -404,6 +453,22 @@ def test_recursive_clusters_end():
         w = np.asarray(state.params["w"][k], np.float64)
         mean = np.average([local_update(clients, i, w) for i in members], axis=0, weights=clients.size[members])
         assert np.linalg.norm(mean) < 0.01
+
+
+def test_recursive_clusters_end_with_their_own_clients():
+    """With a cohort, clients that were absent, or alone, would end a cluster whose clients disagree."""
+    task = jfcl.models.task(lambda _: {"b": jnp.zeros((1, 2))}, lambda p, x: x + p["b"], kind="regression")
+    y = np.repeat(np.float32([[9, 1], [9, -1], [-9, 1], [-9, -1]])[:, None], 3, axis=1)
+    clients = Clients({"x": np.zeros((4, 3, 2), np.float32), "y": y}, np.full(4, 3, np.int32))
+    options = {"eps_1": 0.2, "eps_2": 0.3, "relative": False, "max_clusters": 4, "min_rounds": 3, "cohort": 2}
+    algorithm = jfcl.cfl(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), **options, recursive=True)
+    step = jax.jit(algorithm.step)
+    for seed in range(6):
+        key = jax.random.key(seed)
+        state = algorithm.init(key, clients)
+        for t in range(60):
+            state, metrics = step(jax.random.fold_in(key, t), state, clients)
+        assert metrics["ended"] and sorted(state.cluster.tolist()) == [0, 1, 2, 3]
 
 
 def test_separation_gap_is_definition_2():

@@ -58,6 +58,7 @@ def test_stack_clients_pads_with_zeros_and_keeps_order():
         (Clients({"x": np.array([[1.0, np.nan]])}, np.array([2])), "NaN or infinite values at client"),
         (Clients({"x": np.array([[[1.0, -np.inf]]])}, np.array([1])), "NaN or infinite"),
         (Clients({"x": np.array([[2**31]])}, np.array([1])), r"clients.examples\['x'\] must be of integers that int32"),
+        (Clients({"x": np.array([[1e300]])}, np.array([1])), r"examples\['x'\] must be of numbers that float32 holds"),
         (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.arange(3)), "clients.id must be of shape"),
         (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([4, 4])), "clients.id must be different integers"),
         (Clients({"x": np.zeros((2, 3))}, np.array([1, 1]), np.array([0, 2**32])), "clients.id must be different"),
@@ -73,6 +74,7 @@ def test_bad_clients_are_named(clients, words):
 
 def test_nan_in_padding_is_no_ones_business():
     check_clients(Clients({"x": np.array([[1.0, np.nan]])}, np.array([1])))
+    check_clients(Clients({"x": np.array([[1.0, 1e300]])}, np.array([1])))
 
 
 def test_labels_out_of_range():

@@ -130,6 +130,7 @@ def test_data_sets_of_pytorch():
         ([Rows([np.ones(2)])], {}, "client 0, row 0 must be a pair"),
         ([Rows([(np.ones(2), 0), (np.ones(3), 0)])], {}, r"client 0: x: row 1 has shape \(3,\), row 0 has \(2,\)"),
         ([Rows([(np.ones(2), 0)])], {"channels_first": True}, "channels_first must be left out"),
+        ([Rows([(np.ones((5, 6), np.uint8), 0)])], {"channels_first": True}, "channels_first must be left out"),
     ],
 )
 def test_from_torch_refuses(datasets, options, words):

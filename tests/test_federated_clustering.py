@@ -11,7 +11,14 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.algorithms.federated_clustering import MEMORY, Threshold, draw_groups, models_at_once, warn_if_alone
+from jfcl.algorithms.federated_clustering import (
+    MEMORY,
+    Threshold,
+    draw_groups,
+    models_at_once,
+    threshold,
+    warn_if_alone,
+)
 from jfcl.algorithms.myopic_clustering import densest
 from jfcl.core import Clients, Task
 from jfcl.execution import mapping
@@ -220,12 +227,24 @@ def densest64(points, count, radius=None, quantile=None):
         best = None
         for i in sorted(left):
             inner = sorted(distances[i][list(left)])
-            reach = radius if radius is not None else (inner[few] if few < len(inner) else np.inf)
+            reach = radius if radius is not None else inner[min(few, len(inner) - 1)]
             score = -sum(d <= reach for d in inner) if radius is not None else reach
             best = min(best, (score, distances[i].sum(), i, reach)) if best else (score, distances[i].sum(), i, reach)
         chosen.append(best[2])
         left = {j for j in left if distances[best[2]][j] > best[3]} - {best[2]}
     return chosen
+
+
+def test_every_dense_place_gets_a_start_where_few_points_remain():
+    """With 0.4 of ten points around each start, two remain for the third; equal points go with one start."""
+    far = jnp.array([0, 0.1, 0.2, 0.3, 10, 10.1, 10.2, 10.3, 30, 30.1])
+    ties = jnp.array([1.0] * 7 + [9.0])
+    for points, quantile, count in ((far, 0.4, 3), (ties, 0.25, 2)):
+        n, rule = len(points), threshold(None, quantile, 3, "linear")
+        found = densest(points[:, None], jnp.ones(n, bool), jnp.arange(n), rule, count)[:, 0]
+        wanted = densest64(np.asarray(points, np.float64)[:, None], count, quantile=quantile)
+        np.testing.assert_array_equal(found, points[np.array(wanted)])
+        assert len(set(np.round(found / 5).tolist())) == count
 
 
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.7])

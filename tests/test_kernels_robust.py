@@ -455,3 +455,8 @@ def test_centered_clip_of_float16_updates_far_apart(form):
     z, center = jnp.array([[-20.0], [-20.0], [65504.0]], jnp.float16), jnp.array([-20.0], jnp.float16)
     moved = kernels.centered_clip(z, center=center, radius=1.0, form=form)
     assert abs(float(moved[0]) + 20) <= 0.35  # the radius, times the share of one client
+
+
+def test_norms_beyond_float32_are_shortened():
+    long = jnp.array([[3e19, 4e19], [3.0, 4.0]])
+    np.testing.assert_allclose(kernels.clip_norms(long, radius=1.0)[0], [[0.6, 0.8]] * 2, rtol=1e-6)

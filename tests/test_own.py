@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import jfcl
 from jfcl import cli
 from jfcl.experiments import Config, flags, load_run, read_run
 from jfcl.experiments.config import all_options, takes
@@ -191,6 +192,29 @@ def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
     assert cli.main(["compare", "run"]) == 0 and cli.main(["report", "run", "--out", "page.html"]) == 0
     assert METHOD in (folder / "page.html").read_text()
     assert cli.main(again) == 2 and "there is no module 'mine_method'" in capsys.readouterr().err
+
+
+def test_a_population_of_own_data_is_resumed_and_repeated(folder, capsys):
+    """Its store names the data set as the command does, not as it names itself."""
+    command = ["run", "fedavg", "--dataset", "mine_models:some_digits", "--population", "12", "--cohort", "4"]
+    command += ["--quiet", "--heterogeneity", "none", "--clusters", "1", "--examples-per-client", "5"]
+    assert cli.main([*command, "--rounds", "2", "--out", "pop"]) == 0
+    assert cli.main([*command, "--rounds", "3", "--out", "pop", "--resume"]) == 0, capsys.readouterr().err
+    assert cli.main(["run", "--config", "pop/config.json", "--out", "again", "--quiet"]) == 0, capsys.readouterr().err
+
+
+def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, (6, 8)).astype(np.int32)
+    x = rng.normal(size=(6, 8, 3)).astype(np.float32) + 4.0 * np.where(np.arange(6) % 2, y.T, 1 - y.T).T[:, :, None]
+    people = [{"x": x[i], "y": y[i]} for i in range(6)]
+    for part in ("train", "test"):
+        jfcl.data.ClientStore.create(Path("mine") / part, people, cluster=np.arange(6) % 2, num_classes=2)
+    run = ["run", "ifca", "--store", "mine", "--model", "linear", "--rounds", "2", "--cohort", "6", "--clusters", "2"]
+    assert cli.main([*run, "--out", "own", "--quiet"]) == 0, capsys.readouterr().err
+    summary = json.loads(Path("own/summary.json").read_text())
+    assert (summary["num_clusters"], summary["dataset"], summary["heterogeneity"]) == (2, None, None)
+    assert cli.main(["compare", "own"]) == 0 and cli.main(["report", "own"]) == 0
 
 
 def test_a_regression_is_shown_by_its_loss(folder, capsys):

@@ -76,6 +76,15 @@ def test_the_whole_population_as_the_cohort_is_simulate(method):
     assert there.client_steps == here.client_steps and set(there.clients) <= set(here.clients)
 
 
+def test_records_hold_the_splits_since_the_last_one():
+    here = population(METHODS["cfl"], num_rounds=6, cohort=7, eval_every=6)
+    there = jfcl.simulate(METHODS["cfl"], CLIENTS, key=KEY, num_rounds=6, eval_every=6)
+    each = population(METHODS["cfl"], num_rounds=6, cohort=7)
+    splits = [max(row["split_from"]) for row in each.records]
+    assert max(splits) >= 0 > splits[-1]  # in a round before the last
+    assert here.records[0]["split_from"] == there.records[0]["split_from"] != each.records[-1]["split_from"]
+
+
 def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss():
     """The two models of the oracle start alike, so that by loss all clients would be served the first at first."""
     algorithm = jfcl.oracle(
@@ -637,6 +646,7 @@ def test_divergence_is_said():
 
 
 OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
+UNTESTED = ClientStore.from_clients(CLIENTS._replace(size=np.where(np.arange(7) == 2, 0, CLIENTS.size)))
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
 ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zero(), np.arange(6) > 3))
 
@@ -659,6 +669,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"serve": "lost"}, "did you mean 'loss'"),
         ({"evaluate": 0}, "evaluate must be an integer"),
         ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
+        ({"evaluate": [2], "test_store": UNTESTED}, "evaluate must be clients of which one at least has test"),
         ({"test_store": OTHER}, "test_store: x must be of shape"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"resume": True}, "out must be the folder"),

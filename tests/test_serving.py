@@ -128,6 +128,8 @@ def test_models_of_a_method_with_its_own_structure(tmp_path):
             lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1)), "y": np.full(2, 10)}),
             r"examples: labels must lie in 0\.\.9, got 10",
         ),
+        (lambda f: f["ifca"].predictor(0)(np.zeros((2, 1, 8, 8))), r"x must be of shape \(B, \*\(8, 8, 1\)\), got"),
+        (lambda f: f["ifca"].predictor(0)(np.zeros((8, 8, 1))), r"x must be of shape \(B, "),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 3))}, by="inputs"), r"examples\['x'\] must be of shape \(B, "),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}), "examples must be with x and y"),
         (lambda f: f["ifca"].choose({"x": np.zeros((2, 8, 8, 1))}, by="los"), "los.*loss"),
@@ -149,3 +151,12 @@ def test_scalars_keep_their_shape_in_safetensors(tmp_path):
     export_model(None, {"scale": np.float32(2.0), "w": np.ones((2, 3), np.float32).T}, tmp_path / "m.safetensors")
     read = safetensors.load_file(tmp_path / "m.safetensors")
     assert read["scale"].shape == () and read["w"].shape == (3, 2)
+
+
+def test_a_language_model_is_exported_for_whole_numbers(tmp_path):
+    task = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(12, features=3, hidden=4), 5, 12)
+    model = task.init(jax.random.key(0))
+    export_model(task, model, tmp_path / "m.jax", input_shape=(5,))
+    again = export.deserialize(bytearray((tmp_path / "m.jax").read_bytes()))
+    x = np.arange(10, dtype=np.int32).reshape(2, 5)
+    np.testing.assert_allclose(again.call(x), task.predict(model, x), rtol=1e-5, atol=1e-6)

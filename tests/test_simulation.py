@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -313,6 +314,7 @@ def test_records_are_ready_for_pandas():
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
         ({"serve": "lost"}, "did you mean 'loss'"),
+        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without: the numbers of the run's key"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
         ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),
@@ -472,3 +474,27 @@ def test_random_keys_of_a_state_are_restored(impl, tmp_path):
     found = read_leaves(tmp_path / "state.bin", written, jax.eval_shape(lambda: state))
     for name, key in state.items():
         assert found[name].dtype == key.dtype and (found[name] == key).all()
+
+
+def test_a_state_may_hold_random_keys():
+    clients, _, task, training = problem()
+    plain = jfcl.fedavg(task, training)
+
+    class Keyed(NamedTuple):
+        params: object
+        cluster: object
+        key: object
+
+    def init(key, clients):
+        state = plain.init(key, clients)
+        return Keyed(state, state.cluster, key)._replace(params=state.params)
+
+    def step(key, state, clients):
+        inner = plain.init(key, clients)._replace(params=state.params)
+        new, metrics = plain.step(key, inner, clients)
+        return state._replace(params=new.params), metrics
+
+    algorithm = plain._replace(init=init, step=step)
+    first = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+    second = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, state=first.state)
+    assert jnp.array_equal(jax.random.key_data(second.state.key), jax.random.key_data(first.state.key))

@@ -102,14 +102,19 @@ def flhc(
     options = passed_on(Averaging, locals())
     common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
 
+    limit = 0.0 if distance_threshold is None else distance_threshold
+
     def cluster_updates(updates, real):
         """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
         updates = ravel_clients(trained_part(task, updates))
+        unit = jnp.where((limit > 0) & (limit < FARTHEST), limit, 1.0)
         if distance == "cosine":
             similarity = pairwise_cosine(updates, mask=real)
         else:
-            apart = jnp.sqrt(squared_distances(updates, mask=real))
-            similarity = 1.0 - jnp.where(jnp.isposinf(apart), FARTHEST, apart)
+            # The tree has distances as `1 - similarity`, in which the digits of small ones would be lost: in units of
+            # the threshold they are 1 more.
+            apart = jnp.sqrt(squared_distances(updates, mask=real)) / unit
+            similarity = -jnp.minimum(apart, FARTHEST)
         # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
         n = len(real)
         twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
@@ -118,7 +123,7 @@ def flhc(
         tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
         cluster = cut(tree, num_clusters=num_clusters)
         if distance_threshold is not None:
-            free = cut(tree, threshold=distance_threshold)
+            free = cut(tree, threshold=limit if distance == "cosine" else 1.0 + limit / unit)
             cluster = jnp.where(free.max() < num_clusters, free, cluster)
         return (), cluster
 

@@ -253,4 +253,5 @@ def mixture_task(method: Mixture) -> Task:
     def predict(params, x):
         return jnp.log(jnp.maximum(probabilities(params, x), LEAST))
 
-    return Task(init=method.task.init, loss=loss, predict=predict, correct=correct, reads=method.task.reads)
+    about = {name: getattr(method.task, name) for name in ("init", "reads", "num_classes")}
+    return Task(loss=loss, predict=predict, correct=correct, **about)

@@ -135,8 +135,9 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: Threshold, 
 
     A start takes the points around it out of the choice of the next. With a radius, it is the point with most of the
     remaining points within the radius; with a quantile `q`, the one with the smallest distance to its `q N` nearest
-    remaining points. Unlike the farthest points, these are not outliers. Of more than `DENSE_UP_TO` points, only that
-    number, drawn by the clients' `ids` `[N]`, can be starts, and no `[N, N]` is held.
+    remaining points (to all that remain, where they are fewer). Unlike the farthest points, these are not outliers. Of
+    more than `DENSE_UP_TO` points, only that number, drawn by the clients' `ids` `[N]`, can be starts, and no `[N, N]`
+    is held.
     """
     rows, distances = distances_of_candidates(points, usable, ids)
     n = len(usable)
@@ -149,16 +150,20 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: Threshold, 
     # Of equals the one nearest to all, so that the order of the clients has no effect.
     remoteness = jnp.where(usable[None, :], distances, 0.0).sum(axis=1)
 
+    def nearest(among, left):
+        """Returns the distance of each candidate to its `q N`-th nearest remaining point, or to the farthest."""
+        return jnp.sort(among, axis=1)[:, jnp.clip(left.sum() - 1, 0, few)]
+
     def choose(k, carry):
         chosen, left = carry
         free = left[rows]
         left = jnp.where(free.any(), left, usable)  # no point remains: the next centre may share
         free = jnp.where(free.any(), free, can_start)
         among = jnp.where(left[None, :] & can_start[:, None], distances, jnp.inf)
-        radius = jnp.broadcast_to(reach, (len(among),)) if by_radius else jnp.sort(among, axis=1)[:, few]
+        radius = jnp.broadcast_to(reach, (len(among),)) if by_radius else nearest(among, left)
         near = among <= radius[:, None]
         rank = -near.sum(axis=1).astype(radius.dtype) if by_radius else radius
-        best = jnp.lexsort((remoteness, jnp.where(free, rank, jnp.inf)))[0]
+        best = jnp.lexsort((remoteness, rank, ~free))[0]
         point = rows[best]
         return chosen.at[k].set(point), left & ~near[best] & (jnp.arange(n) != point)
 

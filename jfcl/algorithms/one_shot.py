@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means
+from jfcl.algorithms.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means, where_rows
 from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.once import clustered_once
 from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
@@ -130,4 +130,9 @@ def cluster_local_models(
     counts = client_weight(weights, size) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
     means = cluster_mean(models, cluster, counts, num_clusters, in_order)
+    # A cluster that k-means left empty starts at the mean of all, or where all started.
+    everyone = cluster_mean(models, jnp.zeros_like(cluster), counts, 1, in_order)
+    everyone = jax.tree.map(lambda m, b: jnp.where((counts > 0).any(), m, b[:1]), everyone, begin)
+    filled = jax.ops.segment_sum((counts > 0).astype(jnp.int32), cluster, num_clusters) > 0
+    means = where_rows(filled, means, jax.tree.map(lambda e, m: jnp.broadcast_to(e, m.shape), everyone, means))
     return shared_means(shared, means, models, counts, in_order), cluster, own

@@ -132,6 +132,12 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
             bad = np.flatnonzero((~np.isfinite(sums) & real).any(axis=1))
             if len(bad):
                 raise ValueError(f"{name}.examples{where} holds NaN or infinite values at client(s) {bad[:5].tolist()}")
+            held = jnp.finfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            if leaf.dtype.itemsize > held.bits // 8:
+                flat = np.asarray(leaf).reshape(n, m, -1)
+                largest = np.maximum(flat.max(axis=2, initial=0.0), -flat.min(axis=2, initial=0.0))[real].max()
+                accepted = f"of numbers that {held.dtype} holds, JAX's own type"
+                check(largest <= float(held.max), f"{name}.examples{where}", largest, accepted)
         elif jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype.itemsize == 8 and leaf.size:
             held, found = jnp.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype)), (leaf.min(), leaf.max())
             accepted = f"of integers that {held.dtype} holds, JAX's own type"

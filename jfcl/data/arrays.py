@@ -66,9 +66,12 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool = False, pad_to:
         check(sized and not _is_array(dataset), f"client {i}", type(dataset), "a data set with len and rows (x, y)")
         check(len(dataset) > 0, f"client {i}", "0 rows", "a data set with at least one")
         rows = [_pair(f"{i}, row {j}", dataset[j]) for j in range(len(dataset))]
-        x = examples_of([_numpy(row[0]) for row in rows], f"client {i}: x")
+        inputs = [_numpy(row[0]) for row in rows]
         if channels_first:
-            check(x.ndim == 4, "channels_first", x.shape[1:], f"left out: inputs of client {i} are not [C, H, W]")
+            odd = next((np.shape(one) for one in inputs if np.ndim(one) != 3), None)
+            check(odd is None, "channels_first", odd, f"left out: inputs of client {i} are not [C, H, W]")
+        x = examples_of(inputs, f"client {i}: x")
+        if channels_first:
             x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
         clients.append(_client(i, x, [_numpy(row[1]) for row in rows]))
     return _stacked(clients, pad_to)

@@ -202,6 +202,13 @@ def _read_folder(name: str, folder: Path) -> Dataset:
             f"splits {sorted(builder.info.splits)} with {sorted(features)}"
         )
 
+    classes = getattr(features["label"], "num_classes", None)
+    if classes is None:
+        raise ValueError(
+            f"data set {name!r} needs a 'label' of classes, got {features['label']};"
+            " jfcl.data.from_tfds takes any feature"
+        )
+
     def read(split):
         source = builder.as_data_source(split)
         rows = [source[i] for i in range(len(source))]
@@ -214,5 +221,4 @@ def _read_folder(name: str, folder: Path) -> Dataset:
         return {"x": np.divide(np.stack([row["image"] for row in rows]), np.float32(255)), "y": y}
 
     test = read("test") if "test" in builder.info.splits else None
-    classes = features["label"].num_classes
     return Dataset(name, read("train"), test, classes, None, f"tensorflow-datasets {builder.info.full_name}")

@@ -63,14 +63,26 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     if len(content) > LARGEST_CONFIG:
         raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_CONFIG} bytes, and is larger")
     try:
-        raw = json.loads(content.decode()) if file.suffix == ".json" else tomllib.loads(content.decode())
+        text, is_json = content.decode(), file.suffix == ".json"
+        raw = json.loads(text, object_pairs_hook=_without_repetition) if is_json else tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deeply; it must hold names and values") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
-    return check_options(from_saved(raw) if file.suffix == ".json" else raw, where, method)
+    if is_json:
+        check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
+    return check_options(from_saved(raw) if is_json else raw, where, method)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the dict of an object in a JSON file; raises `ValueError` for a name that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
+    return found
 
 
 def _start_devices(devices: int | None, default: int | None = None) -> None:
@@ -294,8 +306,10 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     out = Path(args.out) if args.out else unused(with_name(args.runs[0]).parent / "compare")
     records = {plots.label(name): rows for name, (_, rows) in runs.items()}
     metric = judged_by(summary["mean"] for summary in summaries.values())
+    if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
+        metric = "train_loss"
     plots.save(plots.curves(records, metric), out / f"{metric}.png")
-    plots.save(plots.bars(records, ["loss"]) if metric == "loss" else plots.bars(records), out / "methods.png")
+    plots.save(plots.bars(records) if metric == "accuracy" else plots.bars(records, [metric]), out / "methods.png")
     console.print(f"plots: {out / f'{metric}.png'}, {out / 'methods.png'}", markup=False)
 
 

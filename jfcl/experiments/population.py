@@ -97,6 +97,8 @@ def run_population(
     last = history.records[-1]
     summary = summarize_run(config, history, parts) | {"num_clients": len(store), "cohort": config.cohort}
     summary |= {name: int(last[name]) for name in ("asked", "dropped", "cut", "seen")} | {"evaluated": len(evaluated)}
+    if "made" not in store.about:  # a store of the user's own clients: the options of a data set do not describe it
+        summary |= {"dataset": None, "heterogeneity": None}
     if out is not None:
         with_seeds = history._replace(state=jax.tree.map(lambda x: x[None], history.state))
         write_results(Path(out), summary, with_seeds, parts)
@@ -182,7 +184,8 @@ def make_stores(
             part.verify(progress=progress)
         check_dealt(config, store, folder)
         config = dataclasses.replace(config, **as_dealt(store))
-        texts = config.model in LANGUAGE_MODELS or (is_own(config.model) and "vocab_size" in store.about)
+        of_texts = "vocab_size" in store.about.get("made", {})
+        texts = config.model in LANGUAGE_MODELS or (is_own(config.model) and of_texts)
         return config, store, tests, load_dataset(config, data_dir)[1] if texts else None
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
@@ -192,12 +195,13 @@ def make_stores(
     _rehearse(whole, dataset, vocab_size)
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
+    of_texts = {"vocab_size": config.vocab_size, "length": config.length} if vocab_size is not None else {}
     store, tests = data.generate_store(
         folder,
         dataset,
         num_clients=config.population,
         examples_per_client=config.examples_per_client or EXAMPLES,
-        about={"vocab_size": config.vocab_size, "length": config.length} if vocab_size is not None else {},
+        about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
         progress=progress,
         **dealt(config),
     )
@@ -212,7 +216,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
         train=store.gather(evaluated),
         test=tests.gather(evaluated),
         cluster=cluster[evaluated],
-        num_clusters=store.about.get("num_clusters", 1),
+        num_clusters=store.about.get("num_clusters", max(len(np.unique(cluster[cluster >= 0])), 1)),
         num_classes=store.about.get("num_classes"),
         input_shape=store.fields["x"].shape,
         split_hash=store.hash,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,20 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
 
 
 def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
-    """Returns the compiled function of one model, `x [B, ...] -> outputs [B, ...]`."""
-    predict = jax.jit(task.predict)
-    return lambda x: predict(model, jnp.asarray(x))
+    """Returns the compiled function of one model, `x [B, ...] -> outputs [B, ...]`.
+
+    It raises `ValueError` for inputs of another shape than the task's, or that flattened: a model may take them, and
+    read them wrongly (images with the channels first).
+    """
+    predict, wanted = jax.jit(task.predict), task.input_shape
+
+    def outputs(x: Any) -> jax.Array:
+        shape = np.shape(x)
+        fits = wanted is None or (len(shape) > 1 and shape[1:] in (wanted, (math.prod(wanted),)))
+        check(fits, "x", shape, f"of shape (B, *{wanted})")
+        return predict(model, jnp.asarray(x))
+
+    return outputs
 
 
 def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, examples: dict[str, Any], by: str) -> int:
@@ -77,7 +89,7 @@ def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, ex
 
 
 def export_model(
-    task: Task, model: PyTree, file: str | Path, *, input_shape: tuple[int, ...] | None = None, dtype: Any = np.float32
+    task: Task, model: PyTree, file: str | Path, *, input_shape: tuple[int, ...] | None = None, dtype: Any = None
 ) -> None:
     """Writes one model to a file, in the format of its suffix.
 
@@ -89,7 +101,7 @@ def export_model(
         for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
         `jax.export.deserialize(bytearray(file.read_bytes())).call(x)` runs it.
       input_shape: of one input, for `.jax`; default: the task's.
-      dtype: of the inputs, for `.jax`.
+      dtype: of the inputs, for `.jax`; default: int32 for a language model, else float32.
 
     Raises:
       ValueError: another suffix; `.jax` without a known shape; `.safetensors` or `.jax` without the extra `serve`.
@@ -117,6 +129,7 @@ def export_model(
         shape = task.input_shape if input_shape is None else tuple(input_shape)
         check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")
         (batch,) = export.symbolic_shape("b")
+        dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((batch, *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
         predict = jax.jit(jax.vmap(lambda one: task.predict(model, one[None])[0]))

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels import combinations
-from jfcl.kernels.base import FORMS, PyTree, fold_rows, is_computable, rows_of, squared_norms, sum_dtype, usable_rows
+from jfcl.kernels.base import (
+    FORMS,
+    HIGHEST,
+    PyTree,
+    fold_rows,
+    is_computable,
+    rows_of,
+    squared_norms,
+    sum_dtype,
+    usable_rows,
+)
 from jfcl.kernels.robust import aggregate, check_weights, shares
 
 
@@ -108,7 +118,8 @@ def _direct(rows, usable, start, radius, weights, *, num_iters):
                     here = jax.lax.dynamic_slice_in_dim(clean, begin, length)
                     away = [usable_rows(d, here) for d in away]
                 share *= _pull(jnp.sqrt(squared_norms(away)), radius)
-                return [s + share.astype(s.dtype) @ d.astype(s.dtype) for s, d in zip(step, away, strict=True)]
+                moves = [jnp.matmul(share.astype(wide), d.astype(wide), precision=HIGHEST) for d in away]
+                return [s + move for s, move in zip(step, moves, strict=True)]
 
             step = fold_rows(add, [jnp.zeros(v.shape, wide) for v in center], rows)
             return [(v.astype(s.dtype) + s).astype(v.dtype) for v, s in zip(center, step, strict=True)]

@@ -132,7 +132,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
     count = jnp.maximum(usable.sum(), 1).astype(z.dtype)
     weights = usable.astype(z.dtype)
     center_of_mass = jnp.matmul(weights, z, precision=HIGHEST) / count
-    of_mass = squares_of(center_of_mass[None, :])[0] if in_coefficients else center_of_mass @ center_of_mass
+    of_mass = squares_of(center_of_mass[None, :])[0]
     variance = jnp.maximum((norms.sum() / count - of_mass) / dim, 0.0)
 
     def distances(centers):
@@ -146,7 +146,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
         def add(parts, start, length, total):
             block = jax.lax.dynamic_slice_in_dim(cluster, start, length)
             counts = jax.lax.dynamic_slice_in_dim(weights, start, length)
-            return total + squares_of(parts[0] - centers[block]) @ counts
+            return total + jnp.matmul(squares_of(parts[0] - centers[block]), counts, precision=HIGHEST)
 
         return fold_rows(add, jnp.zeros((), z.dtype), [z])
 

@@ -19,6 +19,7 @@ from jfcl.core.checks import check
 from jfcl.kernels.base import PyTree, check_whole, is_computable, squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
 from jfcl.kernels.robust import at_most_half, check_minority, combine, counted
+from jfcl.kernels.similarity import scaled_rows, unit_scale
 
 
 def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
@@ -31,9 +32,11 @@ def _with_rows(updates: PyTree, rows: list[jax.Array]) -> PyTree:
 @jax.jit
 def _shorten(rows, usable, radius):
     norms = jnp.sqrt(squared_norms(rows))
-    scale = jnp.where(norms > radius, radius / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny), 1.0)
+    power, inverse = unit_scale(rows, usable)
+    longer = norms > radius  # also where the square overflows
+    power, inverse = jnp.where(longer, power, 1.0), jnp.where(longer, inverse * radius, 1.0)
     # In the type of the norms: rounded to 16 bits, the factor of a long update can be 0.
-    return [usable_rows((x.astype(scale.dtype) * scale[:, None]).astype(x.dtype), usable) for x in rows]
+    return [usable_rows(scaled_rows(x, usable, (power, inverse)), usable) for x in rows]
 
 
 def clip_norms(updates: PyTree, *, radius: Any, mask: jax.Array | None = None) -> tuple[PyTree, jax.Array]:

@@ -148,7 +148,7 @@ def center_from_row(
     def move(carry, limit):
         at, rough = carry
         to_points = jnp.matmul(products, at, precision=HIGHEST)
-        norm = at @ to_points
+        norm = jnp.matmul(at, to_points, precision=HIGHEST)
         distances = jnp.sqrt(jnp.maximum(norms - 2.0 * to_points + norm, 0.0))
         distances = jnp.where(mask, distances, jnp.inf)[None, :]
         radius = _radii(distances, mask, limit, rule)

@@ -166,6 +166,8 @@ def simulate_population(
         check_fits(store, test_store, "test_store")
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
+    tested = test_store is None or (test_store.sizes(evaluated) > 0).any()
+    check(tested, "evaluate", evaluate, "clients of which one at least has test examples")
 
     # Check that the method and the memory suffice.
     remember, split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)

@@ -230,6 +230,8 @@ def _with_keys(
 
     A `resumed` folder of an earlier version may lack them; then they are left out.
     """
+    accepted = "without: the numbers of the run's key have this name"
+    check("key" not in (config or {}), "config", "an entry 'key'", accepted)
     own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
     own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
     if resumed is not None and (file := Path(resumed) / "config.json").exists():
@@ -251,4 +253,8 @@ def _first_state(state: Any, like: Any, single: bool) -> Any:
     accepted = "of this algorithm with these options, of these clients, and with a seed axis if there are several keys"
     fits = not names and jax.tree.structure(state) == jax.tree.structure(like)
     check(fits, "state", difference or type(state).__name__, accepted)
-    return jax.tree.map(lambda x: np.array(hosts.fetch(x)), state)  # copies, since a round overwrites its state
+
+    def copied(x):  # since a round overwrites its state
+        return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
+
+    return jax.tree.map(copied, state)

@@ -23,7 +23,7 @@ from jfcl.execution import layout
 from jfcl.execution.jitted import RUNS_ONCE, jitted
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort
-from jfcl.simulation.evaluation import MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
+from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
 from jfcl.simulation.state_split import Split, Start
@@ -73,7 +73,8 @@ def _round(key, t, common, rows, clients, remembered, *, step, split):
     clients = _with(clients, remembered)
     state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
-    values = {name: finite_mean(v) if v.ndim > 0 and v.shape[0] == n else v for name, v in values.items()}
+    of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*EVENTS}
+    values = {name: finite_mean(v) if name in of_clients else v for name, v in values.items()}
     return *_strong(split.apart(state)), values, is_finite(state.params)
 
 
@@ -155,7 +156,8 @@ class Streamed:
         self._ids = np.concatenate([drawn.ids, others])
         sums = {name: [float(v)] for name, v in values.items() if name in SUMMED}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
-        return Block(common, {name: v[None] for name, v in values.items()}, sums, {}, finite[None])
+        events = {name: np.asarray(values[name], np.int32)[None] for name in EVENTS if name in values}
+        return Block(common, {name: v[None] for name, v in values.items()}, sums, events, finite[None])
 
     def compile(self) -> bool:
         return False  # the first round compiles its programs

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.client import losses
-from jfcl.core import Clients, Task, of_rest
+from jfcl.core import Clients, PyTree, Task, of_rest
 from jfcl.execution import mapping
 from jfcl.kernels.base import if_rare
+
+WORST = 1e30  # differences of it, summed over clients, stay finite
 
 
 def num_training(size: jax.Array, validation: float) -> jax.Array:
@@ -24,13 +26,20 @@ def in_active_clusters(state: CFLState) -> CFLState:
 
 
 def undo_harmful_splits(
-    task: Task, state: CFLState, clients: Clients, validation: float, patience: int, client_axis: mapping.Mapping
+    task: Task,
+    state: CFLState,
+    clients: Clients,
+    validation: float,
+    patience: int,
+    is_shared: PyTree,
+    client_axis: mapping.Mapping,
 ) -> tuple[CFLState, jax.Array]:
     """Undoes the splits of `patience` rounds ago after which their clients do worse on their validation examples.
 
     Section II-A: "if after splitting up the clients a degradation in model performance is observed, it is always
     possible to fall back to the Federated Learning solution". The parent gets its clients and its model back, and is
-    final.
+    final. Parameters that `is_shared` (a pytree of bools, like a model) stay those of all clusters. A performance that
+    is not finite is the worst of all.
 
     Returns:
       `(state, undone [])`.
@@ -44,7 +53,8 @@ def undo_harmful_splits(
 
     def performance(task, models, k, batch):
         params = jax.tree.map(lambda p: p[k], models)
-        return -task.loss(params, batch) if task.correct is None else task.correct(params, batch)
+        found = -task.loss(params, batch) if task.correct is None else task.correct(params, batch)
+        return jnp.nan_to_num(found, nan=-WORST, posinf=WORST, neginf=-WORST)
 
     def client(examples, size, cluster, own):
         of_client = of_rest(task, own) if jax.tree.leaves(own) else task
@@ -62,7 +72,11 @@ def undo_harmful_splits(
         gain = jax.ops.segment_sum(jnp.where(counts, gain, 0.0), judged[state.cluster], capacity)
         undo = due & (gain < 0)
         target = jnp.where(undo, state.parent, capacity)
-        params = jax.tree.map(lambda p, m: p.at[target].set(m, mode="drop"), state.params, state.tree.model)
+
+        def restored(p, m, stays):
+            return p if stays else p.at[target].set(m, mode="drop")
+
+        params = jax.tree.map(restored, state.params, state.tree.model, is_shared)
         return state._replace(
             params=params,
             cluster=jnp.where(undo[state.cluster], state.parent[state.cluster], state.cluster),

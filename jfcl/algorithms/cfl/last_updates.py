@@ -90,7 +90,12 @@ def forget_moved(last: Any, moved: jax.Array) -> Any:
     return last._replace(round=jnp.where(moved, 0, last.round)) if isinstance(last, LastUpdates) else last
 
 
-def enough_known(voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int) -> jax.Array:
-    """Returns `[K]` bool: clusters in which half of the `able` clients `[N]` bool or more have a `voice` `[N]` bool."""
+def enough_known(
+    voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
+) -> jax.Array:
+    """Returns `[K]` bool: clusters in which half of the `able` clients `[N]` bool or more have a `voice` `[N]` bool.
+
+    With `most`, more than half of them must.
+    """
     count = [jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able)]
-    return (2 * count[0] >= count[1]) & (count[0] > 0)
+    return (2 * count[0] >= count[1] + int(most)) & (count[0] > 0)

@@ -102,7 +102,8 @@ def cfl(
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The
         mean of the others alone does not quite vanish; where small clients hold many examples together, raise `ε₁`.)
-      recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more.
+      recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
+        a cluster ends in a round in which more than half of its clients took part.
         `simulate` ends when all clusters have.
       cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the

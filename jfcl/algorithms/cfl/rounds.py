@@ -40,6 +40,7 @@ from jfcl.core import (
     max_examples,
     num_bytes,
     num_clients,
+    path_flags,
 )
 from jfcl.execution import mapping
 from jfcl.kernels import OPERATORS
@@ -170,7 +171,7 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     # Undo splits that harm.
     if options.validation:
         state = in_active_clusters(state)
-        judging = options.validation, options.fallback_rounds, client_axis
+        judging = options.validation, options.fallback_rounds, shared_flags(rules, state.params), client_axis
         state, metrics["undone"] = undo_harmful_splits(options.task, state, clients, *judging)
 
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
@@ -200,7 +201,7 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
     means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
-    new, metrics["overflowed"] = new_models(state, record, into, means)
+    new, metrics["overflowed"] = new_models(state, record, into, means, shared_flags(rules, state.params))
     last = forget_moved(last, new.cluster != state.cluster)
     return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
 
@@ -288,7 +289,14 @@ def messages(
     return Sent(updates, usable, present, weight, voice_weight, *of_splits, gradients=None), last
 
 
-def new_models(state: CFLState, record: CFLState, into: jax.Array, means: PyTree) -> tuple[CFLState, jax.Array]:
+def shared_flags(rules: Rules, params: PyTree) -> PyTree:
+    """Returns the structure of `params` with a bool for each array: whether it is averaged over all clusters."""
+    return path_flags(rules.shared or (lambda path: False), params)
+
+
+def new_models(
+    state: CFLState, record: CFLState, into: jax.Array, means: PyTree, is_shared: PyTree
+) -> tuple[CFLState, jax.Array]:
     """Puts the models into the server's record after a round: those of clusters, and those before this round's splits.
 
     Args:
@@ -296,6 +304,7 @@ def new_models(state: CFLState, record: CFLState, into: jax.Array, means: PyTree
       record: after it, without models.
       into: `[K]` int32, the slot of the cluster that each cluster's split made, `K` without one.
       means: pytree of `[K, ...]`, the mean updates.
+      is_shared: from `shared_flags`.
 
     Returns:
       `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
@@ -306,7 +315,7 @@ def new_models(state: CFLState, record: CFLState, into: jax.Array, means: PyTree
         return jax.tree.map(lambda x, p: x.at[into].set(p, mode="drop"), models, state.params)
 
     before = at_splits(state.params)
-    params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, record.active)
+    params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, record.active, is_shared)
     # Free slots hold the first model, so that an old one is never the best of all.
     first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
     params = where_rows(record.active, params, first)
@@ -314,8 +323,10 @@ def new_models(state: CFLState, record: CFLState, into: jax.Array, means: PyTree
     return record._replace(params=params, tree=tree, final=record.final | overflowed), overflowed
 
 
-def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTree, jax.Array]:
+def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: PyTree) -> tuple[PyTree, jax.Array]:
     """Returns `params` `[K, ...]` with a cluster's model `before` the round where the new one has NaN or infinity.
+
+    Shared parameters are new in every cluster: if these are not finite, no cluster has a finite model.
 
     Returns:
       `(params, overflowed [K] bool)`. Where no active cluster has a finite model all stay as they are, so that the
@@ -323,4 +334,5 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array) -> tuple[PyTr
     """
     finite = jax.vmap(is_finite)(params)
     overflowed = active & ~finite & (active & finite).any()
-    return where_rows(overflowed, before, params), overflowed
+    kept = where_rows(overflowed, before, params)
+    return jax.tree.map(lambda shared, new, own: new if shared else own, is_shared, params, kept), overflowed

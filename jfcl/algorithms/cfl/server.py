@@ -160,9 +160,13 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     # Bipartitions of the clusters that are ripe for one.
     stationary, wanted = rules.ripe(state, mean_norm, max_norm, members)
     examined = state.active & ~state.final & (members > 0)
+    wanted = wanted & examined
     if rules.cohort is not None:
-        examined = examined & enough_known(voice, sent.able & ~sent.pending, state.cluster, capacity)
-    stationary, wanted = stationary & examined, wanted & examined
+        expected = sent.able & ~sent.pending
+        wanted = wanted & enough_known(voice, expected, state.cluster, capacity)
+        # Old updates say little on the model of today: a cluster ends in a round with most of its clients.
+        examined = examined & enough_known(newest, expected, state.cluster, capacity, most=True)
+    stationary = stationary & examined
 
     def compare():
         options = {"min_size": rules.min_size, "linkage": rules.linkage}
