@@ -126,6 +126,8 @@ def simulate(
     """
     # Check the options, without the data.
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, callbacks)
+    accepted = "without: the numbers of the run's key have this name"
+    check("key" not in (config or {}), "config", "an entry 'key'", accepted)
     client_axis = mapping.or_auto(client_axis)
     parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -230,8 +232,6 @@ def _with_keys(
 
     A `resumed` folder of an earlier version may lack them; then they are left out.
     """
-    accepted = "without: the numbers of the run's key have this name"
-    check("key" not in (config or {}), "config", "an entry 'key'", accepted)
     own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
     own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
     if resumed is not None and (file := Path(resumed) / "config.json").exists():
