@@ -460,3 +460,14 @@ def test_centered_clip_of_float16_updates_far_apart(form):
 def test_norms_beyond_float32_are_shortened():
     long = jnp.array([[3e19, 4e19], [3.0, 4.0]])
     np.testing.assert_allclose(kernels.clip_norms(long, radius=1.0)[0], [[0.6, 0.8]] * 2, rtol=1e-6)
+
+
+def test_masked_updates_are_farther_than_those_whose_distance_overflows():
+    updates, mask = jnp.array([[0.0], [1e30], [3e30], [6e30]]), jnp.array([False, True, True, True])
+    mixed, _ = kernels.nearest_neighbour_mixing(updates, num_malicious=1, mask=mask)
+    wanted = [[0.0], [2e30], [2e30], [3.5e30]]  # of equal distances the first
+    np.testing.assert_allclose(mixed, wanted, rtol=1e-6)
+
+
+def test_the_geometric_median_of_no_weight_is_zero():
+    assert kernels.geometric_median(jnp.array([[1.0, 2.0], [3.0, 4.0]]), weights=jnp.zeros(2)).tolist() == [0.0, 0.0]

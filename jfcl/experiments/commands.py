@@ -274,7 +274,8 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
         where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
         console.print(
-            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
+            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be",
+            markup=False,
         )
     along = summary.get("path_accuracy") or ()
     if len(along) > 1:

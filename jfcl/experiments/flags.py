@@ -121,7 +121,9 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
         )
 
 
-def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
+def run_parser(
+    parser: argparse.ArgumentParser, method: str | None, *, trackers: bool = True
+) -> argparse.ArgumentParser:
     """Adds the arguments of `jfcl run` to a parser: with the options of one method, or of all for None."""
     _add_options(parser, method)
     files = _add_files(parser, "folder for results, checkpoints and plots; default: none are kept")
@@ -132,8 +134,9 @@ def run_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.
         metavar="X",
         help="least time between two checkpoints, the first of which is made after 5 seconds [30]",
     )
-    known = f"send the records to {', '.join(TRACKERS)}; may be given several times"
-    files.add_argument("--track", action="append", default=[], metavar="NAME", help=known)
+    if trackers:
+        known = f"send the records to {', '.join(TRACKERS)}; may be given several times"
+        files.add_argument("--track", action="append", default=[], metavar="NAME", help=known)
     several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
     several.add_argument(
         "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
@@ -164,13 +167,12 @@ def _add_options(parser: argparse.ArgumentParser, method: str | None, **defaults
         )
 
 
-def _add_files(parser: argparse.ArgumentParser, out: str, *, resumes: bool = True) -> argparse._ArgumentGroup:
+def _add_files(parser: argparse.ArgumentParser, out: str) -> argparse._ArgumentGroup:
     """Adds the options of files that several commands have; `out` explains --out."""
     files = parser.add_argument_group("Files")
     files.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
     files.add_argument("--out", metavar="DIR", help=out)
-    if resumes:
-        files.add_argument("--resume", action="store_true", help="continue what was stopped in --out")
+    files.add_argument("--resume", action="store_true", help="continue what was stopped in --out")
     files.add_argument(
         "--config", metavar="FILE", help="TOML (or the config.json of a run) with the names above; flags override"
     )
@@ -263,13 +265,10 @@ def _sentence(text: str) -> str:
 
 
 def _plan_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
-    """Adds the arguments of `jfcl plan` to a parser: the target, and the options of `jfcl run`."""
+    """Adds the arguments of `jfcl plan` to a parser: the target, and those of `jfcl run`."""
     known = "v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
     parser.add_argument_group("Target").add_argument("--target", metavar="NAME", help=known)
-    _add_options(parser, method)
-    kept = "folder for plan.json, plan.png and the compiled programs; default: none are kept"
-    _add_files(parser, kept, resumes=False)
-    return parser
+    return run_parser(parser, method, trackers=False)
 
 
 def _sweep_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:

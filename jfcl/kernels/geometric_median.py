@@ -106,5 +106,5 @@ def _or_nearest(rows, usable, weights, point):
     share = shares(pulls, usable)
     mean = combine(rows, share, usable)
     pull = _norm([(a - b).astype(weights.dtype) for a, b in zip(mean, update, strict=True)]) * pulls.sum()
-    is_median = usable.any() & (pull <= jnp.where(here, weights, 0.0).sum())
+    is_median = (weights > 0).any() & (pull <= jnp.where(here, weights, 0.0).sum())
     return [jnp.where(is_median, a, b) for a, b in zip(update, point, strict=True)]

@@ -144,6 +144,7 @@ def nearest_neighbour_mixing(
 def _nearest(squares, usable, keep):
     """Returns `[N, N]` shares: equal for each usable row's `keep` nearest, which always include itself."""
     itself = jnp.eye(len(usable), dtype=bool)
+    squares = jnp.where(usable, jnp.minimum(squares, jnp.finfo(squares.dtype).max), jnp.inf)  # unusable ones last
     squares = jnp.where(itself, -1.0, squares)  # a duplicate must not displace the update itself
     order = jnp.argsort(squares, axis=1, stable=True)
     rank = jnp.argsort(order, axis=1)
