@@ -244,11 +244,13 @@ def test_a_cluster_that_overflows_leaves_the_others_alone():
 
 
 def test_where_every_cluster_overflows_nothing_is_hidden():
-    new, old = jnp.array([[jnp.inf], [1.0], [jnp.nan]]), jnp.zeros((3, 1))
-    kept, overflowed = keep_finite(new, old, jnp.array([True, True, False]))
-    assert kept[:2].tolist() == [[0.0], [1.0]] and overflowed.tolist() == [True, False, False]
-    kept, overflowed = keep_finite(new, old, jnp.array([True, False, True]))
-    assert not np.isfinite(kept[0, 0]) and not overflowed.any()
+    new = {"own": jnp.array([[jnp.inf], [1.0], [jnp.nan]]), "all": jnp.full((3, 1), 7.0)}
+    old, is_shared = jax.tree.map(jnp.zeros_like, new), {"own": False, "all": True}
+    kept, overflowed = keep_finite(new, old, jnp.array([True, True, False]), is_shared)
+    assert kept["own"][:2].tolist() == [[0.0], [1.0]] and overflowed.tolist() == [True, False, False]
+    assert kept["all"].tolist() == [[7.0]] * 3  # shared parameters stay the same in all clusters
+    kept, overflowed = keep_finite(new, old, jnp.array([True, False, True]), is_shared)
+    assert not np.isfinite(kept["own"][0, 0]) and not overflowed.any()
     wild = jfcl.cfl(TASK, jfcl.local_training(optax.sgd(1e15), num_steps=1))
     with warnings.catch_warnings(), pytest.raises(jfcl.DivergedError):
         warnings.simplefilter("ignore")
