@@ -54,7 +54,7 @@ def run(out=None, *, rounds=ROUNDS, resume=False, stop_after=None):
         true_cluster=CLUSTER,
         out=out,
         resume=resume,
-        config=None if out is None else {"key": 3, "num_rounds": rounds},
+        config=None if out is None else {"lr": 3, "num_rounds": rounds},
         checkpoint_seconds=0.0,
         stop_after=stop_after,
         summary=False,
@@ -436,7 +436,7 @@ def test_damage_is_refused_or_survived(count, tmp_path):
         ("metrics.jsonl", lambda t: t.replace("seed", "x", 1), "its first 4 lines are not those"),
         ("metrics.jsonl", None, "its first 4 lines are not those"),
         ("config.json", lambda t: t.replace('"num_rounds": 4', '"num_rounds": null'), "num_rounds is None"),
-        ("config.json", lambda t: t.replace('"key": 3', '"key": 4'), "another configuration"),
+        ("config.json", lambda t: t.replace('"lr": 3', '"lr": 4'), "another configuration"),
         ("config.json", lambda t: "[" * 100000, "config.json is damaged"),
         ("checkpoints", None, "its checkpoints are missing"),
     ],
@@ -478,7 +478,7 @@ def test_a_checkpoint_is_of_the_run_that_made_it(tmp_path):
         runs.RunFolder.reopen(tmp_path / "b", options).restore(like)
     run(tmp_path / "c")
     config = tmp_path / "c" / "config.json"
-    config.write_text(config.read_text().replace('"key": 3', '"key": 4'))
+    config.write_text(config.read_text().replace('"lr": 3', '"lr": 4'))
     with pytest.raises(ValueError, match=r"config\.json is damaged: it differs from the one that the run ended with"):
         runs.verify_results(tmp_path / "c")
 
