@@ -110,4 +110,4 @@ def test_the_installation_keeps_the_plug_in_of_the_machine(plugin, extra, monkey
 
 def test_the_documentation_lists_every_notebook():
     text = (ROOT / "docs" / "start" / "notebooks.md").read_text()
-    assert [path.name for path in NOTEBOOKS if f"](../notebooks/{path.name})" not in text] == []
+    assert [path.name for path in NOTEBOOKS if f"](../../notebooks/{path.name})" not in text] == []
