@@ -332,7 +332,8 @@ def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key
     folder.mkdir(parents=True)
     first = next(iter(splits.values()))[0][0]
     content = tfds.features.Text() if text else tfds.features.Image(shape=(None, None, first.shape[-1]))
-    features = {"text" if text else "image": content, key: tfds.features.ClassLabel(num_classes=num_classes)}
+    label = tfds.features.ClassLabel(num_classes=num_classes) if num_classes else tfds.features.Scalar(np.int64)
+    features = {"text" if text else "image": content, key: label}
     short, infos = name.split("/")[0], []
     for split, (inputs, labels) in splits.items():
         template = tfds.core.ShardedFileTemplate(
@@ -447,6 +448,9 @@ def test_tfds_sets_that_do_not_fit(no_network):
     prepare(no_network, "no_labels", {"train": pictures(2, 0)}, 3, key="breed")
     with pytest.raises(ValueError, match=r"'label', got splits .'train'. with .'breed', 'image'."):
         load("no_labels")
+    prepare(no_network, "no_classes", {"train": pictures(2, 0)}, None)
+    with pytest.raises(ValueError, match=r"needs a 'label' of classes, got Scalar.*jfcl.data.from_tfds takes any"):
+        load("no_classes")
 
 
 def test_what_cannot_be_prepared_is_said_at_once(no_network, monkeypatch):

@@ -61,6 +61,16 @@ def line():
     return jfcl.data.Dataset("line", {"x": x, "y": 2 * x[:, 0]}, None, None, None, "targets of a regression")
 
 
+def sentences():
+    rng = np.random.default_rng(0)
+    x = np.array([" ".join(rng.choice(list("abcdef"), 8)) for _ in range(60)], object)
+    return jfcl.data.Dataset("sentences", {"x": x, "y": np.arange(60, dtype=np.int32) % 2}, None, 2, None, "words")
+
+
+def words(num_outputs):
+    return jfcl.models.LSTMLanguageModel(num_outputs, features=3, hidden=4)
+
+
 def slope(num_outputs):
     return jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (1,))
 
@@ -201,6 +211,15 @@ def test_a_population_of_own_data_is_resumed_and_repeated(folder, capsys):
     assert cli.main([*command, "--rounds", "2", "--out", "pop"]) == 0
     assert cli.main([*command, "--rounds", "3", "--out", "pop", "--resume"]) == 0, capsys.readouterr().err
     assert cli.main(["run", "--config", "pop/config.json", "--out", "again", "--quiet"]) == 0, capsys.readouterr().err
+
+
+def test_a_population_of_own_texts_is_resumed(folder, capsys):
+    command = ["run", "fedavg", "--dataset", "mine_models:sentences", "--model", "mine_models:words", "--length", "6"]
+    command += ["--vocab-size", "12", "--population", "8", "--cohort", "4", "--examples-per-client", "4", "--quiet"]
+    command += ["--heterogeneity", "none", "--clusters", "1", "--out", "texts"]
+    assert cli.main([*command, "--rounds", "1"]) == 0
+    assert cli.main([*command, "--rounds", "2", "--resume"]) == 0, capsys.readouterr().err
+    assert "perplexity" in json.loads(Path("texts/summary.json").read_text())["mean"]
 
 
 def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):

@@ -263,3 +263,10 @@ def test_a_resumption_with_another_key_is_refused_beside_a_configuration(tmp_pat
         simulate(out=tmp_path, config={"method": "mine"}, seeds=[4, 6], resume=True)
     history = simulate(out=tmp_path, config={"method": "mine"}, seeds=[4, 5], resume=True)
     assert [r["seed"] for r in history.records[-2:]] == [4, 5]
+
+
+def test_runs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path):
+    for name in ("a", "b"):
+        jfcl.simulate(FEDAVG, CLIENTS, key=jax.random.key(0), num_rounds=2, out=tmp_path / name)
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["methods.png", "train_loss.png"]

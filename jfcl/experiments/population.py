@@ -216,7 +216,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
         train=store.gather(evaluated),
         test=tests.gather(evaluated),
         cluster=cluster[evaluated],
-        num_clusters=store.about.get("num_clusters", max(len(np.unique(cluster[cluster >= 0])), 1)),
+        num_clusters=store.about.get("num_clusters", max(int(cluster.max()) + 1, 1)),
         num_classes=store.about.get("num_classes"),
         input_shape=store.fields["x"].shape,
         split_hash=store.hash,
