@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from common import report, run_peer
 
+from jfcl.execution.mapping import divide_cpu
 from jfcl.experiments import bench
 from jfcl.experiments.bench import Case, floor_gflop, make_algorithm, make_arguments, measure, sgemm_gflops
 
@@ -35,12 +36,13 @@ CASES = {  # and how many rounds of each are measured
 }
 MAPPINGS = {"one at a time": "chunked(1)", "chunks of 4": "chunked(4)", "chunks of 10": "chunked(10)", "vmap": "vmap"}
 MAPPINGS["a device per core"] = "sharded(chunked(1))"  # the CPU as so many devices: in a process of its own, as all are
+ON_ACCELERATOR = ("chunks of 10", "vmap")  # one at a time, ten thousand small steps wait for each other
 LIMIT_MB = 16_000  # of temporaries; mappings that need more are not run
 
 
 def measure_here(case: Case, mapping: str, rounds: int) -> dict[str, Any]:
     """One round of ours under a mapping, in this process, on as many devices as the mapping is for."""
-    jax.config.update("jax_num_cpu_devices", os.cpu_count() if mapping.startswith("sharded") else 1)
+    divide_cpu(os.cpu_count() if mapping.startswith("sharded") else 1)
     client_axis = bench.MAPPINGS[mapping]()
     arguments = bench.placed(client_axis, make_arguments(case))
     return measure(make_algorithm(case, client_axis).step, *arguments, repeats=rounds, limit_mb=LIMIT_MB)
@@ -63,7 +65,10 @@ def main() -> None:
         case, mapping, rounds = json.loads(args.here)
         print(json.dumps(measure_here(Case(**case), mapping, rounds)))
         return
-    rows: list[dict[str, Any]] = [{"case": "sgemm", "what": "2048 x 2048", "gflops": sgemm_gflops()}]
+    cpu = jax.default_backend() == "cpu"
+    size = 2048 if cpu else 8192
+    rows: list[dict[str, Any]] = [{"case": "sgemm", "what": f"{size} x {size}", "gflops": sgemm_gflops(size)}]
+    mappings = MAPPINGS if cpu else {label: MAPPINGS[label] for label in ON_ACCELERATOR}
     for name, (case, rounds) in CASES.items():
         if args.only not in name:
             continue
@@ -83,14 +88,15 @@ def main() -> None:
         for peer in peers:
             if peer == "fedjax" and case.method == "ifca":
                 continue
-            measured = run_peer(peer, f"{peer}_loop.py", case._asdict() | {"rounds": rounds + 1})
+            timed = rounds if cpu else -(-rounds // 2)  # a loop of small steps waits for the host: all take as long
+            measured = run_peer(peer, f"{peer}_loop.py", case._asdict() | {"rounds": timed + 1})
             if measured is None:
                 print(f"{peer}: not set up, see 'make peers'", file=sys.stderr)
             else:
                 del measured["seconds"][0]  # in which some compile
                 add({"torch": "PyTorch loop", "fedjax": "FedJAX 0.0.17"}[peer], measured)
-        for label, mapping in MAPPINGS.items():
-            add(label, measure_apart(case, mapping, rounds))
+        for label, mapping in mappings.items():
+            add(label, measure_apart(case, mapping, rounds) if cpu else measure_here(case, mapping, 10))
         loop = next((row["seconds"] for row in found if row["what"] == "PyTorch loop"), None)
         for row in found:
             if loop is not None and "seconds" in row:

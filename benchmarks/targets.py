@@ -114,8 +114,11 @@ def planned(name: str, target: str) -> list[dict[str, Any]]:
     return rows
 
 
-def measured(name: str, chip: str, rounds: int = 10) -> list[dict[str, Any]]:
-    """The rows of one case on this machine's devices: rounds of each mapping, beside predictions for `chip`."""
+def measured(name: str, chip: str, largest: int | None, rounds: int = 10) -> list[dict[str, Any]]:
+    """The rows of one case on this machine's devices: rounds of each mapping, beside predictions for `chip`.
+
+    The mappings are those that a plan compares, or `vmap` and the `largest` chunks among them.
+    """
     case = CASES[name]
     rng = np.random.default_rng(0)
     examples = {
@@ -127,7 +130,8 @@ def measured(name: str, chip: str, rounds: int = 10) -> list[dict[str, Any]]:
     training = jfcl.local_training(optax.sgd(0.1), num_steps=case.steps, batch_size=case.batch)
     mesh = jfcl.client_mesh()
     rows = []
-    for inner in candidates(case.clients, mesh.size):
+    every, *chunks = candidates(case.clients, mesh.size)
+    for inner in [every, *(chunks if largest is None else chunks[::-1][:largest])]:
         axis = jfcl.sharded(mesh, inner)
         algorithm, placed = case.make(task, training, client_axis=axis), jfcl.mapping.place(axis, clients)
         state = jax.jit(algorithm.init)(jax.random.key(0), placed)
@@ -189,6 +193,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="IFCA's round on 1, 4, 8 and 16 chips, too")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--here", action="store_true", help="run on the GPUs of this machine")
+    parser.add_argument("--largest", type=int, help="with --here, vmap and so many of the largest chunks; default: all")
     parser.add_argument("--chip", help="whose figures predict with --here; default: those of this machine's GPU")
     args = parser.parse_args()
     if args.here:
@@ -196,7 +201,7 @@ def main() -> None:
         chip = args.chip or next((name for name in targets.CHIPS if name in kind), None)
         if chip is None:
             parser.error(f"no figures of {kind!r}; give --chip, one of {', '.join(targets.CHIPS)}")
-        rows = [row for name in args.cases for row in measured(name, chip)]
+        rows = []
         columns = [
             "case",
             "target",
@@ -207,7 +212,10 @@ def main() -> None:
             "peak_gb",
             "compile_seconds",
         ]
-        report("measured", f"rounds on {kind}", columns, rows, "python benchmarks/targets.py --here")
+        command = "python benchmarks/targets.py --here" + (f" --largest {args.largest}" if args.largest else "")
+        for name in args.cases:  # what is done is kept, whatever stops the next
+            rows += measured(name, chip, args.largest)
+            report("measured", f"rounds on {kind}", columns, rows, command)
         return
     targets.only_compile()
     rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []

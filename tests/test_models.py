@@ -18,7 +18,7 @@ from jfcl.models import (
     parameter_paths,
     regression,
 )
-from jfcl.models.conv import _canonical, patches
+from jfcl.models.conv import _canonical, _of_columns, _of_few_channels, _of_fewest_numbers, patches
 from jfcl.models.tasks import cross_entropy
 
 GEOMETRIES = [
@@ -65,6 +65,13 @@ def test_conv_against_scipy(strides, padding):
     )
 
 
+@pytest.mark.parametrize("of", [_of_few_channels, _of_columns, _of_fewest_numbers])
+@pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
+def test_matrix_products_of_a_gpu_convolve(of, strides, padding):
+    x, w = tensors()
+    np.testing.assert_allclose(of(x, w, strides, padding), loop_conv(x, w, strides, padding), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("strides", "padding", "batch"),
     [(*geometry, 2) for geometry in GEOMETRIES] + [(*GEOMETRIES[1], b) for b in (1, 16, 17, 35, 150)],
@@ -97,9 +104,10 @@ def test_an_empty_batch_has_gradients_of_zero(form):
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
-def test_vmapped_conv_is_each_client_alone(padding, own, form):
-    layer = nn.Conv(4, (3, 3), padding=padding, conv_general_dilated=conv)
-    x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, 2)).astype(np.float32)
+@pytest.mark.parametrize(("channels", "strides"), [(2, 1), (6, 1), (6, 2)])
+def test_vmapped_conv_is_each_client_alone(padding, own, channels, strides, form):
+    layer = nn.Conv(4, (3, 3), strides, padding=padding, conv_general_dilated=conv)
+    x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, channels)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 3)
     params = jax.vmap(lambda k: layer.init(k, x[0]))(keys)
     if not own:
@@ -111,7 +119,7 @@ def test_vmapped_conv_is_each_client_alone(padding, own, form):
     vmapped = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0 if own else None, 0))(params, x)
     for i in range(3):
         mine = jax.tree.map(lambda p, i=i: p[i], params) if own else params
-        reference = nn.Conv(4, (3, 3), padding=padding)  # flax's own, lax underneath
+        reference = nn.Conv(4, (3, 3), strides, padding=padding)  # flax's own, lax underneath
         alone = jax.value_and_grad(lambda p, v, r=reference: jnp.sin(r.apply(p, v)).sum(), argnums=(0, 1))(mine, x[i])
         for a, b in zip(
             jax.tree.leaves(jax.tree.map(lambda v, i=i: v[i], vmapped)), jax.tree.leaves(alone), strict=True

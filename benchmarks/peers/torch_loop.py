@@ -1,7 +1,7 @@
 """Rounds of FedAvg or IFCA as a PyTorch loop, one client after another, as the papers' published code is written.
 
 Called by the benchmarks with a case as JSON; prints one JSON line (see job.py). Has an environment of its own (see
-`make peers`).
+`make peers`). Runs on the GPU where PyTorch finds one: all examples are there before the first round.
 """
 
 import functools
@@ -13,6 +13,8 @@ import job
 import numpy as np
 import torch
 from torch import nn
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_model(name: str, model=None) -> nn.Module:
@@ -28,7 +30,7 @@ def make_model(name: str, model=None) -> nn.Module:
             for layer, (kernel, bias) in zip(layers(net), model, strict=True):
                 layer.weight.copy_(torch.from_numpy(to_torch(kernel)))
                 layer.bias.copy_(torch.from_numpy(bias))
-    return net
+    return net.to(DEVICE)
 
 
 def layers(net: nn.Module) -> list[nn.Module]:
@@ -57,14 +59,15 @@ def from_torch(weight: np.ndarray) -> np.ndarray:
 
 def parameters(net: nn.Module) -> list[tuple[np.ndarray, np.ndarray]]:
     """The model, as a job's."""
-    return [(from_torch(la.weight.detach().numpy()), la.bias.detach().numpy()) for la in layers(net)]
+    return [(from_torch(la.weight.detach().cpu().numpy()), la.bias.detach().cpu().numpy()) for la in layers(net)]
 
 
 @functools.cache
 def as_tensors(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Examples and labels of a case, given as JSON, loaded once in a process: `[N, M, 1, 28, 28]`, `[N, M]`."""
     data = job.load(json.loads(case))
-    return torch.from_numpy(data.x).permute(0, 1, 4, 2, 3).contiguous(), torch.from_numpy(data.y).long()
+    x, y = torch.from_numpy(data.x).permute(0, 1, 4, 2, 3).contiguous(), torch.from_numpy(data.y).long()
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, case: dict) -> None:
@@ -72,9 +75,9 @@ def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, case: dict) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=case["lr"])
     m = len(y)
     batch = case["batch"] or m
-    order = torch.randperm(m)
+    order = torch.randperm(m, device=DEVICE)
     for t in range(case["steps"]):
-        rows = order[(t * batch + torch.arange(batch)) % m]
+        rows = order[(t * batch + torch.arange(batch, device=DEVICE)) % m]
         inputs, target = (x, y) if batch == m else (x[rows], y[rows])
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(inputs), target).backward()
@@ -83,6 +86,8 @@ def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, case: dict) -> None:
 
 def choose_threads(case: dict, x: torch.Tensor, y: torch.Tensor) -> int:
     """One thread, or one per core: with which a client's local steps are faster (small models gain nothing)."""
+    if DEVICE.type != "cpu":
+        return torch.get_num_threads()
     taken = {}
     for threads in (1, os.cpu_count()):
         torch.set_num_threads(threads)
@@ -129,6 +134,8 @@ def main(case: dict, data: job.Data):
     for _ in range(case["rounds"]):
         started = time.perf_counter()
         one_round()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     more = {"versions": {"torch": torch.__version__}, "threads": threads}
     return seconds, [parameters(model) for model in models], more

@@ -11,8 +11,11 @@ clients:
 * Under `vmap` over clients with their own weights, a convolution becomes one with a group per client, for which a CPU
   has no fast kernel. There it becomes patches times weights, one batched matrix product.
 * Under `vmap` with shared weights (several clients, one model), clients join the batch axis.
-* On an accelerator it is `lax.conv_general_dilated` with the gradients of JAX. The compilers predict that a group per
-  client is the fastest form there: patches move many times as many bytes.
+* On a TPU it is `lax.conv_general_dilated` with the gradients of JAX. The compiler predicts that a group per client is
+  the fastest form there: patches move many times as many bytes.
+* On a GPU, too, but for two cases under `vmap` over clients with their own weights, in which cuDNN's groups are slow
+  (measured on an H100): inputs of few channels, and gradients with respect to weights. Both become a batched matrix
+  product of windows of the input.
 
 Two kinds need none of this. A 1 x 1 convolution is a matrix product, on every platform and under every mapping. A
 depthwise convolution (a kernel per channel) multiplies no matrices: on a CPU, where XLA has no fast kernel for its
@@ -35,6 +38,7 @@ from jfcl.core import by_platform, check
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
 UNROLLED = 8  # groups in an unrolled loop; more groups are a loop, so that programs do not grow with the batch
+FEW_CHANNELS = 4  # of an image; a matrix product of its windows is then faster than a group per client on a GPU
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -122,6 +126,45 @@ def _weight_gradient_patches(x, g, kernel, strides, padding):
     return (rows.T @ g).reshape(*kernel, x.shape[-1], g.shape[-1])
 
 
+def _of_few_channels(x, w, strides, padding):
+    """Convolves `x` of few channels as patches times weights.
+
+    The patches, `[kh * kw * C, B * H' * W']`, lie in memory by place of the kernel: whole rows of images are copied.
+    """
+    windows = jnp.stack(_windows(_padded(x, padding), w.shape[:2], strides))
+    rows, weights = math.prod(windows.shape[1:4]), w.reshape(-1, w.shape[-1])
+    columns = windows.transpose(0, 4, 1, 2, 3).reshape(len(weights), rows)
+    return (columns.T @ weights).reshape(*windows.shape[1:4], w.shape[-1])
+
+
+def _of_columns(x, w, strides, padding):
+    """Convolves as windows of `x` along its rows, `[B, H, W', kw * C]`, times all rows of the kernel at once.
+
+    The products, `[B, H, W', kh * O]`, are added at their places. For a 5 x 5 kernel, windows and products together are
+    a fraction of the patches.
+    """
+    (kh, kw, channels, features), x = w.shape, _padded(x, padding)
+    height = (x.shape[1] - kh) // strides[0] + 1
+    columns = jnp.concatenate(_windows(x, (1, kw), (1, strides[1])), axis=-1)
+    products = columns @ w.transpose(1, 2, 0, 3).reshape(kw * channels, kh * features)
+    products = products.reshape(*columns.shape[:3], kh, features)
+    return sum(products[:, i : i + (height - 1) * strides[0] + 1 : strides[0], :, i] for i in range(kh))
+
+
+def _of_fewest_numbers(x, w, strides, padding):
+    """Convolves as patches or columns times weights, whichever has fewer numbers in memory."""
+    (kh, kw, channels, features), (top, bottom) = w.shape, padding[0]
+    height, width = (
+        (n + sum(pad) - k) // stride + 1
+        for n, pad, k, stride in zip(x.shape[1:3], padding, (kh, kw), strides, strict=True)
+    )
+    of_patches = kh * kw * channels * height * width
+    of_columns = (kw * channels + kh * features) * (x.shape[1] + top + bottom) * width
+    if of_columns < of_patches:
+        return _of_columns(x, w, strides, padding)
+    return patches(x, (kh, kw), strides, padding) @ w.reshape(-1, features)
+
+
 def _by_mapping(alone: Callable, together: Callable, joins: Callable | None = None) -> Callable:
     """Returns `alone` for one client, and `together` vmapped for many; `joins(batched)`: clients share a batch axis."""
     function = custom_vmap(alone)
@@ -151,17 +194,24 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
     def of_patches(x, w):
         return patches(x, kernel, strides, padding) @ w.reshape(-1, w.shape[-1])
 
+    def of_gpu(x, w):
+        return (_of_few_channels if x.shape[-1] <= FEW_CHANNELS else _plain)(x, w, strides, padding)
+
     def to_input(form, g, w):
         return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
 
-    def to_weights(x, g):
-        return _transpose(lambda w: plain(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
+    def to_weights(form, x, g):
+        return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
 
-    def choose(cpu, accelerator):
-        return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=accelerator)
+    def to_weights_of_gpu(x, g):
+        form = _of_few_channels if x.shape[-1] <= FEW_CHANNELS else _of_fewest_numbers
+        return to_weights(partial(form, strides=strides, padding=padding), x, g)
+
+    def choose(cpu, tpu, gpu):
+        return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=gpu, tpu=tpu)
 
     shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
-    forward = choose(_by_mapping(plain, of_patches, shared_weights), plain)
+    forward = choose(_by_mapping(plain, of_patches, shared_weights), plain, _by_mapping(plain, of_gpu, shared_weights))
     input_gradient = choose(
         _by_mapping(
             lambda g, w: _input_gradient(g, w, shape, strides, padding),
@@ -170,13 +220,15 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
             shared_weights,
         ),
         partial(to_input, plain),
+        partial(to_input, plain),
     )
     weight_gradient = choose(
         _by_mapping(
             lambda x, g: _weight_gradient(x, g, kernel, strides, padding),
             lambda x, g: _weight_gradient_patches(x, g, kernel, strides, padding),
         ),
-        to_weights,
+        partial(to_weights, plain),
+        _by_mapping(partial(to_weights, plain), to_weights_of_gpu),
     )
 
     @jax.custom_vjp
