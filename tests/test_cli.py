@@ -24,6 +24,7 @@ from jfcl.experiments.flags import build_parser
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder, identity
+from jfcl.simulation.on_device import OnDevice
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -46,6 +47,28 @@ def finished(tmp_path_factory):
     for method in ("ifca", "fedavg"):
         assert cli.main(["run", method, *QUICK, "--seeds", "2", "--out", str(folder / method)]) == 0
     return folder
+
+
+def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
+    """Another program has taken the memory that was free before the run."""
+    whole, out = (["run", "ifca", *QUICK, "--eval-every", "2", "--out", str(tmp_path / name)] for name in ("a", "b"))
+    assert cli.main(whole) == 0
+    advance = OnDevice.advance
+
+    def exhausted(self, state, first, count):
+        if first > 2:
+            text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.04GiB with allocator GPU_0_bfc"
+            raise jax.errors.JaxRuntimeError(text)
+        return advance(self, state, first, count)
+
+    monkeypatch.setattr(OnDevice, "advance", exhausted)
+    assert cli.main([*out, "--checkpoint-seconds", "0"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "not enough memory: the device cannot allocate 8.6 GB; train fewer clients at once (--chunk C" in message
+    monkeypatch.setattr(OnDevice, "advance", advance)
+    assert cli.main([*out, "--resume"]) == 0
+    one, other = (json.loads((tmp_path / name / "summary.json").read_text())["per_seed"] for name in ("a", "b"))
+    assert one == other
 
 
 def test_a_run_leaves_what_the_design_promises(finished):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jfcl import kernels
+from jfcl.models import conv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,14 +33,33 @@ def test_matrix_and_tiles_split_alike():
 
 
 def test_forms_agree():
-    points = normal(100, 20_000) + 10
+    """The threshold must not pass near a point: rounding would then decide whether the point is within it."""
+    near, far = normal(30, 20_000) + 10, 3 * normal(70, 20_000)
+    points = np.concatenate([near, far])
     for run in (
-        lambda form: kernels.threshold_clustering(points, quantile=0.3, num_rounds=5, form=form),
+        lambda form: kernels.threshold_clustering(points, radius=300.0, num_rounds=5, form=form),
         lambda form: kernels.centered_clip(points, radius=100.0, num_iters=5, form=form),
     ):
-        np.testing.assert_allclose(run("gram"), run("direct"), rtol=1e-4)
+        np.testing.assert_allclose(run("gram"), run("direct"), rtol=1e-4, atol=1e-4)
 
 
 def test_medians():
     updates = normal(99, 5000)
     np.testing.assert_array_equal(kernels.coordinate_median(jnp.asarray(updates)), np.median(updates, axis=0))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 16])
+def test_convolutions_of_clients_with_their_own_weights(channels):
+    x, w, g = normal(4, 5, 12, 12, channels), normal(4, 5, 5, channels, 8), normal(4, 5, 10, 10, 8)
+
+    def convolve(x, w):
+        return conv(x, w, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    with jax.default_matmul_precision("float32"):
+        out, pull = jax.vjp(jax.vmap(convolve), x, w)
+        out, to_x, to_w = (np.asarray(v, np.float64) for v in (out, *pull(g)))
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0))).astype(np.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (5, 5), axis=(2, 3))  # [4, 5, 10, 10, channels, 5, 5]
+    np.testing.assert_allclose(out, np.einsum("nbhwcij,nijco->nbhwo", windows, w), atol=2e-4)
+    np.testing.assert_allclose(to_w, np.einsum("nbhwcij,nbhwo->nijco", windows, g), atol=1e-3)
+    np.testing.assert_allclose((to_x * x).sum(), (out * g).sum(), rtol=1e-4, atol=1e-2)

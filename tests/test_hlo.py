@@ -236,6 +236,22 @@ ENTRY %main (x: f32[{left}], y: f32[{right}]) -> (f32[{out}], u8[0]) {{
     assert price(text, H100).flops == 2 * 8 * 16 * 32 * inside
 
 
+@pytest.mark.parametrize(("kind", "times"), [("Forward", 6), ("BackwardInput", 6), ("BackwardFilter", 16)])
+def test_convolutions_with_groups_are_slow_on_a_gpu(kind, times):
+    def seconds(groups):
+        text = f"""
+ENTRY %main (x: f32[8,64,14,14], y: f32[64,32,3,3]) -> (f32[8,64,14,14], u8[0]) {{
+  %x = f32[8,64,14,14]{{3,2,1,0}} parameter(0)
+  %y = f32[64,32,3,3]{{3,2,1,0}} parameter(1)
+  ROOT %c = (f32[8,64,14,14], u8[0]{{0}}) custom-call(%x, %y), window={{size=3x3 pad=1_1x1_1}}, dim_labels=bf01_oi01->bf01{groups}, custom_call_target="__cudnn$conv{kind}"
+}}"""
+        return price(text, H100).seconds
+
+    launch = 3e-6
+    assert seconds(", feature_group_count=1") == seconds("") > launch
+    assert seconds(", feature_group_count=2") - launch == pytest.approx(times * (seconds("") - launch))
+
+
 def test_compiled_loops_have_the_operations_of_their_products():
     def step(x, y):
         inner = lambda _, x: jnp.tanh(x @ y)  # noqa: E731

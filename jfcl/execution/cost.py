@@ -5,7 +5,7 @@ multiplied by their trip counts, and an instruction costs
 
 * on a TPU, the cycles that the compiler itself estimates for it;
 * on a GPU, the longer one of its operations at `REACHED` of the chip's peak and its bytes at the chip's bandwidth,
-  plus the launch of a kernel;
+  plus the launch of a kernel; a convolution with groups, some times that (`GROUPED`);
 * a collective, its bytes over the links, plus `LATENCY`.
 
 What the TPU compiler has no estimate for (gather, scatter, sort) is a guess, and is listed as one.
@@ -27,6 +27,8 @@ from jfcl.execution.targets import Chip, Target
 
 REACHED = 0.7  # the fraction of a GPU's peak that large matrix products reach
 LAUNCH = 3e-6  # seconds to start a kernel on a GPU
+# How many times as long cuDNN's convolutions with groups take: medians of eight layers on an H100, a group per client.
+GROUPED, GROUPED_FILTER = 6.0, 16.0  # the latter for gradients with respect to weights
 LATENCY = 3e-6  # seconds of a collective without bytes
 STARTUP = 1.2e-6  # seconds of an instruction on a TPU without an estimate, beside its bytes
 ROW_CYCLES = 20  # cycles of a TPU to move one row in gather and scatter
@@ -247,7 +249,8 @@ class _Pricing:
             seconds = self._guess(i, memory, sum(count for _, count in rows))
             guess = rows[0][0] if rows else i.op
         else:
-            seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1)) + LAUNCH
+            seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1))
+            seconds = seconds * _slowdown(i) + LAUNCH
         tally = Counter({("seconds", self._part(i), _limit(seconds, products, memory)): seconds})
         tally.update(flops)
         tally.update({("bytes",): moved, ("instructions",): 1})
@@ -268,6 +271,14 @@ class _Pricing:
             steps = passes * (passes + 1) / 2 * sum(a.size for a in i.arrays)
             return 6 * steps / (1024 * clock) + STARTUP
         return memory + (STARTUP if memory else STARTUP / 6) + ROW_CYCLES * rows / clock
+
+
+def _slowdown(i: Instruction) -> float:
+    """Returns how many times as long as the roofline a GPU's instruction takes: more than once where it has groups."""
+    groups = re.search(r"(?:feature|batch)_group_count=(\d+)", i.attributes)
+    if i.op != "custom-call" or not _is_library_call(i) or groups is None or int(groups[1]) == 1:
+        return 1.0
+    return GROUPED_FILTER if "convBackwardFilter" in i.attributes else GROUPED
 
 
 def _limit(seconds: float, products: float, memory: float) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jfcl.execution.jitted import jitted
 # Bytes of a round's temporaries for each byte of the models and examples that train at once. On a CPU, only many models
 # at once need much; on an accelerator, all layers' outputs of all clients are held, in padded layouts.
 TEMPORARIES = {"cpu": 6, "gpu": 200, "tpu": 1000}
-_SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])\b")  # in the errors of compilers
+_SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])(?:iB)?\b")  # in the errors of compilers
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -54,6 +55,8 @@ def exhausted(error: Exception) -> int | None:
     Example:
       >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
       19756849561
+      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.00GiB")) == 8 * 2**30
+      True
       >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
       True
     """
@@ -62,6 +65,25 @@ def exhausted(error: Exception) -> int | None:
         return None
     sizes = [float(number) * _UNITS[unit] for number, unit in _SIZE.findall(text[:2000])]
     return int(max(sizes, default=0))
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Raises a `MemoryError` with a remedy where a device has no memory left for a program that runs inside.
+
+    The check before a run does not know what other processes need of the same device.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        asked = exhausted(error)
+        if asked is None:
+            raise
+        more = f"{asked / 1e9:.1f} GB" if asked else "what a round needs"
+        raise MemoryError(
+            f"the device cannot allocate {more}; train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer"
+            " seeds, or end other programs on this device. The last checkpoint of a run in a folder is kept"
+        ) from error
 
 
 def free_memory() -> float:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
-from jfcl.execution import hosts
+from jfcl.execution import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, make_records
 from jfcl.simulation.folder import Restored, RunFolder
@@ -195,13 +195,14 @@ def run_rounds(
       DivergedError: a model is no longer finite, or no client sent a finite update.
       KeyboardInterrupt: on Ctrl-C, once the present block is done and saved.
       CallbackError: a callback raised; the present block is saved.
+      MemoryError: the device has no memory left, although the check before the run found enough.
     """
     done, state, totals, records = start
     totals, records, seeds = dict(totals), list(records), backend.subjects.seeds
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
     last, has_ended = records[-len(seeds) :], False
-    with callbacks:
+    with memory.out_of_memory(), callbacks:
         # Begin, unless the run has ended already.
         callbacks.start(start, seeds)
         callbacks.raise_failure()
