@@ -23,10 +23,9 @@ from jfcl.experiments.papers import report
 from jfcl.experiments.papers.byzantine_cfl import METHODS, MODELS, PAPER, SCENARIOS, cell_config, of_paper, removals
 from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.results import read_run
-from jfcl.simulation.folder import environment
 
 TABLES = {100: "byzantine_cfl.table1", 10: "byzantine_cfl.table2"}
-FREE = ("seed", "eval_every", "num_rounds")  # a run of a cell may have any
+FREE = ("seed", "eval_every", "num_rounds", "precision")  # a run of a cell may have any
 CURVE = 20  # rounds between two accuracies of the first seed that are kept
 
 
@@ -65,12 +64,14 @@ def add(run: str | Path) -> Path:
     if scenario == "clean" and found and not found["benign removed"]:
         cells.append("FL")
     for of in cells:
-        row = _row(rows, {"data": data, "scenario": scenario, "method": of}, config["clients"], rounds)
+        key = {"data": data, "scenario": scenario, "method": of}
+        row = _row(rows, key, config["clients"], rounds, table.get("device", summary["device"]))
         accuracies = row["accuracy % by seed"]
         if of_seed["seed"] != len(accuracies):
             raise ValueError(f"{run}: seed {of_seed['seed']} of {data}, {scenario}, {of}; next is {len(accuracies)}")
         accuracies.append(100 * of_seed["accuracy"])
         row["seconds by seed"].append(round(summary["seconds"]) if of == method else None)
+        row["device by seed"].append(summary["device"])
         row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
         if of == "CFL":
             _add_removals(row, found)
@@ -81,23 +82,29 @@ def add(run: str | Path) -> Path:
     command = (
         f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds} --set inputs={_inputs(config)}"
     )
-    table = {"command": command} | table
-    table = environment() | table
+    table = {"device": summary["device"], "versions": summary["versions"], "command": command} | table
+    table.setdefault("versions by device", {table["device"]: table["versions"]})
+    table["versions by device"].setdefault(summary["device"], summary["versions"])
+    table.setdefault("products by device", {})[summary["device"]] = config["precision"]
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
 
 
-def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: int) -> dict[str, Any]:
-    """The row of a cell; a new one is put at its place in the order of the paper's tables."""
+def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: int, device: str) -> dict[str, Any]:
+    """The row of a cell; a new one is put at its place in the order of the paper's tables.
+
+    `device` is that of seeds for which none is noted.
+    """
     data, scenario, method = key.values()
     for row in rows:
         if row | key == row:
             row.setdefault("accuracy % by seed", [row["accuracy %"]])  # rows of one seed that were written by hand
             row.setdefault("seconds by seed", [None])
+            row.setdefault("device by seed", [device] * row["seeds"])  # rows of one device have none
             return row
     row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None}
     row |= {"paper %": of_paper(clients, data, scenario, method)}
-    row |= {"accuracy % by seed": [], "seconds by seed": []}
+    row |= {"accuracy % by seed": [], "seconds by seed": [], "device by seed": []}
     rows.append(row)
     order = [list(PAPER[clients]), list(SCENARIOS), list(METHODS)[::-1]]
     rows.sort(key=lambda r: [of.index(r[k]) for of, k in zip(order, key, strict=True)])

@@ -30,15 +30,13 @@ class Step(NamedTuple):
 
 
 PYTHON = [sys.executable]
+REPRODUCE = [*PYTHON, "-m", "jfcl", "reproduce"]
 STEPS = [
-    Step("tests", [*PYTHON, "-m", "pytest", "-q", "-n", "0", "-m", "gpu"], 4),
-    Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here"], 6),
-    Step(
-        "table 1 of IFCA",
-        [*PYTHON, "-m", "jfcl", "reproduce", "ifca.table1", "--full", "--seeds", "5", "--out", "runs/gpu/ifca-table1"],
-        12,
-    ),
-    Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 8),
+    Step("tests", [*PYTHON, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"], 3),
+    Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full", "--set", "cifar_rounds=0"], 10),
+    Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here", "--largest", "2"], 8),
+    Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 6),
+    Step("figure 8 of CFL", [*REPRODUCE, "cfl.figure8", "--full"], 6),
 ]
 
 

@@ -101,13 +101,15 @@ def main() -> None:
         for row in found:
             if loop is not None and "seconds" in row:
                 row["times_torch"] = loop / row["seconds"]
-        rows += found
+        rows += [{"settings": case._asdict() | {"rounds": rounds}} | row for row in found]
+        _report(rows, args.only)  # what is done is kept, whatever stops the next
+
+
+def _report(rows: list[dict[str, Any]], only: str) -> None:
     columns = ["case", "what", "seconds", "client_steps/s", "gflops", "times_torch", "compile_seconds", "temporary_mb"]
-    settings = {name: case._asdict() | {"rounds": rounds} for name, (case, rounds) in CASES.items()}
-    command = "python benchmarks/rounds.py" + (f" --only '{args.only}'" if args.only else "")
+    command = "python benchmarks/rounds.py" + (f" --only '{only}'" if only else "")
     title = "One round; times torch: how often a round fits into the PyTorch loop's"
-    name = "-".join(["rounds", *args.only.split()])  # a part never over the whole
-    report(name, title, columns, [{"settings": settings.get(row["case"])} | row for row in rows], command)
+    report("-".join(["rounds", *only.split()]), title, columns, rows, command)  # a part never over the whole
 
 
 if __name__ == "__main__":

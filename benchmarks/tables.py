@@ -33,32 +33,48 @@ TABLES = {
 
 CELLS = {
     "reproduce/byzantine_cfl.table1-200-rounds": "data scenario method rounds",
-    "reproduce/byzantine_cfl.table2-short": "data scenario method rounds",
-    "reproduce/ifca.table1-1200-clients": "data method rounds",
+    "reproduce/byzantine_cfl.table1-200-rounds-inputs-of-the-code": "data scenario method rounds",
+    "reproduce/byzantine_cfl.table2-200-rounds": "data scenario method rounds",
+    "reproduce/ifca.table1-5-seeds": "data method rounds",
     "reproduce/ifca.table1-4800-clients": "data method rounds",
     "reproduce/federated_clustering.table1-cells": "task column method",
 }
-BESIDE_THE_PAPER = " seeds ours_% paper_% difference seconds_a_run"
-TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference"}
+BESIDE_THE_PAPER = " seeds ours_% paper_% difference device seconds_a_run"
+TEXTS_OF_NUMBERS = {"ours_%", "paper_%", "difference", "seconds_a_run"}
 PAGES = {
     ROOT / "README.md": TABLES,
     ROOT.parent / "docs" / "reproduction" / "tables.md": {name: of + BESIDE_THE_PAPER for name, of in CELLS.items()},
 }
 
 
-def beside_the_paper(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of a cell of a paper's table, with our mean and deviation, and the difference of the mean."""
+def beside_the_paper(row: dict[str, Any], device: str) -> dict[str, Any]:
+    """The row of a cell of a paper's table, with our mean and deviation, and the difference of the mean.
+
+    `device` is that of seeds without a device of their own. Seconds are means over the seeds of a device.
+    """
     ours = row.get("clients %", row.get("accuracy %"))
     seeds = row["seeds"] if isinstance(row["seeds"], int) else len(row["seeds"])
     spread = f" ± {row['std']:.2f}" if seeds > 1 else ""
-    paper, seconds = row.get("paper %"), [s for s in row.get("seconds by seed", []) if s is not None]
+    paper, devices = row.get("paper %"), [_short(d) for d in row.get("device by seed", [device] * seeds)]
+    times: dict[str, list[float]] = {}
+    for of, seconds in zip(devices, row.get("seconds by seed", []), strict=False):
+        if seconds is not None:
+            times.setdefault(of, []).append(seconds)
+    means = {of: f"{sum(some) / len(some):,.0f}" for of, some in times.items()}
+    mixed = len(set(devices)) > 1
     return row | {
         "seeds": seeds,
         "ours_%": f"{ours:.2f}{spread}",
         "paper_%": None if paper is None else f"{paper:g}",
         "difference": None if paper is None else f"{ours - paper:+.1f}".replace("-", "−"),
-        "seconds_a_run": sum(seconds) / len(seconds) if seconds else None,
+        "device": ", ".join(dict.fromkeys(devices)),
+        "seconds_a_run": "; ".join(f"{of} {mean}" if mixed else mean for of, mean in means.items()) or None,
     }
+
+
+def _short(device: str) -> str:
+    """`"CPU"` of `"1 x CPU, 2 cores"`, `"H100"` of `"1 x NVIDIA H100 80GB HBM3"`."""
+    return "CPU" if "CPU" in device else device.removeprefix("1 x ").removeprefix("NVIDIA ").split()[0]
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
@@ -76,8 +92,9 @@ def filled(text: str, tables: dict[str, str]) -> str:
     for name, columns in tables.items():
         path = RESULTS / f"{name}.json"
         if path.exists() and f"<!-- {name} -->" in text:
-            rows = json.loads(path.read_text())["rows"]
-            rows = [beside_the_paper(row) for row in rows] if name in CELLS else rows
+            result = json.loads(path.read_text())
+            rows = result["rows"]
+            rows = [beside_the_paper(row, result["device"]) for row in rows] if name in CELLS else rows
             body = f"<!-- {name} -->\n\n{table(rows, columns.split())}\n\n"
             text = re.sub(rf"<!-- {re.escape(name)} -->\n\n((\|[^\n]*\n)+\n?)?", lambda _, body=body: body, text)
     return text
