@@ -36,6 +36,7 @@ STEPS = [
     Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full", "--set", "cifar_rounds=0"], 10),
     Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here", "--largest", "2"], 8),
     Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 6),
+    Step("convolutions of clients", [*PYTHON, "benchmarks/kernels.py", "--only", "layers"], 3),
     Step("figure 8 of CFL", [*REPRODUCE, "cfl.figure8", "--full"], 6),
 ]
 

@@ -383,6 +383,52 @@ def convolution(quick: bool) -> list[Row]:
     return rows
 
 
+LAYERS = [  # clients, batch, side, channels, kernel, outputs, padding: of the papers' CNNs, the VGG, ResNet-18
+    (100, 100, 28, 1, 5, 32, 1),
+    (100, 100, 13, 32, 5, 32, 1),
+    (20, 100, 32, 32, 3, 64, 1),
+    (20, 100, 16, 64, 3, 128, 1),
+    (20, 100, 8, 128, 3, 128, 1),
+    (20, 50, 12, 64, 5, 64, 2),
+    (20, 50, 8, 256, 3, 256, 1),
+    (20, 50, 4, 512, 3, 512, 1),
+]
+
+
+def layers(quick: bool) -> list[Row]:
+    """Convolutions of clients with their own weights, vmapped: forward, and the gradient with respect to weights."""
+    rows = []
+    for clients, batch, side, channels, kernel, outputs, pad in LAYERS:
+        if quick or jax.default_backend() == "cpu":
+            clients, batch = 4, 20
+        ways = {
+            "lax.conv_general_dilated": lax.conv_general_dilated,
+            "jfcl.models.conv": conv,
+        }
+        convolve = {
+            what: jax.vmap(
+                partial(
+                    way, window_strides=(1, 1), padding=((pad, pad),) * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+            )
+            for what, way in ways.items()
+        }
+        x = jnp.asarray(normal(clients, batch, side, side, channels))
+        w = jnp.asarray(normal(clients, kernel, kernel, channels, outputs))
+        reach = side + 2 * pad - kernel + 1
+        g = jnp.asarray(normal(clients, batch, reach, reach, outputs))
+        flop = 2 * clients * batch * reach**2 * kernel**2 * channels * outputs
+        size = f"{clients} clients, {batch} x {side} x {side} x {channels}, {kernel} x {kernel} x {outputs}"
+        forward = {what: partial(jax.jit(of), x, w) for what, of in convolve.items()}
+        backward = {
+            what: partial(jax.jit(lambda x, w, g, of=of: jax.vjp(lambda w: of(x, w), w)[1](g)[0]), x, w, g)
+            for what, of in convolve.items()
+        }
+        for name, runs in {"forward": forward, "gradient of weights": backward}.items():
+            rows += rows_of("layers", f"{size}, {name}", in_turn(runs, repeats=3), flop=flop)
+    return rows
+
+
 SECTIONS = {
     "bipartition": bipartition,
     "cosine": cosine,
@@ -392,6 +438,7 @@ SECTIONS = {
     "aggregators": aggregators,
     "of_updates": of_updates,
     "convolution": convolution,
+    "layers": layers,
 }
 
 

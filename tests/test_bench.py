@@ -214,11 +214,16 @@ def test_the_tables_of_the_pages_are_those_of_the_results(peers_job):
 
 def test_a_cell_beside_the_paper(peers_job):
     beside = importlib.import_module("tables").beside_the_paper
+    cpu, gpu = "1 x CPU, 2 cores", "1 x NVIDIA H100 80GB HBM3"
     one = {"seeds": 1, "accuracy %": 94.0, "paper %": None}
-    assert beside(one) == one | {"ours_%": "94.00", "paper_%": None, "difference": None, "seconds_a_run": None}
-    row = beside({"seeds": [0, 1], "clients %": 94.0, "std": 0.5, "paper %": 95, "seconds by seed": [None, 10.0]})
+    shown = {"ours_%": "94.00", "paper_%": None, "difference": None, "device": "CPU", "seconds_a_run": None}
+    assert beside(one, cpu) == one | shown
+    two = {"seeds": [0, 1], "clients %": 94.0, "std": 0.5, "paper %": 95, "seconds by seed": [None, 10.0]}
+    row = beside(two, gpu)
     assert row["seeds"] == 2 and row["ours_%"] == "94.00 ± 0.50" and row["difference"] == "−1.0"
-    assert row["seconds_a_run"] == 10.0
+    assert (row["device"], row["seconds_a_run"]) == ("H100", "10")
+    row = beside(two | {"seconds by seed": [1000, 10.0], "device by seed": [cpu, gpu]}, cpu)
+    assert (row["device"], row["seconds_a_run"]) == ("CPU, H100", "CPU 1,000; H100 10")
 
 
 @pytest.fixture
@@ -230,13 +235,14 @@ def cells(peers_job, monkeypatch, tmp_path):
     results = {}
     monkeypatch.setattr(module, "read_run", lambda folder: results[folder])
 
-    def run(method, seed, accuracy, excluded=(), scenario="label flip", **changes):
+    def run(method, seed, accuracy, excluded=(), scenario="label flip", device="1 x CPU, 2 cores", **changes):
         setting = RECIPES["byzantine_cfl.table2"].full | {"rounds": 20}
         config = dataclasses.replace(module.cell_config(setting, "mnist", scenario, method), seeds=1, seed=seed)
         folder = tmp_path / f"{method}-{seed}-{len(results)}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(to_saved(dataclasses.replace(config, **changes), "")))
         summary = {"per_seed": [{"seed": seed, "accuracy": accuracy}], "num_rounds": 20, "seconds": 10.4 + seed}
+        summary |= {"device": device, "versions": {"jax": "0"}}
         rounds = np.where(malicious_clients(config), 2, 0)  # 3 of 10
         rounds[list(excluded)] = 7
         records = [{"seed": seed, "round": r, "accuracy": r / 100, "excluded": rounds.tolist()} for r in (5, 8, 20)]
@@ -260,6 +266,24 @@ def test_seeds_are_added_to_their_cell(cells):
     assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(5)
     assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
+
+
+def test_a_cell_may_have_seeds_of_several_devices(cells):
+    module, run = cells
+    module.add(run("FL", 0, 0.5))
+    path = module.add(run("FL", 1, 0.7, device="1 x NVIDIA H100", precision="tf32"))
+    result = json.loads(path.read_text())
+    assert result["device"] == "1 x CPU, 2 cores"
+    assert (
+        result["rows"][0]["device by seed"]
+        == ["1 x CPU, 2 cores", "1 x NVIDIA H100"]
+        == [*result["versions by device"]]
+    )
+    assert result["products by device"]["1 x NVIDIA H100"] == "tf32" and "byzantine_cfl.table2" in result["command"]
+    del result["rows"][0]["device by seed"]  # as in files of one device
+    path.write_text(json.dumps(result))
+    module.add(run("FL", 2, 0.7))
+    assert json.loads(path.read_text())["rows"][0]["device by seed"] == ["1 x CPU, 2 cores"] * 3
 
 
 def test_runs_on_the_inputs_of_the_code_have_a_table_of_their_own(cells):
