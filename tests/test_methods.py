@@ -16,6 +16,7 @@ import jfcl
 from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm
+from jfcl.core.options import options_of
 from jfcl.execution.mapping import client_mesh, place, sharded
 from jfcl.testing import check_algorithm, problem
 
@@ -94,6 +95,19 @@ def test_conformance(name):
         padding_tolerance=1e-6 if name in MULTIPLIES else 0.0,
         examples_tolerance=1e-6 if KIND.get(name) == "network" else 0.0,
     )
+
+
+WRONG = {bool: "no", int: 2.5, float: "0.1", str: 3}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_option_of_a_wrong_type_is_refused_by_name(name):
+    _, _, task, training = problem(KIND.get(name, "regression"))
+    training = training._replace(num_steps=1) if name in ONE_STEP else training
+    for option in options_of(METHODS[name].make).values():
+        given = OPTIONS.get(name, {}) | {option.name: WRONG[option.kind]}
+        with pytest.raises(ValueError, match=rf"\b{option.name}\b"):
+            METHODS[name].make(task, training, **given)
 
 
 NO_STATISTICS = {"federated_clustering", "momentum_clustering", "myopic_clustering"}  # clients send gradients

@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jfcl.algorithms.averaging import AveragingState
@@ -16,8 +15,8 @@ from jfcl.algorithms.options import Weights, passed_on
 from jfcl.algorithms.personal import initial_state, next_personal, train_personal
 from jfcl.algorithms.round import loss_of_all, put_rows, select_cohort, take_rows
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, num_clients
-from jfcl.core.options import Interval, Real
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, num_clients
+from jfcl.core.options import Interval, Real, check_options
 from jfcl.execution import mapping
 
 
@@ -78,7 +77,7 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
-    check((lam >= 0) & (lam < np.inf), "lam", lam, "0 or more, and finite")
+    check_options(ditto, locals())
     client_axis = mapping.or_auto(client_axis)
     common = fedavg(**passed_on(fedavg, locals()))
     near = training._replace(prox=lam)

@@ -11,6 +11,7 @@ from jfcl.algorithms.options import PersonalSteps, Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, PyTree, Task
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -70,4 +71,5 @@ def fedavg(
       >>> np.round(state.params["w"], 1).tolist()
       [[1.0, -1.0]]
     """
+    check_options(fedavg, locals())
     return averaging(Averaging(num_clusters=1, **locals()))

@@ -12,6 +12,7 @@ from jfcl.algorithms.options import Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, check, parameter_names
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -58,6 +59,7 @@ def fedbn(
       >>> sorted(state.personal["BatchNorm_0"]), state.personal["BatchNorm_0"]["mean"].shape
       (['bias', 'mean', 'scale', 'var'], (4, 3))
     """
+    check_options(fedbn, locals())
     local.check_parts(task, training)
     personal = in_batch_normalisation(task)
     return fedavg(**locals())

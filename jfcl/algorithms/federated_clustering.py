@@ -37,7 +37,7 @@ from jfcl.core import (
     num_clients,
     random_order,
 )
-from jfcl.core.options import Range
+from jfcl.core.options import Range, check_options
 from jfcl.execution import mapping
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
@@ -180,15 +180,13 @@ def federated_clustering(
       >>> np.round(state.params["b"], 3).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
+    check_options(federated_clustering, locals())
     local.check_parts(task, training)
     if radius is None and quantile is None:
         quantile = 0.2
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, phases.WEIGHTS)
     check_one_gradient(training)
     check_no_statistics(task, "federated_clustering")
-    if subgroup_size is not None:
-        check_count("subgroup_size", subgroup_size, least=2)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         phases.check_at_most_clients("subgroup_size", subgroup_size, clients)

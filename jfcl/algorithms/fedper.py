@@ -11,6 +11,7 @@ from jfcl.algorithms.options import Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, in_head
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -58,6 +59,7 @@ def fedper(
       >>> state.personal["Dense_1"]["kernel"].shape, state.params["Dense_0"]["kernel"].shape
       ((4, 5, 2), (1, 3, 5))
     """
+    check_options(fedper, locals())
     local.check_parts(task, training)
     personal = personal or in_head(task)
     return fedavg(**locals())

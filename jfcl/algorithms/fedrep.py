@@ -10,7 +10,8 @@ from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Rounds, Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check_count, in_head
+from jfcl.core import Adversary, Algorithm, PyTree, Task, in_head
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -63,7 +64,7 @@ def fedrep(
       >>> state.personal["Dense_1"]["kernel"].shape, state.params["Dense_0"]["kernel"].shape
       ((4, 5, 2), (1, 3, 5))
     """
+    check_options(fedrep, locals())
     local.check_parts(task, training)
-    check_count("personal_steps", personal_steps)
     personal = personal or in_head(task)
     return fedavg(**locals())

@@ -19,12 +19,12 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    check_choice,
     check_count,
     is_finite,
     num_bytes,
     trained_part,
 )
+from jfcl.core.options import check_options
 from jfcl.execution import mapping
 from jfcl.kernels.base import rows_of, squared_norms
 
@@ -69,10 +69,9 @@ def fesem(
       >>> sorted(np.round(state.params["b"], 2).tolist())
       [1.0, 5.0]
     """
+    check_options(fesem, locals())
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
-    check_count("local_rounds", local_rounds)
-    check_choice("weights", weights, phases.WEIGHTS)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
     client_axis = mapping.or_auto(client_axis)
 

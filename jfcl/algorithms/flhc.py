@@ -23,14 +23,11 @@ from jfcl.core import (
     PyTree,
     Task,
     attack_key,
-    check,
-    check_choice,
-    check_count,
     client_ids,
     is_finite,
     trained_part,
 )
-from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, check_options
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
@@ -93,12 +90,8 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    check_choice("distance", distance, DISTANCES)
-    check_choice("linkage", linkage, LINKAGES)
-    check_count("rounds_before", rounds_before, least=0)
+    check_options(flhc, locals())
     client_axis = mapping.or_auto(client_axis)
-    fits = distance_threshold is None or distance_threshold >= 0
-    check(fits, "distance_threshold", distance_threshold, "0 or more")
     options = passed_on(Averaging, locals())
     common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
 

@@ -16,8 +16,8 @@ from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.client.losses import lowest_loss
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, check_count, random_order
-from jfcl.core.options import MOST_REPEATED, Range
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, random_order
+from jfcl.core.options import MOST_REPEATED, Range, check_options
 from jfcl.execution import mapping
 
 
@@ -66,7 +66,7 @@ def hypcluster(
       >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
-    check_count("warm_rounds", warm_rounds, least=0)
+    check_options(hypcluster, locals())
     fits = dp is None or warm_rounds == 0
     check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
     client_axis = mapping.or_auto(client_axis)

@@ -22,13 +22,12 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    check_choice,
     check_count,
     dense_start,
     get_parameter,
     of_rest,
 )
-from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Needs, OneOf, Range
+from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Needs, OneOf, Range, check_options
 from jfcl.execution import mapping
 
 AVERAGE = ("models", "gradients")
@@ -108,18 +107,15 @@ def ifca(
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
+    check_options(ifca, locals())
     given = passed_on(Averaging, locals())
     check_parts(task, training)
     check_count("num_clusters", num_clusters)
-    check_choice("average", average, AVERAGE)
-    check_choice("divide_by", divide_by, DIVIDE_BY)
     check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
-    check_count("restarts", restarts)
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
-        check_count("stable_rounds", stable_rounds)
         late = restarts == 1 or stable_rounds > restart_rounds
         check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
     if dp is not None:
@@ -128,7 +124,6 @@ def ifca(
     client_axis = mapping.or_auto(client_axis)
     estimate = training
     if identity_batch is not None:
-        check_count("identity_batch", identity_batch)
         estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster

@@ -24,11 +24,10 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    check_count,
     is_concrete,
     num_clients,
 )
-from jfcl.core.options import Excludes, Interval, Range, Real
+from jfcl.core.options import Excludes, Interval, Range, Real, check_options
 from jfcl.execution import mapping
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
@@ -124,14 +123,11 @@ def knn_per(
       >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
       True
     """
+    check_options(knn_per, locals())
     given = passed_on(fedavg, locals())
     local.check_parts(task, training)
-    check_count("num_neighbours", num_neighbours)
-    for name, values in (("mixing", mixing), ("mixings", mixings)):
-        if values is not None and is_concrete(values):
-            check(np.all((np.asarray(values) >= 0) & (np.asarray(values) <= 1)), name, values, "in [0, 1]")
-    check(scale is None or scale > 0, "scale", scale, "above 0")
-    check(0 < validation < 1, "validation", validation, "in (0, 1)")
+    if is_concrete(mixings):
+        check(np.all((np.asarray(mixings) >= 0) & (np.asarray(mixings) <= 1)), "mixings", mixings, "in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
     client_axis = mapping.or_auto(client_axis)
     represent = represent or task.represent or task.predict

@@ -11,6 +11,7 @@ from jfcl.algorithms.options import Weights
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, PyTree, Task, in_head
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -59,6 +60,7 @@ def lg_fedavg(
       >>> state.personal["Dense_0"]["kernel"].shape, state.params["Dense_1"]["kernel"].shape
       ((4, 3, 5), (1, 5, 2))
     """
+    check_options(lg_fedavg, locals())
     local.check_parts(task, training)
     personal = personal or in_body(task)
     return fedavg(**locals())

@@ -9,6 +9,7 @@ from jfcl.algorithms.personal import PersonalState, initial_state, train_alone
 from jfcl.algorithms.round import round_metrics
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, Task
+from jfcl.core.options import check_options
 from jfcl.execution import mapping
 
 
@@ -39,6 +40,7 @@ def local_only(
       >>> state.params["b"].tolist(), float(metrics["bytes_up"])
       ([1.0, 5.0], 0.0)
     """
+    check_options(local_only, locals())
     local.check_parts(task, training)
     client_axis = mapping.or_auto(client_axis)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jfcl.algorithms.myopic_clustering import CENTERS, centers_of
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights, passed_on
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, PyTree, Task, check
-from jfcl.core.options import Interval, OneOf, Real
+from jfcl.core import Adversary, Algorithm, PyTree, Task
+from jfcl.core.options import Interval, OneOf, Real, check_options
 from jfcl.execution import mapping
 
 
@@ -60,8 +60,8 @@ def momentum_clustering(
       >>> np.round(state.params["b"], 2).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
+    check_options(momentum_clustering, locals())
     given = passed_on(centers_of, locals())
-    check((momentum >= 0) & (momentum < 1), "momentum", momentum, "in [0, 1)")
 
     def send(state, gradients):
         def mix(keep, m, g):

@@ -30,7 +30,6 @@ from jfcl.core import (
     Task,
     attack_key,
     check,
-    check_choice,
     check_count,
     client_ids,
     client_keys,
@@ -39,7 +38,7 @@ from jfcl.core import (
     num_bytes,
     num_clients,
 )
-from jfcl.core.options import OneOf
+from jfcl.core.options import OneOf, check_options
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
 from jfcl.kernels import squared_distances, threshold_clustering
@@ -127,6 +126,7 @@ def myopic_clustering(
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
+    check_options(myopic_clustering, locals())
     return centers_of(send=lambda state, gradients: (gradients, ()), **locals())
 
 
@@ -212,8 +212,6 @@ def centers_of(
     if radius is None and quantile is None:
         quantile = 1 / (2 * num_clusters)
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    check_choice("weights", weights, phases.WEIGHTS)
-    check_choice("centers", centers, CENTERS)
     carry = centers == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)

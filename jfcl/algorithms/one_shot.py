@@ -15,7 +15,8 @@ from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.personal import initial_state, train_alone
 from jfcl.algorithms.round import client_weight
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_count, divided, trained_part
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, divided, trained_part
+from jfcl.core.options import check_options
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
 from jfcl.kernels import kmeans
@@ -69,8 +70,8 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
+    check_options(one_shot, locals())
     given = passed_on(Averaging, locals())
-    check_count("local_rounds", local_rounds)
     client_axis = mapping.or_auto(client_axis)
 
     def find(key: jax.Array, clients: Clients):

@@ -14,6 +14,7 @@ from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.client.local import LocalTraining
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core.options import check_options
 from jfcl.execution.mapping import Mapping
 
 
@@ -62,6 +63,7 @@ def oracle(
       >>> state.params["b"].tolist()
       [1.0, 5.0]
     """
+    check_options(oracle, locals())
     given = passed_on(Averaging, locals())
     if is_concrete(cluster):
         cluster = np.asarray(cluster)

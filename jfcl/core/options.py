@@ -14,19 +14,19 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jfcl.core.checks import INT32_MAX, check, check_choice, check_count
+from jfcl.core.checks import INT32_MAX, check, check_choice, check_count, is_concrete
 
 Real = float | jax.Array  # a float, which may be a tracer
 MOST_REPEATED = 10**6  # repetitions inside one call of a compiled program; an interruption waits for its end
 MOST_ADDED = 2**30  # counts that are added to others, or doubled, in int32
 LONGEST_TEXT = 4096  # characters; the longest path on Linux
-CLASSES = {bool: bool, int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str}
+CLASSES = {bool: (bool, np.bool_), int: (int, np.integer), float: (int, float, np.integer, np.floating), str: str}
 
 
 class Range(NamedTuple):
@@ -175,6 +175,30 @@ def options_of(function: Callable) -> dict[str, Option]:
             traced = accepts_tracers(hints[name])
             found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], traced)
     return found
+
+
+def check_options(function: Callable, given: Mapping[str, Any]) -> None:
+    """Checks the options of `function` among its arguments `given`, its `locals()` before it sets any.
+
+    Tracers pass. All numbers of an array are checked where the annotation names arrays.
+
+    Raises:
+      ValueError: a value of another type, or one that the option's annotation does not accept.
+
+    Example:
+      >>> def method(*, momentum: typing.Annotated[Real, Interval("[0, 1)")] = 0.9):
+      ...     check_options(method, locals())
+      >>> method(momentum=np.float32([0.5, 1]))
+      Traceback (most recent call last):
+      ValueError: momentum must be in [0, 1), got 1.0
+    """
+    for name, option in options_of(function).items():
+        value = given[name]
+        if option.traced and isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value):
+            for extreme in (np.min, np.max) if value.size else ():
+                option.check(float(extreme(np.asarray(value))))
+        elif is_concrete(value):
+            option.check(value)
 
 
 @functools.cache

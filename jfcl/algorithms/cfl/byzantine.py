@@ -13,8 +13,8 @@ from jfcl.algorithms.cfl.server import Decision, Found, Rules, Sent
 from jfcl.algorithms.cfl.state import CFLState
 from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check
-from jfcl.core.options import Interval, OneOf, Real
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task
+from jfcl.core.options import Interval, OneOf, Real, check_options
 from jfcl.execution import mapping
 
 
@@ -64,8 +64,8 @@ def byzantine_cfl(
       >>> state.excluded.tolist(), state.params["b"][0, 0].tolist()
       ([0, 0, 1], [1.0, 1.5])
     """
+    check_options(byzantine_cfl, locals())
     given = passed_on(Options, locals())
-    check((threshold > -1) & (threshold < 1), "threshold", threshold, "in (-1, 1)")
 
     def ripe(state, mean_norm, max_norm, members):
         return members >= 0, members >= 3

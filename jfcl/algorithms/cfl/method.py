@@ -24,18 +24,15 @@ from jfcl.algorithms.options import PersonalSteps, Privacy, PrivacySeed, Weights
 from jfcl.algorithms.theory import max_noise_of_split
 from jfcl.client import local
 from jfcl.core import (
-    INT32_MAX,
     Adversary,
     Algorithm,
     Clients,
     PyTree,
     Task,
     check,
-    check_choice,
-    check_count,
     is_concrete,
 )
-from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
+from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real, check_options
 from jfcl.execution import mapping
 from jfcl.kernels.bipartition import LINKAGES
 
@@ -171,19 +168,11 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
+    check_options(cfl, locals())
     given, of_server = passed_on(Options, locals()), passed_on(Rules, locals())
     in_units = (eps_1 is None, eps_2 is None) if relative is None else (relative, relative)
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
-    for name, value in (("eps_1", eps_1), ("eps_2", eps_2)):
-        check(value > 0, name, value, "above 0")
-    for name, value in (("gamma_max", gamma_max), ("validation", validation)):
-        check((value >= 0) & (value < 1), name, value, "in [0, 1)")
-    check_count("min_rounds", min_rounds)
-    check_count("min_size", min_size, most=INT32_MAX // 2)  # as all clients are at most INT32_MAX
-    check_count("min_examples", min_examples)
-    check_count("fallback_rounds", fallback_rounds, most=INT32_MAX - 1)
-    check_choice("linkage", linkage, LINKAGES)
     accepted = (
         f'left out, or "single", with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
     )

@@ -32,7 +32,6 @@ from jfcl.core import (
     Task,
     attack_key,
     check,
-    check_choice,
     check_count,
     client_ids,
     is_finite,
@@ -43,7 +42,6 @@ from jfcl.core import (
     path_flags,
 )
 from jfcl.execution import mapping
-from jfcl.kernels import OPERATORS
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 
 SIMILARITIES = ("updates", "gradients")
@@ -94,17 +92,11 @@ def rounds(options: Options) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
     local.check_parts(options.task, options.training)
     rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
-    if rules.max_clusters is not None:
-        check_count("max_clusters", rules.max_clusters)
-    check_choice("similarity", rules.similarity, SIMILARITIES)
     if rules.cohort is not None:
         check_count("cohort", rules.cohort)
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
-    check_choice("weights", options.weights, phases.WEIGHTS)
-    check_count("tree_dim", rules.tree_dim, least=0)
     if options.privacy is not None:
-        check_choice("privacy", options.privacy, OPERATORS)
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
         check(rules.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
     check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
