@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jfcl.algorithms.aggregate import cluster_mean
 from jfcl.client import local
-from jfcl.core import Algorithm, Clients, PyTree, Task, check, client_keys, is_concrete, is_finite, num_bytes
-from jfcl.core.options import Interval, Real
+from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, is_finite, num_bytes
+from jfcl.core.options import Interval, Real, check_options
 from jfcl.execution import mapping
 
 
@@ -47,10 +47,9 @@ def server_momentum(
     Raises:
       ValueError: `beta` outside [0, 1).
     """
-    # Validate: before anything compiles, and only values that are not tracers.
+    # Validate before anything compiles: the options as they are declared, then the rest.
+    check_options(server_momentum, locals())
     local.check_parts(task, training)
-    if is_concrete(beta):
-        check(0 <= beta < 1, "beta", beta, "in [0, 1)")
     client_axis = mapping.auto() if client_axis is None else client_axis
 
     def init(key: jax.Array, clients: Clients) -> ServerMomentumState:
