@@ -144,6 +144,7 @@ def test_ifca_succeeds_more_often_with_clients_and_examples():
         more = [s for s in found if s["R"] == r["R"] and s["examples"] >= r["examples"] and s["clients"] > r["clients"]]
         assert all(s["success"] >= r["success"] for s in more), r
     assert {r["success"] for r in found if r["clients"] == 400} == {1}
+    assert {r["success"] for r in rows("ifca.figure3-d-10-trials")} == {0}  # four clusters, starts far from the truths
 
 
 def test_ifca_is_above_one_model_and_that_above_local_models():
