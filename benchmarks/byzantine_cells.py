@@ -72,6 +72,7 @@ def add(run: str | Path) -> Path:
         accuracies.append(100 * of_seed["accuracy"])
         row["seconds by seed"].append(round(summary["seconds"]) if of == method else None)
         row["device by seed"].append(summary["device"])
+        row["products by seed"].append(config["precision"])
         row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
         if of == "CFL":
             _add_removals(row, found)
@@ -85,7 +86,6 @@ def add(run: str | Path) -> Path:
     table = {"device": summary["device"], "versions": summary["versions"], "command": command} | table
     table.setdefault("versions by device", {table["device"]: table["versions"]})
     table["versions by device"].setdefault(summary["device"], summary["versions"])
-    table.setdefault("products by device", {})[summary["device"]] = config["precision"]
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
 
@@ -100,11 +100,12 @@ def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: 
         if row | key == row:
             row.setdefault("accuracy % by seed", [row["accuracy %"]])  # rows of one seed that were written by hand
             row.setdefault("seconds by seed", [None])
-            row.setdefault("device by seed", [device] * row["seeds"])  # rows of one device have none
+            row.setdefault("device by seed", [device] * row["seeds"])  # rows of one device have none,
+            row.setdefault("products by seed", ["float32"] * row["seeds"])  # and are of a CPU
             return row
     row = key | {"rounds": rounds, "seeds": 0, "accuracy %": None, "std": None}
     row |= {"paper %": of_paper(clients, data, scenario, method)}
-    row |= {"accuracy % by seed": [], "seconds by seed": [], "device by seed": []}
+    row |= {"accuracy % by seed": [], "seconds by seed": [], "device by seed": [], "products by seed": []}
     rows.append(row)
     order = [list(PAPER[clients]), list(SCENARIOS), list(METHODS)[::-1]]
     rows.sort(key=lambda r: [of.index(r[k]) for of, k in zip(order, key, strict=True)])
@@ -112,7 +113,7 @@ def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: 
 
 
 def _add_removals(row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Over all seeds: the fewest adversaries removed, the most benign clients, the latest round."""
+    """Over all seeds: the fewest adversaries removed, the most benign clients; and their rounds."""
     if row["seeds"] == 1:
         row |= new
         return
@@ -120,6 +121,8 @@ def _add_removals(row: dict[str, Any], new: dict[str, Any]) -> None:
     row["adversaries removed"] = min(row["adversaries removed"], new["adversaries removed"], key=_count)
     row["benign removed"] = max(row["benign removed"], new["benign removed"])
     row["all out by round"] = None if None in rounds else max(rounds)
+    spans = [span for span in (row.get("benign out in rounds"), new["benign out in rounds"]) if span]
+    row["benign out in rounds"] = [min(a for a, _ in spans), max(b for _, b in spans)] if spans else None
 
 
 def _count(removed: str) -> int:

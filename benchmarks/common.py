@@ -33,10 +33,13 @@ def run_peer(name: str, script: str, case: dict[str, Any]) -> dict[str, Any] | N
     return json.loads(done.stdout.splitlines()[-1])  # Flower and pfl print much before
 
 
-def report(name: str | None, title: str, columns: list[str], rows: list[dict[str, Any]], command: str) -> None:
+def report(
+    name: str | None, title: str, columns: list[str], rows: list[dict[str, Any]], command: str, *, partial: bool = False
+) -> None:
     """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`.
 
-    Columns that no row has are left out; without a `name` nothing is written.
+    Columns that no row has are left out; without a `name` nothing is written. Rows that are `partial` go to a file of
+    their own, which stays if the script fails, and goes with the call for all rows.
     """
     columns = [column for column in columns if any(row.get(column) is not None for row in rows)]
     table = Table(title=title, title_justify="left")
@@ -49,7 +52,9 @@ def report(name: str | None, title: str, columns: list[str], rows: list[dict[str
         return
     device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{device}.json"
+    path, part = RESULTS / f"{name}-{device}.json", RESULTS / f"{name}-partial-{device}.json"
+    part.unlink(missing_ok=True)
+    path = part if partial else path
     path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")
 

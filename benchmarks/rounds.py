@@ -94,7 +94,7 @@ def main() -> None:
             if measured is None:
                 print(f"{peer}: not set up, see 'make peers'", file=sys.stderr)
             else:
-                del measured["seconds"][0]  # in which some compile
+                del measured["seconds"][0]  # in which some compile; "runs" of the row has the others
                 add({"torch": "PyTorch loop", "fedjax": "FedJAX 0.0.17"}[peer], measured)
         for label, mapping in mappings.items():
             add(label, measure_apart(case, mapping, rounds) if cpu else measure_here(case, mapping, rounds))
@@ -103,14 +103,16 @@ def main() -> None:
             if loop is not None and "seconds" in row:
                 row["times_torch"] = loop / row["seconds"]
         rows += [{"settings": case._asdict() | {"rounds": rounds}} | row for row in found]
-        _report(rows, args.only)  # what is done is kept, whatever stops the next
+        _report(rows, args.only, partial=True)
+    _report(rows, args.only)
 
 
-def _report(rows: list[dict[str, Any]], only: str) -> None:
+def _report(rows: list[dict[str, Any]], only: str, partial: bool = False) -> None:
     columns = ["case", "what", "seconds", "client_steps/s", "gflops", "times_torch", "compile_seconds", "temporary_mb"]
     command = "python benchmarks/rounds.py" + (f" --only '{only}'" if only else "")
     title = "One round; times torch: how often a round fits into the PyTorch loop's"
-    report("-".join(["rounds", *only.split()]), title, columns, rows, command)  # a part never over the whole
+    name = "-".join(["rounds", *only.split()])  # a part never over the whole
+    report(name, title, columns, rows, command, partial=partial)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def beside_the_paper(row: dict[str, Any], device: str) -> dict[str, Any]:
         "seeds": seeds,
         "ours_%": f"{ours:.2f}{spread}",
         "paper_%": None if paper is None else f"{paper:g}",
-        "difference": None if paper is None else f"{ours - paper:+.1f}".replace("-", "−"),
+        "difference": None if paper is None else f"{round(ours - paper, 1) + 0.0:+.1f}".replace("-", "−"),
         "device": ", ".join(dict.fromkeys(devices)),
         "seconds_a_run": "; ".join(f"{of} {mean}" if mixed else mean for of, mean in means.items()) or None,
     }
@@ -75,7 +75,7 @@ def beside_the_paper(row: dict[str, Any], device: str) -> dict[str, Any]:
 
 def _short(device: str) -> str:
     """`"CPU"` of `"1 x CPU, 2 cores"`, `"H100"` of `"1 x NVIDIA H100 80GB HBM3"`."""
-    return "CPU" if "CPU" in device else device.removeprefix("1 x ").removeprefix("NVIDIA ").split()[0]
+    return "CPU" if "CPU" in device else device.partition(" x ")[2].removeprefix("NVIDIA ").split()[0]
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:

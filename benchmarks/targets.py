@@ -216,9 +216,10 @@ def main() -> None:
             "compile_seconds",
         ]
         command = "python benchmarks/targets.py --here" + (f" --largest {args.largest}" if args.largest else "")
-        for name in args.cases:  # what is done is kept, whatever stops the next
-            rows += measured(name, chip, args.largest)
-            report("measured", f"rounds on {kind}", columns, rows, command)
+        name = "-".join(["measured", *([] if args.cases == list(CASES) else args.cases)])  # a part never over the whole
+        for case in args.cases:
+            rows += measured(case, chip, args.largest)
+            report(name, f"rounds on {kind}", columns, rows, command, partial=case != args.cases[-1])
         return
     targets.only_compile()
     rows = json.loads(FILE.read_text())["rows"] if FILE.exists() else []

@@ -265,6 +265,7 @@ def test_seeds_are_added_to_their_cell(cells):
     assert fl["method"] == "FL" and fl["accuracy %"] == 50 and fl["paper %"] == 81.6
     assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(5)
     assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
+    assert cfl["benign out in rounds"] == [7, 7] and fl.get("benign out in rounds") is None
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
 
 
@@ -279,7 +280,7 @@ def test_a_cell_may_have_seeds_of_several_devices(cells):
         == ["1 x CPU, 2 cores", "1 x NVIDIA H100"]
         == [*result["versions by device"]]
     )
-    assert result["products by device"]["1 x NVIDIA H100"] == "tf32" and "byzantine_cfl.table2" in result["command"]
+    assert result["rows"][0]["products by seed"][1] == "tf32" and "byzantine_cfl.table2" in result["command"]
     del result["rows"][0]["device by seed"]  # as in files of one device
     path.write_text(json.dumps(result))
     module.add(run("FL", 2, 0.7))

@@ -64,9 +64,12 @@ def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkey
     monkeypatch.setattr(OnDevice, "advance", exhausted)
     assert cli.main([*out, "--checkpoint-seconds", "0"]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "not enough memory: the device cannot allocate 8.6 GB; train fewer clients at once (--chunk C" in message
-    monkeypatch.setattr(OnDevice, "advance", advance)
-    assert cli.main([*out, "--resume"]) == 0
+    told = "not enough memory: Out of memory while trying to allocate 8.04GiB with allocator GPU_0_bfc; train fewer"
+    assert told in message
+    assert (tmp_path / "b" / "checkpoints" / "2").is_dir()
+    begun = []
+    monkeypatch.setattr(OnDevice, "advance", lambda *args: (begun.append(args[2]), advance(*args))[1])
+    assert cli.main([*out, "--resume"]) == 0 and begun[0] == 3
     one, other = (json.loads((tmp_path / name / "summary.json").read_text())["per_seed"] for name in ("a", "b"))
     assert one == other
 

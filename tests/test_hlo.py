@@ -245,6 +245,7 @@ ENTRY %main (x: f32[8,64,14,14], y: f32[64,32,3,3]) -> (f32[8,64,14,14], u8[0]) 
   %y = f32[64,32,3,3]{{3,2,1,0}} parameter(1)
   ROOT %c = (f32[8,64,14,14], u8[0]{{0}}) custom-call(%x, %y), window={{size=3x3 pad=1_1x1_1}}, dim_labels=bf01_oi01->bf01{groups}, custom_call_target="__cudnn$conv{kind}"
 }}"""
+        assert ("convolutions with groups" in price(text, H100).limits) == ("=2" in groups)
         return price(text, H100).seconds
 
     launch = 3e-6

@@ -67,8 +67,9 @@ def test_conv_against_scipy(strides, padding):
 
 @pytest.mark.parametrize("of", [_of_few_channels, _of_columns, _of_fewest_numbers])
 @pytest.mark.parametrize(("strides", "padding"), GEOMETRIES)
-def test_matrix_products_of_a_gpu_convolve(of, strides, padding):
-    x, w = tensors()
+@pytest.mark.parametrize("features", [1, 40])  # fewer numbers in columns, and in patches
+def test_matrix_products_of_a_gpu_convolve(of, strides, padding, features):
+    x, w = tensors(o=features)
     np.testing.assert_allclose(of(x, w, strides, padding), loop_conv(x, w, strides, padding), atol=1e-4)
 
 

@@ -251,7 +251,9 @@ class _Pricing:
         else:
             seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1))
             seconds = seconds * _slowdown(i) + LAUNCH
-        tally = Counter({("seconds", self._part(i), _limit(seconds, products, memory)): seconds})
+        grouped = not self.chip.is_tpu and _slowdown(i) > 1
+        limit = "convolutions with groups" if grouped else _limit(seconds, products, memory)
+        tally = Counter({("seconds", self._part(i), limit): seconds})
         tally.update(flops)
         tally.update({("bytes",): moved, ("instructions",): 1})
         if guess:

@@ -69,20 +69,20 @@ def exhausted(error: Exception) -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory() -> Iterator[None]:
-    """Raises a `MemoryError` with a remedy where a device has no memory left for a program that runs inside.
+    """Raises a `MemoryError` with a remedy where a device has no memory left for what runs inside; also a decorator.
 
     The check before a run does not know what other processes need of the same device.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        asked = exhausted(error)
-        if asked is None:
+        text = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
+        of_device = re.search("memory|allocat", text, re.IGNORECASE) and "Shared memory" not in text  # of a kernel
+        if not of_device or hosts.is_of_a_lost_process(error):
             raise
-        more = f"{asked / 1e9:.1f} GB" if asked else "what a round needs"
         raise MemoryError(
-            f"the device cannot allocate {more}; train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer"
-            " seeds, or end other programs on this device. The last checkpoint of a run in a folder is kept"
+            f"{text[:200]}; train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer seeds, or end other"
+            " programs on this device. The last checkpoint of a run in a folder is kept"
         ) from error
 
 

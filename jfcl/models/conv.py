@@ -38,7 +38,6 @@ from jfcl.core import by_platform, check
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
 UNROLLED = 8  # groups in an unrolled loop; more groups are a loop, so that programs do not grow with the batch
-FEW_CHANNELS = 4  # of an image; a matrix product of its windows is then faster than a group per client on a GPU
 Padding = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -194,8 +193,11 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
     def of_patches(x, w):
         return patches(x, kernel, strides, padding) @ w.reshape(-1, w.shape[-1])
 
+    def few(channels, features):  # windows of an image are not much larger than the layer's output
+        return channels <= 4 and 2 * features >= kernel[0] * kernel[1] * channels
+
     def of_gpu(x, w):
-        return (_of_few_channels if x.shape[-1] <= FEW_CHANNELS else _plain)(x, w, strides, padding)
+        return (_of_few_channels if few(x.shape[-1], w.shape[-1]) else _plain)(x, w, strides, padding)
 
     def to_input(form, g, w):
         return _transpose(lambda x: form(x, w), (len(g), *shape, w.shape[2]), g)
@@ -204,12 +206,13 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
         return _transpose(lambda w: form(x, w), (*kernel, x.shape[-1], g.shape[-1]), g)
 
     def to_weights_of_gpu(x, g):
-        form = _of_few_channels if x.shape[-1] <= FEW_CHANNELS else _of_fewest_numbers
+        form = _of_few_channels if few(x.shape[-1], g.shape[-1]) else _of_fewest_numbers
         return to_weights(partial(form, strides=strides, padding=padding), x, g)
 
     def choose(cpu, tpu, gpu):
         return lambda a, b: by_platform(a, b, cpu=cpu, accelerator=gpu, tpu=tpu)
 
+    of_accelerator = partial(to_input, plain)  # one object, so that it is traced once
     shared_weights = lambda batched: batched[0] and not batched[1]  # noqa: E731
     forward = choose(_by_mapping(plain, of_patches, shared_weights), plain, _by_mapping(plain, of_gpu, shared_weights))
     input_gradient = choose(
@@ -219,8 +222,8 @@ def _canonical(shape: tuple[int, int], kernel: tuple[int, int], strides: tuple[i
             partial(to_input, of_patches),
             shared_weights,
         ),
-        partial(to_input, plain),
-        partial(to_input, plain),
+        of_accelerator,
+        of_accelerator,
     )
     weight_gradient = choose(
         _by_mapping(

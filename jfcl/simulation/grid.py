@@ -21,7 +21,7 @@ from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 from jfcl.analysis import plots
 from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
 from jfcl.data import hold_out
-from jfcl.execution import mapping
+from jfcl.execution import mapping, memory
 from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder
@@ -41,6 +41,7 @@ from jfcl.simulation.loop import seed_names
 from jfcl.simulation.progress import CompileClock, progress_bar
 
 
+@memory.out_of_memory()
 def sweep(
     make: Callable[..., Algorithm],
     grid: Mapping[str, Sequence[Value]],

@@ -202,7 +202,7 @@ def run_rounds(
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
     until = num_rounds if stop_after is None else min(num_rounds, stop_after)
     last, has_ended = records[-len(seeds) :], False
-    with memory.out_of_memory(), callbacks:
+    with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.
         callbacks.start(start, seeds)
         callbacks.raise_failure()

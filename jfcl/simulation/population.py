@@ -55,6 +55,7 @@ class PopulationHistory(NamedTuple):
     series = History.series
 
 
+@memory.out_of_memory()
 def simulate_population(
     algorithm: Algorithm,
     store: ClientStore,

@@ -23,7 +23,7 @@ from jfcl.core import (
     named_leaves,
     num_clients,
 )
-from jfcl.execution import hosts, mapping
+from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.folder import Restored, read_json
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds, seed_names
@@ -32,6 +32,7 @@ from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
 from jfcl.simulation.results import keep_results
 
 
+@memory.out_of_memory()
 def simulate(
     algorithm: Algorithm | Callable[..., Algorithm],
     clients: Clients,

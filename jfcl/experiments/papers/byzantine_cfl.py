@@ -63,15 +63,17 @@ def of_paper(clients: int, dataset: str, scenario: str, method: str) -> float | 
 
 
 def removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all seeds: the clients excluded at the end, and the round in which the last malicious one was excluded."""
+    """Over all seeds: the clients excluded at the end, the last round of malicious ones, the rounds of benign ones."""
     malicious = malicious_clients(config)
     last = {r["seed"]: np.array(r["excluded"]) for r in records}
     removed = min(int((e[malicious] > 0).sum()) for e in last.values())
     rounds = [int(e[malicious].max(initial=0)) if (e[malicious] > 0).all() else None for e in last.values()]
+    benign = sorted({int(round_) for e in last.values() for round_ in e[~malicious] if round_ > 0})
     return {
         "adversaries removed": f"{removed} of {malicious.sum()}",
         "benign removed": max(int((e[~malicious] > 0).sum()) for e in last.values()),
         "all out by round": None if None in rounds or not malicious.any() else max(rounds),
+        "benign out in rounds": [benign[0], benign[-1]] if benign else None,
     }
 
 
