@@ -68,14 +68,22 @@ def test_pooling_has_windows_on_a_tpu_alone():
     assert {p: "reduce_window" in text for p, text in forward.items()} == {"cpu": False, "cuda": False, "tpu": True}
 
 
-def test_clients_weights_are_groups_of_a_convolution_on_an_accelerator():
+@pytest.mark.parametrize(
+    ("channels", "outputs", "on_a_gpu"),
+    [(1, 32, (0, 2)), (8, 32, (1, 1)), (1, 4, (1, 1))],
+    ids=["an image", "many channels", "few outputs"],
+)
+def test_clients_weights_are_groups_of_a_convolution_or_matrix_products(channels, outputs, on_a_gpu):
+    """Of the forward pass and the gradient of weights: how many are convolutions with groups, and matrix products."""
+
     def train(x, w):
         return jax.grad(lambda w: jnp.square(conv(x, w, (1, 1), "SAME", dimension_numbers=NHWC)).sum())(w)
 
-    x, w = jnp.ones((3, 2, 8, 8, 1)), jnp.ones((3, 5, 5, 1, 4))
+    x, w = jnp.ones((3, 2, 8, 8, channels)), jnp.ones((3, 5, 5, channels, outputs))
     texts = {p: program(jax.vmap(train), x, w, platform=p) for p in ("cpu", "cuda", "tpu")}
-    assert {p: "group_count = 3" in text for p, text in texts.items()} == {"cpu": False, "cuda": True, "tpu": True}
-    assert "stablehlo.convolution" not in texts["cpu"] and "dot_general" in texts["cpu"]
+    found = {p: (text.count("group_count = 3"), text.count("dot_general")) for p, text in texts.items()}
+    assert found == {"cpu": (0, 2), "cuda": on_a_gpu, "tpu": (2, 0)}
+    assert "stablehlo.convolution" not in texts["cpu"]
 
 
 def test_padding_is_blanked_in_one_pass_on_a_tpu():
