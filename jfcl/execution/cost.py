@@ -241,7 +241,7 @@ class _Pricing:
         products = sum(value / _rate(self.chip, key[2]) for key, value in flops.items())
         memory = moved / self.chip.bandwidth
         cycles = hlo.config(i, "estimated_cycles")
-        guess = None
+        guess, slowdown = None, 1.0 if self.chip.is_tpu else _slowdown(i)
         if cycles is not None and self.chip.is_tpu:
             seconds = int(cycles) / self.chip.clock
         elif self.chip.is_tpu:
@@ -250,9 +250,8 @@ class _Pricing:
             guess = rows[0][0] if rows else i.op
         else:
             seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1))
-            seconds = seconds * _slowdown(i) + LAUNCH
-        grouped = not self.chip.is_tpu and _slowdown(i) > 1
-        limit = "convolutions with groups" if grouped else _limit(seconds, products, memory)
+            seconds = seconds * slowdown + LAUNCH
+        limit = "convolutions with groups" if slowdown > 1 else _limit(seconds, products, memory)
         tally = Counter({("seconds", self._part(i), limit): seconds})
         tally.update(flops)
         tally.update({("bytes",): moved, ("instructions",): 1})
