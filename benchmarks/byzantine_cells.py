@@ -2,10 +2,11 @@
 
     python benchmarks/byzantine_cells.py RUN...
 
-RUN is the folder of one seed of one cell: `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the cell
-(those of `jfcl reproduce byzantine_cfl.table1 --full` or `table2`), any number of rounds, and `--seed S`. Seeds are
-added in their order, 0 first. A run of another setting, one that has not ended, and a seed that is there or does not
-follow the last one are refused. A clean run of CFL that excludes no client is FL to the bit, and counts as both.
+RUN is the folder of some seeds of one cell: a folder of `jfcl reproduce byzantine_cfl.table1 --full` or `table2`,
+with any number of rounds, or of `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the cell. Seeds are
+added in their order, 0 first; those that are in the table stay as they are. A run of another setting, one that has not
+ended, and one without the next seed are refused. A clean run of CFL that excludes no client is FL to the bit, and
+counts as both.
 `python benchmarks/tables.py` then writes the pages.
 """
 
@@ -48,37 +49,35 @@ def _inputs(saved: dict[str, Any]) -> str:
 
 
 def add(run: str | Path) -> Path:
-    """Adds the seed of a run to its cell, and returns the file."""
+    """Adds the seeds of a run that its cell does not have, and returns the file."""
     config = json.loads((Path(run) / "config.json").read_text())
     data, scenario, method = cell_of(config)
     summary, records = read_run(run)
-    [of_seed] = summary["per_seed"]
     name, rounds = TABLES[config["clients"]], summary["num_rounds"]
     suffix = "-inputs-of-the-code" if _inputs(config) == "code" else ""
     path = RESULTS / "reproduce" / f"{name}-{rounds}-rounds{suffix}.json"
     fewer = f", {rounds} of the paper's 200 rounds" if rounds != 200 else ""
     table = json.loads(path.read_text()) if path.exists() else {"name": name, "title": RECIPES[name].title + fewer}
-    rows = table.setdefault("rows", [])
-    found = removals(cell_config(RECIPES[name].full, data, scenario, method), records) if method == "CFL" else None
-    cells = [method]
-    if scenario == "clean" and found and not found["benign removed"]:
-        cells.append("FL")
-    for of in cells:
-        key = {"data": data, "scenario": scenario, "method": of}
-        row = _row(rows, key, config["clients"], rounds, table.get("device", summary["device"]))
-        accuracies = row["accuracy % by seed"]
-        if of_seed["seed"] != len(accuracies):
-            raise ValueError(f"{run}: seed {of_seed['seed']} of {data}, {scenario}, {of}; next is {len(accuracies)}")
-        accuracies.append(100 * of_seed["accuracy"])
-        row["seconds by seed"].append(round(summary["seconds"]) if of == method else None)
-        row["device by seed"].append(summary["device"])
-        row["products by seed"].append(config["precision"])
-        row |= report.mean_and_std(accuracies) | {"seeds": len(accuracies)}
-        if of == "CFL":
-            _add_removals(row, found)
-        if len(accuracies) == 1:
-            kept = [r for r in records if r["round"] % min(CURVE, rounds // 4) == 0]
-            row["accuracy % by round"] = {str(r["round"]): round(100 * r["accuracy"], 2) for r in kept}
+    device = table.get("device", summary["device"])  # that of seeds for which none is noted
+    where = {"rows": table.setdefault("rows", []), "clients": config["clients"], "rounds": rounds, "device": device}
+    row, added = _row(key={"data": data, "scenario": scenario, "method": method}, **where), False
+    next_seed = row["seeds"]
+    for of_seed in summary["per_seed"]:
+        mine = [r for r in records if r["seed"] == of_seed["seed"]]
+        found = removals(cell_config(RECIPES[name].full, data, scenario, method), mine) if method == "CFL" else None
+        new = {
+            "accuracy %": 100 * of_seed["accuracy"],
+            "seconds": round(summary["seconds"] / len(summary["per_seed"])),
+            "device": summary["device"],
+            "products": config["precision"],
+        }
+        added |= _add_seed(row, of_seed["seed"], new, mine, found)
+        if scenario == "clean" and found and not found["benign removed"]:
+            fl = _row(key={"data": data, "scenario": scenario, "method": "FL"}, **where)
+            added |= _add_seed(fl, of_seed["seed"], new | {"seconds": None}, mine, None)
+    if not added:
+        seeds = ", ".join(str(one["seed"]) for one in summary["per_seed"])
+        raise ValueError(f"{run}: seed {seeds} of {data}, {scenario}, {method}; next is {next_seed}")
     datasets = json.dumps(["mnist", "fashion_mnist"])
     command = (
         f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds} --set inputs={_inputs(config)}"
@@ -88,6 +87,23 @@ def add(run: str | Path) -> Path:
     table["versions by device"].setdefault(summary["device"], summary["versions"])
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
+
+
+def _add_seed(
+    row: dict[str, Any], seed: int, new: dict[str, Any], records: list[dict[str, Any]], found: dict[str, Any] | None
+) -> bool:
+    """Adds a seed to the row of its cell if it is the next one there; `found` are the `removals` of CFL."""
+    if seed != row["seeds"]:
+        return False
+    for name, value in new.items():
+        row[f"{name} by seed"].append(value)
+    row |= report.mean_and_std(row["accuracy % by seed"]) | {"seeds": seed + 1}
+    if found:
+        _add_removals(row, found)
+    if seed == 0:
+        kept = [r for r in records if r["round"] % min(CURVE, row["rounds"] // 4) == 0]
+        row["accuracy % by round"] = {str(r["round"]): round(100 * r["accuracy"], 2) for r in kept}
+    return True
 
 
 def _row(rows: list[dict[str, Any]], key: dict[str, str], clients: int, rounds: int, device: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a machine with a GPU is used for, in order of value: each step in its time, and none twice.
 
-    make gpu                                 # python benchmarks/gpu.py, in some 30 minutes
+    make gpu                                 # python benchmarks/gpu.py, in an hour
     python benchmarks/gpu.py --list          # the steps, and which of them are done
 
 A step that ends well is noted in runs/gpu/done.json and left out the next time. One that is stopped by its limit is
@@ -31,9 +31,12 @@ class Step(NamedTuple):
 
 PYTHON = [sys.executable]
 REPRODUCE = [*PYTHON, "-m", "jfcl", "reproduce"]
+TWO = ["--set", 'datasets=["mnist", "fashion_mnist"]']
 STEPS = [
     Step("tests", [*PYTHON, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"], 3),
-    Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full", "--set", "cifar_rounds=0"], 10),
+    Step("table 2 of Byzantine CFL", [*REPRODUCE, "byzantine_cfl.table2", "--full", *TWO, "--jobs", "5"], 20),
+    Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full", "--jobs", "3"], 10),
+    Step("table 1 of IFCA, CIFAR-10", [*REPRODUCE, "ifca.table1_cifar10", "--full", "--seeds", "1", "--jobs", "3"], 15),
     Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here", "--largest", "2"], 8),
     Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 6),
     Step("convolutions of clients", [*PYTHON, "benchmarks/kernels.py", "--only", "layers"], 3),
@@ -70,7 +73,7 @@ def run_steps(steps: list[Step], folder: Path, minutes: float) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
     if args.list:

@@ -237,15 +237,19 @@ def cells(peers_job, monkeypatch, tmp_path):
 
     def run(method, seed, accuracy, excluded=(), scenario="label flip", device="1 x CPU, 2 cores", **changes):
         setting = RECIPES["byzantine_cfl.table2"].full | {"rounds": 20}
-        config = dataclasses.replace(module.cell_config(setting, "mnist", scenario, method), seeds=1, seed=seed)
-        folder = tmp_path / f"{method}-{seed}-{len(results)}"
+        seeds = seed if isinstance(seed, tuple) else (seed,)
+        config = dataclasses.replace(module.cell_config(setting, "mnist", scenario, method), seeds=1, seed=seeds[0])
+        folder = tmp_path / f"{method}-{seeds[0]}-{len(results)}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(to_saved(dataclasses.replace(config, **changes), "")))
-        summary = {"per_seed": [{"seed": seed, "accuracy": accuracy}], "num_rounds": 20, "seconds": 10.4 + seed}
+        summary = {"num_rounds": 20, "seconds": sum(10.4 + s for s in seeds)}
+        summary |= {"per_seed": [{"seed": s, "accuracy": accuracy} for s in seeds]}
         summary |= {"device": device, "versions": {"jax": "0"}}
         rounds = np.where(malicious_clients(config), 2, 0)  # 3 of 10
         rounds[list(excluded)] = 7
-        records = [{"seed": seed, "round": r, "accuracy": r / 100, "excluded": rounds.tolist()} for r in (5, 8, 20)]
+        records = [
+            {"seed": s, "round": r, "accuracy": r / 100, "excluded": rounds.tolist()} for r in (5, 8, 20) for s in seeds
+        ]
         results[folder] = summary, records
         return folder
 
@@ -267,6 +271,18 @@ def test_seeds_are_added_to_their_cell(cells):
     assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
     assert cfl["benign out in rounds"] == [7, 7] and fl.get("benign out in rounds") is None
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}
+
+
+def test_a_run_of_several_seeds_adds_those_that_its_cell_does_not_have(cells):
+    module, run = cells
+    module.add(run("CFL", 0, 0.9))
+    three = run("CFL", (0, 1, 2), 0.6, excluded=[0])
+    path = module.add(three)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["accuracy % by seed"] == [90, 60, 60] and row["seeds"] == 3 and row["accuracy %"] == pytest.approx(70)
+    assert row["seconds by seed"] == [10, 11, 11] and row["benign out in rounds"] == [7, 7]
+    with pytest.raises(ValueError, match="seed 0, 1, 2 of mnist, label flip, CFL; next is 3"):
+        module.add(three)
 
 
 def test_a_cell_may_have_seeds_of_several_devices(cells):

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import time
+import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ from jfcl.client.local import local_training
 from jfcl.core import Clients
 from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
+from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.papers import cfl, ifca, report
 from jfcl.experiments.papers import federated_clustering_table as fc
 from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
@@ -77,6 +82,42 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
     assert [row["seed"] for row in bench.run("runs", config)[0]["per_seed"]] == [0, 1, 2] and ran[-1] == (1, 0)
 
 
+def test_parts_in_processes_of_their_own(tmp_path):
+    """What two processes leave is what one leaves; their warnings are repeated, and what is there is not run again."""
+    configs = {m: Config(m, clients=4, clusters=2, rounds=2, examples_per_client=20) for m in ("fedavg", "oracle")}
+    mine = Bench(tmp_path / "one", None, False).run_all(configs)
+    together = Bench(tmp_path / "two", None, False, jobs=2)
+    theirs = together.run_all(configs)
+    assert list(theirs) == list(mine) == ["fedavg", "oracle"]
+    for name, (summary, records) in theirs.items():
+        assert [r["accuracy"] for r in records] == pytest.approx([r["accuracy"] for r in mine[name][1]], abs=0.02)
+        assert summary["num_rounds"] == 2 and summary["device"] != mine[name][0]["device"]  # half of the cores
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "two").rglob("*")}
+    assert together.run_all(configs) == theirs
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "two").rglob("*")} == before
+    calls = {f"{i}": (dict, [["i", i]]) for i in range(3)}
+    assert together.keep_all(calls, "trials") == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert (tmp_path / "two" / "2.json").exists() and together.keep_all(calls, "trials")[2] == {"i": 2}
+    with pytest.warns(UserWarning, match="from there"):
+        assert list(in_processes({"a": partial(warnings.warn, "from there")}, 1)) == ["a"]
+
+
+def test_processes_that_fail(tmp_path):
+    bench = Bench(tmp_path, None, False, jobs=2)
+    with pytest.raises(ValueError, match=r"invalid literal for int.*: 'x'"):
+        bench.keep_all({"good": (dict, [["a", 1]]), "bad": (int, "x"), "late": (dict, [])}, "trials")
+    assert bench.keep("good", pytest.fail) == {"a": 1} and not (tmp_path / "bad.json").exists()
+    with pytest.raises(MemoryError, match=r"the process of killed was killed .*; call again with fewer jobs"):
+        list(in_processes({"killed": os.abort}, 1))
+    slow = in_processes({"quick": dict, "slow": partial(time.sleep, 600)}, 2)
+    assert next(slow) == "quick"
+    slow.close()  # as an error, or Ctrl-C: it is interrupted, and awaited
+    for jobs in (0, 10**6):
+        with pytest.raises(ValueError, match="jobs must be an integer, at least 1"):
+            reproduce("toy", recipes=SMALL, out=tmp_path / "none", jobs=jobs)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_setting_may_grow_by_seeds(tmp_path):
     def make(bench, setting):
         return Outcome(
@@ -115,7 +156,7 @@ def test_entries_of_a_setting_on_the_command_line(tmp_path, capsys):
     assert "seeds must be an integer, at least 1, got 'two'" in refused(table, "seeds=two")
     sizes = "mnist must be a list of entries of [[4800, 50], [2400, 100], [1200, 200]], got [[4800, 51]]"
     assert sizes in refused("ifca.table1", "mnist=[[4800, 51]]")
-    assert "cifar_rounds must be an integer, at least 0, got -1" in refused("ifca.table1", "cifar_rounds=-1")
+    assert "cohort must be an integer, at least 1, got -1" in refused("ifca.table1_cifar10", "cohort=-1")
     assert "radii must be a list such as [0.1, 0.25, 0.5, 0.75, 1.0], got []" in refused("ifca.figure3", "radii=[]")
     assert "radii must be a list of numbers, got ['a']" in refused("ifca.figure3", 'radii=["a"]')
     assert "unknown panel 'x'" in refused("ifca.figure3", "panels=ax")
@@ -356,6 +397,7 @@ TINY = {
     "ifca.figure4": {"mnist": [(8, 20)], "rounds": 2},
     "ifca.resnet18": _FEW | {"model": "linear", "clients": 4},
     "ifca.table1": {"mnist": [(1200, 200)], "rounds": 1, "local_rounds": 1},
+    "ifca.table1_cifar10": {"clients": 4, "cohort": 2, "examples_per_client": 10, "rounds": 1, "local_rounds": 1},
     "ifca.table2": {"clients": 20, "cohort": 4, "rounds": 2, "local_rounds": 1, "model": "linear"},
     "byzantine_cfl.table1": {"rounds": 2, "examples_per_client": 2, "clients": 10, "datasets": ["mnist"], "seeds": 1},
 }

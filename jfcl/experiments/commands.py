@@ -22,7 +22,7 @@ from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
-from jfcl.experiments import RECIPES, bench, plan, read_run, report, reproduce, run, sweeps, trackers
+from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, reproduce, run, sweeps, trackers
 from jfcl.experiments.comparison import (
     by_name,
     differences_notes,
@@ -345,12 +345,20 @@ def _entries(given: list[str], known: Iterable[str]) -> dict[str, Any]:
 def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
     _check_out(args.out)
+    if args.jobs > 1:
+        jobs.share_accelerator()
     _start_devices(None, mapping.num_cores())
     changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
     check_choice("recipe", args.name, RECIPES)
     changes |= _entries(args.set, RECIPES[args.name].full)
     result = reproduce(
-        args.name, full=args.full, out=args.out, data_dir=args.data_dir, progress=not args.quiet, **changes
+        args.name,
+        full=args.full,
+        out=args.out,
+        data_dir=args.data_dir,
+        progress=not args.quiet,
+        jobs=args.jobs,
+        **changes,
     )
     console.print(rows_table(result["rows"], result["title"]))
     if result["notes"]:

@@ -12,7 +12,8 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,33 +23,56 @@ from rich.progress import track
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count
 from jfcl.experiments.config import Config, to_resume
+from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
 from jfcl.simulation.folder import VERSIONS, environment, finite_or_none, read_json, write_json
 from jfcl.simulation.results import summarize_records
 
 Row = dict[str, Any]
+Run = tuple[dict[str, Any], list[dict[str, Any]]]  # summary and records
+MOST_JOBS = 256  # processes at a time
 REPEATS = ("seeds", "trials")  # may grow in a folder: each seed and trial is kept by its number
 
 
 class Bench(NamedTuple):
-    """Where a recipe works: `out` is its folder, `data_dir` as in `jfcl run`, `progress` shows bars."""
+    """Where a recipe works: `out` is its folder, `data_dir` as in `jfcl run`, `progress` shows bars.
+
+    `run_all` and `keep_all` compute what is missing in processes of its own, `jobs` at a time, where `jobs` is above 1.
+    """
 
     out: Path
     data_dir: str | None
     progress: bool
+    jobs: int = 1
 
-    def run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def run(self, name: str, config: Config) -> Run:
         """`(summary, records)` of `config`: read from `out/name` if it has run there, resumed if it was stopped.
 
         Seeds that are missing there, after a call for fewer of them, run one by one, each in `out/name-seed-S`.
         """
+        return self.run_all({name: config})[name]
+
+    def run_all(self, configs: Mapping[str, Config]) -> dict[str, Run]:
+        """Returns what `run(name, config)` does, for each name."""
+        parts = {name: self._parts(name, config) for name, config in configs.items()}
+        own = self._replace(progress=False)
+        self._ahead({folder: partial(own._run, folder, one) for some in parts.values() for folder, one in some.items()})
+        return {name: self._joined(config, parts[name]) for name, config in configs.items()}
+
+    def _parts(self, name: str, config: Config) -> dict[str, Config]:
+        """Returns the runs of `config` by folder: that of the first seeds, and one for each seed that was added."""
         saved = self._saved(name)
         apart = any((self.out / f"{name}-seed-{seed}").exists() for seed in range(config.seeds))
         together = saved.get("seeds", 1) if saved else 0 if apart else config.seeds
-        runs = [self._run(name, dataclasses.replace(config, seeds=together))] if together else []
+        parts = {name: dataclasses.replace(config, seeds=together)} if together else {}
         for seed in range(together, config.seeds):
-            runs.append(self._run(f"{name}-seed-{seed}", dataclasses.replace(config, seeds=1, seed=seed)))
+            parts[f"{name}-seed-{seed}"] = dataclasses.replace(config, seeds=1, seed=seed)
+        return parts
+
+    def _joined(self, config: Config, parts: Mapping[str, Config]) -> Run:
+        """Returns the results of all parts as those of one run."""
+        runs = [self._run(folder, one) for folder, one in parts.items()]
         records = [r for _, some in runs for r in some if config.seed is not None or r["seed"] < config.seeds]
         seconds = sum(summary["seconds"] for summary, _ in runs)
         return runs[0][0] | summarize_records(records, records[-1]["round"]) | {"seconds": seconds}, records
@@ -81,7 +105,7 @@ class Bench(NamedTuple):
         except ValueError as error:
             return _set_aside(folder, error)
 
-    def keep(self, name: str, compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    def keep(self, name: str, compute: Callable[..., Row], *args: Any) -> Row:
         """Returns what is in the file `name`; if there is none, or a damaged one, writes that of `compute(*args)`."""
         file = self.out / f"{name}.json"
         if file.exists():
@@ -92,9 +116,25 @@ class Bench(NamedTuple):
         write_json(file, compute(*args))
         return read_json(file)
 
-    def track(self, steps: Iterable, label: str) -> Iterable:
-        """Returns `steps`, and shows a bar while they are iterated over."""
-        return track(steps, label, disable=not self.progress, transient=True)
+    def keep_all(self, calls: Mapping[str, tuple[Any, ...]], label: str) -> list[Row]:
+        """Returns what `keep(name, compute, *args)` does, for each name and its `(compute, *args)`."""
+        own = self._replace(progress=False)
+        self._ahead({f"{name}.json": partial(own.keep, name, *call) for name, call in calls.items()})
+        return [self.keep(name, *call) for name, call in self.track(calls.items(), label)]
+
+    def _ahead(self, parts: Mapping[str, Callable[[], Any]]) -> None:
+        """Computes the parts that are missing in several processes, if it may; a part is named by what it leaves."""
+        paths = {name: self.out / name for name in parts}
+        there = {name for name, path in paths.items() if path.is_file() or (path / "summary.json").exists()}
+        missing = {name: part for name, part in parts.items() if name not in there}
+        if self.jobs > 1 and len(missing) > 1:
+            jobs = min(self.jobs, len(missing))
+            for _ in self.track(in_processes(missing, jobs), f"{jobs} at a time", len(missing)):
+                pass
+
+    def track(self, steps: Iterable, label: str, total: int | None = None) -> Iterable:
+        """Returns `steps`, and shows a bar while they are iterated over; `total`: the number of an iterator's."""
+        return track(steps, label, total, disable=not self.progress, transient=True)
 
 
 def _set_aside(path: Path, why: ValueError) -> None:
@@ -158,6 +198,7 @@ def reproduce(
     out: str | Path | None = None,
     data_dir: str | None = None,
     progress: bool = False,
+    jobs: int = 1,
     **changes: Any,
 ) -> dict[str, Any]:
     """Runs a recipe and leaves `result.json` and `figure.png` in its folder, beside the folders of its runs.
@@ -169,6 +210,8 @@ def reproduce(
       out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is resumed, with as
         many seeds and trials as are asked for now: those that are there are not repeated.
       data_dir, progress: as in `jfcl run`.
+      jobs: runs (or trials, cells) of the recipe at a time. Above 1 each has a process of its own, with its share of a
+        CPU's cores, or with the others on the accelerator; a script that asks for this needs a main guard.
       changes: entries of the setting to change, such as `rounds=40` or `mnist=[(1200, 200)]`; `None` leaves one as it
         is.
 
@@ -177,6 +220,7 @@ def reproduce(
 
     Raises:
       ValueError: an unknown name, an entry that the setting does not have; what `jfcl.experiments.run` raises.
+      MemoryError: a process of several was killed, which is mostly for want of memory; what has run is kept.
 
     Example:
       >>> import tempfile
@@ -186,6 +230,7 @@ def reproduce(
       (2, 4)
     """
     check_choice("recipe", name, recipes)
+    check_count("jobs", jobs, most=MOST_JOBS)
     chosen = recipes[name]
     setting = dict(chosen.full if full else chosen.small)
     for entry, value in changes.items():
@@ -202,7 +247,7 @@ def reproduce(
     _check_setting(out, {"name": name} | finite_or_none(setting), finite_or_none(chosen.full if full else chosen.small))
     started = time.perf_counter()
     try:
-        outcome = chosen.make(Bench(out, data_dir, progress), setting)
+        outcome = chosen.make(Bench(out, data_dir, progress, jobs), setting)
     except BaseException:
         if [file.name for file in out.iterdir()] == ["setting.json"]:  # nothing was begun
             (out / "setting.json").unlink()

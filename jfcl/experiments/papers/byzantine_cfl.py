@@ -93,9 +93,11 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """Accuracies of FL and CFL in the four scenarios; α_cross per round as in figure 2."""
     check_choice("inputs", setting["inputs"], ["text", "code"])
     rows, seen = [], {}
-    for dataset, scenario, method in product(setting["datasets"], setting["scenarios"], setting["methods"]):
-        config = cell_config(setting, dataset, scenario, method)
-        summary, records = bench.run(f"{dataset}-{scenario.replace(' ', '_')}-{method}".lower(), config)
+    cells = list(product(setting["datasets"], setting["scenarios"], setting["methods"]))
+    configs = {"-".join(cell).replace(" ", "_").lower(): cell_config(setting, *cell) for cell in cells}
+    runs = bench.run_all(configs)
+    for (dataset, scenario, method), (name, config) in zip(cells, configs.items(), strict=True):
+        summary, records = runs[name]
         row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
         paper = of_paper(setting["clients"], dataset, scenario, method)
         row |= report.paper_columns(row["accuracy %"], paper)

@@ -106,9 +106,9 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
     def of(dataset, counts, similarity):
         gaps, rows = [], []
-        for examples in counts:
-            config = _gap_config(setting, dataset, examples, similarity, setting["rounds"])
-            _, records = bench.run(f"{dataset}-{examples}-{similarity}", config)
+        configs = {n: _gap_config(setting, dataset, n, similarity, setting["rounds"]) for n in counts}
+        runs = bench.run_all({f"{dataset}-{n}-{similarity}": config for n, config in configs.items()})
+        for examples, (_, records) in zip(counts, runs.values(), strict=True):
             gaps.append(report.seed_columns(records, "separation_gap")[-1])
             row = {"data": dataset, "examples": examples, "similarity of": similarity}
             row |= {"gap": float(np.mean(gaps[-1])), "lowest seed": float(np.min(gaps[-1]))}

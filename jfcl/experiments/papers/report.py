@@ -121,8 +121,9 @@ def compare(
     after the accuracy.
     """
     rows, (figure, [[axes]]) = [], panels(6.4, 4.2)
-    for cell in cells:
-        summary, records = bench.run(cell.name.replace(" ", "_").replace(",", ""), cell.config)
+    of_folder = {cell.name.replace(" ", "_").replace(",", ""): cell for cell in cells}
+    runs = bench.run_all({folder: cell.config for folder, cell in of_folder.items()})
+    for cell, (summary, records) in zip(of_folder.values(), runs.values(), strict=True):
         row = cell.labels | accuracy_columns(summary, accuracy)
         row |= measured(summary, records) | cell.paper
         if "paper %" in cell.paper:
