@@ -1,6 +1,7 @@
 """Every test runs under strict dtypes and ranks, on two CPU devices, with warnings as errors (see pyproject.toml)."""
 
 import atexit
+import gc
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ if "XLA_FLAGS" not in os.environ:
 import hypothesis
 import jax
 import pytest
+
+gc.set_threshold(200_000, 50, 100)  # tracing makes so many objects that Python's thresholds cost a tenth of the time
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.devices()  # from here on there are two, whatever a test of `--devices` asks for
@@ -70,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in listed:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what has been imported and collected out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ class Method(NamedTuple):
         }
 
 
+@functools.lru_cache(maxsize=1024)
 def _help(factory: Callable, name: str) -> str:
     """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
     text = argument_texts(factory).get(name, "")
