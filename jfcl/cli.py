@@ -86,6 +86,8 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
         begun = kept and any((Path(kept) / name).exists() for name in ("config.json", "setting.json"))
         how = f"; saved in {kept}, continue with the same command and --resume" if begun else ""
+        if getattr(args, "command", None) == "reproduce":
+            how = "; what has run is kept, continue with the same command"
         errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
         return 130
     except Exception as error:
