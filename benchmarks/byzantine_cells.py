@@ -61,13 +61,13 @@ def add(run: str | Path) -> Path:
     device = table.get("device", summary["device"])  # that of seeds for which none is noted
     where = {"rows": table.setdefault("rows", []), "clients": config["clients"], "rounds": rounds, "device": device}
     row, added = _row(key={"data": data, "scenario": scenario, "method": method}, **where), False
-    next_seed = row["seeds"]
+    next_seed, alone = row["seeds"], _ran_alone(Path(run))
     for of_seed in summary["per_seed"]:
         mine = [r for r in records if r["seed"] == of_seed["seed"]]
         found = removals(cell_config(RECIPES[name].full, data, scenario, method), mine) if method == "CFL" else None
         new = {
             "accuracy %": 100 * of_seed["accuracy"],
-            "seconds": round(summary["seconds"] / len(summary["per_seed"])),
+            "seconds": round(summary["seconds"] / len(summary["per_seed"])) if alone else None,
             "device": summary["device"],
             "products": config["precision"],
         }
@@ -85,8 +85,15 @@ def add(run: str | Path) -> Path:
     table = {"device": summary["device"], "versions": summary["versions"], "command": command} | table
     table.setdefault("versions by device", {table["device"]: table["versions"]})
     table["versions by device"].setdefault(summary["device"], summary["versions"])
+    table["rows"] = [r for r in table["rows"] if r["seeds"]]  # none of FL where CFL excludes a client in the first seed
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
+
+
+def _ran_alone(run: Path) -> bool:
+    """Returns whether the run was not one of several jobs of `jfcl reproduce`, whose seconds say little."""
+    result = run.parent / "result.json"
+    return not result.exists() or json.loads(result.read_text()).get("jobs", 1) == 1
 
 
 def _add_seed(

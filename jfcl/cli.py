@@ -46,7 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     def leave(count: int) -> None:
         if count > 1 and not ended.wait(PATIENCE):  # compiled code does not return
             errors.show_cursor()  # a progress bar hides it
-            errors.print("\ninterrupted; a run in a folder continues with the same command and --resume", markup=False)
+            errors.print(
+                "\ninterrupted; what is in a folder continues with the same command (run, sweep: and --resume)",
+                markup=False,
+            )
             os._exit(130)
 
     with answered_at_once(leave) if argv is None else contextlib.nullcontext():

@@ -320,6 +320,17 @@ def test_a_clean_run_of_cfl_without_an_exclusion_counts_as_fl(cells):
     module.add(run("CFL", 1, 0.8, scenario="clean", excluded=[4]))
     seeds = {r["method"]: r["seeds"] for r in json.loads(path.read_text())["rows"]}
     assert seeds == {"CFL": 2, "FL": 1}
+    path.unlink()
+    module.add(run("CFL", 0, 0.8, scenario="clean", excluded=[4]))
+    module.add(run("CFL", 1, 0.9, scenario="clean"))  # FL's first seed is missing
+    assert [r["method"] for r in json.loads(path.read_text())["rows"]] == ["CFL"]
+
+
+def test_seconds_of_runs_beside_others_are_left_out(cells):
+    module, run = cells
+    folder = run("FL", 0, 0.5)
+    (folder.parent / "result.json").write_text(json.dumps({"jobs": 5}))
+    assert json.loads(module.add(folder).read_text())["rows"][0]["seconds by seed"] == [None]
 
 
 def test_runs_that_are_not_the_next_seed_of_a_cell_are_refused(cells):

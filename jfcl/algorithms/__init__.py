@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -61,7 +60,6 @@ class Method(NamedTuple):
         }
 
 
-@functools.lru_cache(maxsize=1024)
 def _help(factory: Callable, name: str) -> str:
     """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
     text = argument_texts(factory).get(name, "")

@@ -166,11 +166,6 @@ def _members(hint: Any) -> tuple:
 @functools.cache
 def options_of(function: Callable) -> dict[str, Option]:
     """Returns the options among the keyword-only arguments of `function`; an argument without a default has None."""
-    return dict(_options_of(function))
-
-
-@functools.lru_cache(maxsize=256)  # type hints are slow to evaluate, and every call of a factory asks for its options
-def _options_of(function: Callable) -> dict[str, Option]:
     hints, texts = typing.get_type_hints(function, include_extras=True), argument_texts(function)
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():

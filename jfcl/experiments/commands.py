@@ -346,7 +346,7 @@ def command_reproduce(args: argparse.Namespace, console: Console) -> None:
     """`jfcl reproduce`."""
     _check_out(args.out)
     if args.jobs > 1:
-        jobs.share_accelerator()
+        jobs.share_gpu()
     _start_devices(None, mapping.num_cores())
     changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
     check_choice("recipe", args.name, RECIPES)

@@ -312,7 +312,11 @@ def _add_reproduce(commands: argparse._SubParsersAction) -> None:
     again.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
     again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
     again.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own [1]"
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time, each in a process of its own, where a recipe has several [1]",
     )
     again.add_argument("--quiet", action="store_true", help="no progress bars")
 

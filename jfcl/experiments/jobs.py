@@ -1,7 +1,7 @@
 """Parts of a recipe in processes of their own, several at a time: `jfcl reproduce --jobs N`.
 
-On a CPU every process has its share of the cores. On an accelerator the processes share its memory, so that one
-compiles while another computes.
+On a CPU every process has its share of the cores. On a GPU the processes share its memory, and one compiles while
+another computes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jfcl.core import check, platform
 from jfcl.execution import mapping
 
 # Options of JAX that processes take over: where compiled programs are kept.
@@ -31,14 +34,22 @@ class _Process(NamedTuple):
     result: Connection
     slot: int
 
+    def end(self) -> tuple[list[tuple[str, type]], BaseException | None] | None:
+        """Waits for the end; returns the warnings and the error of the part, None if the process sent nothing."""
+        found = None
+        with contextlib.suppress(EOFError):
+            found = self.result.recv()
+        self.process.join()
+        return found
 
-def share_accelerator() -> None:
-    """Lets several processes share an accelerator's memory; to be called before JAX starts its backend."""
+
+def share_gpu() -> None:
+    """Lets several processes share a GPU's memory; to be called before JAX starts its backend."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def share_of_cores(cores: list[int], jobs: int, slot: int) -> list[int]:
-    """Returns the cores of process `slot` of `jobs`: each core has one process at least, as evenly as possible.
+    """Returns the cores of process `slot` of `jobs`, as evenly as possible, and at least one.
 
     Example:
       >>> [share_of_cores([4, 5, 6, 7, 8], 2, slot) for slot in range(2)]
@@ -54,26 +65,27 @@ def share_of_cores(cores: list[int], jobs: int, slot: int) -> list[int]:
 def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[str]:
     """Calls the `parts`, at most `jobs` at a time, each in a new process; yields the name of each that has ended.
 
-    Parts leave their results in files; they are pickled, and so are the errors they raise. Warnings of a part are
-    repeated here. After an error, or Ctrl-C, no other part begins. Those that run are interrupted as by Ctrl-C, which
-    a run answers with a checkpoint, and awaited; a second Ctrl-C ends them at once.
+    Parts leave their results in files. Parts and their errors are pickled. Warnings of a part are repeated here. After
+    an error, or Ctrl-C, no other part begins. Those that run are interrupted as by Ctrl-C, which a run answers with a
+    checkpoint, and awaited; a second Ctrl-C ends them at once.
 
     Raises:
-      MemoryError: a process was killed, which on Linux mostly is for want of memory.
+      ValueError: on a TPU, which one process holds alone.
+      MemoryError: a process was killed; on Linux mostly because memory ran out.
+      RuntimeError: a process ended without a result, as in a script without a main guard.
       What a part raises.
     """
-    share_accelerator()
+    check(platform() != "tpu", "jobs", jobs, "1 on a TPU, which one process holds")
+    share_gpu()
     context = multiprocessing.get_context("spawn")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    kept = {name: getattr(jax.config, name) for name in KEPT}
+    options = {name: getattr(jax.config, name) for name in KEPT}
     waiting, running, free = list(parts.items()), [], list(range(jobs))[::-1]
     try:
         while waiting or running:
             while waiting and free:
                 (name, part), slot = waiting.pop(0), free.pop()
                 receiver, sender = context.Pipe(duplex=False)
-                mine = share_of_cores(cores, jobs, slot) if cores else []
-                process = context.Process(target=_work, args=(part, mine, kept, sender), name=f"jfcl {name}")
+                process = context.Process(target=_work, args=(part, jobs, slot, options, sender), daemon=True)
                 process.start()
                 sender.close()
                 running.append(_Process(name, process, receiver, slot))
@@ -84,61 +96,80 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
                 _raise_failure(one)
                 yield one.name
     finally:
-        _stop([one.process for one in running])
+        _stop(running)
 
 
 def _raise_failure(one: _Process) -> None:
-    """Waits for a process that has ended; repeats its warnings, and raises its error."""
-    try:
-        caught, error = one.result.recv()
-    except EOFError:
-        caught, error = [], None
-    one.process.join()
+    """Waits for a process that is about to end; repeats its warnings, and raises its error."""
+    found, status = one.end(), one.process.exitcode
+    if found is None and status < 0:
+        raise MemoryError(
+            f"the process of {one.name} was killed (exit status {status}); call again with fewer jobs. What has run is"
+            " kept"
+        )
+    if found is None:
+        raise RuntimeError(
+            f"the process of {one.name} ended with status {status} and no result; a script that starts processes needs"
+            ' `if __name__ == "__main__":`'
+        )
+    caught, error = found
     for text, category in caught:
         warnings.warn(text, category, stacklevel=4)
     if error is not None:
         raise error
-    if one.process.exitcode != 0:
-        raise MemoryError(
-            f"the process of {one.name} was killed (exit status {one.process.exitcode}); call again with fewer jobs."
-            " What has run is kept"
-        )
 
 
-def _stop(processes: list[BaseProcess]) -> None:
-    """Interrupts the processes and waits for their end; ends them at once if that is interrupted."""
+def _stop(running: list[_Process]) -> None:
+    """Interrupts processes and waits for their end; ends them at once if that is interrupted."""
     try:
-        for process in processes:
+        for one in running:
             with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGINT)
-        for process in processes:
-            process.join()
+                os.kill(one.process.pid, signal.SIGINT)
+        for one in running:
+            one.end()
     finally:
-        for process in processes:
-            process.kill()
+        for one in running:
+            one.process.kill()
 
 
-def _work(part: Callable[[], Any], cores: list[int], options: dict[str, Any], result: Connection) -> None:
+def _work(part: Callable[[], Any], jobs: int, slot: int, options: dict[str, Any], result: Connection) -> None:
     """The main function of a process: calls `part`, and sends its warnings and its error."""
-    os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which passes it on
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if cores:
-        os.sched_setaffinity(0, cores)
     for name, value in options.items():
         jax.config.update(name, value)
     error = None
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("default", UserWarning)
         try:
-            mapping.divide_cpu(mapping.num_cores())
+            _take_share(jobs, slot)
             part()
         except BaseException as raised:  # also that of Ctrl-C, which the parent has seen
-            error = raised
+            error = _to_send(raised)
     texts = [(str(one.message), one.category) for one in caught if issubclass(one.category, UserWarning)]
+    result.send((list(dict.fromkeys(texts)), error))
+
+
+def _take_share(jobs: int, slot: int) -> None:
+    """Takes the process's part of the cores, or of a GPU's memory, before JAX starts its backend."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share_of_cores(sorted(os.sched_getaffinity(0)), jobs, slot))
+        mapping.divide_cpu(mapping.num_cores())
+    else:
+        mapping.divide_cpu(max(1, mapping.num_cores() // jobs))
+
+
+def _to_send(error: BaseException) -> BaseException:
+    """Returns the error with its traceback as a note, or one of its text if it cannot be pickled."""
+    error.add_note(traceback.format_exc())
     try:
-        result.send((texts, error))
-    except Exception:  # an error that is not pickled
-        result.send((texts, RuntimeError(f"{type(error).__name__}: {error}")))
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
 
 
 def _end_with_parent() -> None:

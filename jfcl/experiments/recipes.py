@@ -1,7 +1,7 @@
 """The papers' experiments, each under a name: `jfcl reproduce NAME`.
 
 A recipe is a function from a setting (a dict of numbers) to the rows of a table and a picture. It does its runs through
-`Bench.run`, which keeps every one in its own folder: a recipe that was killed goes on where it stopped, and does
+`Bench`, which keeps every one in its own folder: a recipe that was killed goes on where it stopped, and does
 nothing twice. Results of another setting are refused; damaged ones are set aside under another name, and run again.
 """
 
@@ -38,7 +38,7 @@ REPEATS = ("seeds", "trials")  # may grow in a folder: each seed and trial is ke
 class Bench(NamedTuple):
     """Where a recipe works: `out` is its folder, `data_dir` as in `jfcl run`, `progress` shows bars.
 
-    `run_all` and `keep_all` compute what is missing in processes of its own, `jobs` at a time, where `jobs` is above 1.
+    `run_all` and `keep_all` compute what is missing; with `jobs` above 1 in processes of their own, so many at a time.
     """
 
     out: Path
@@ -116,14 +116,14 @@ class Bench(NamedTuple):
         write_json(file, compute(*args))
         return read_json(file)
 
-    def keep_all(self, calls: Mapping[str, tuple[Any, ...]], label: str) -> list[Row]:
+    def keep_all(self, calls: Mapping[str, tuple[Any, ...]], label: str) -> dict[str, Row]:
         """Returns what `keep(name, compute, *args)` does, for each name and its `(compute, *args)`."""
         own = self._replace(progress=False)
         self._ahead({f"{name}.json": partial(own.keep, name, *call) for name, call in calls.items()})
-        return [self.keep(name, *call) for name, call in self.track(calls.items(), label)]
+        return {name: self.keep(name, *call) for name, call in self.track(calls.items(), label)}
 
     def _ahead(self, parts: Mapping[str, Callable[[], Any]]) -> None:
-        """Computes the parts that are missing in several processes, if it may; a part is named by what it leaves."""
+        """Computes missing parts, several processes at a time, if `jobs` is above 1; a part is named by its file."""
         paths = {name: self.out / name for name in parts}
         there = {name for name, path in paths.items() if path.is_file() or (path / "summary.json").exists()}
         missing = {name: part for name, part in parts.items() if name not in there}
@@ -210,17 +210,19 @@ def reproduce(
       out: its folder; default `runs/reproduce/NAME-small` or `-full`. A folder of the same setting is resumed, with as
         many seeds and trials as are asked for now: those that are there are not repeated.
       data_dir, progress: as in `jfcl run`.
-      jobs: runs (or trials, cells) of the recipe at a time. Above 1 each has a process of its own, with its share of a
-        CPU's cores, or with the others on the accelerator; a script that asks for this needs a main guard.
+      jobs: runs, trials or cells at a time, where the recipe has several that do not depend on each other. Above 1 each
+        has a process of its own, with its share of a CPU's cores, or of a GPU's memory if JAX has not started yet; a
+        script that asks for this needs a main guard.
       changes: entries of the setting to change, such as `rounds=40` or `mnist=[(1200, 200)]`; `None` leaves one as it
         is.
 
     Returns:
-      What stands in `result.json`: `name`, `title`, `setting`, `rows`, `notes`, `seconds`, `device`, `versions`.
+      What stands in `result.json`: `name`, `title`, `setting`, `rows`, `notes`, `seconds`, `jobs`, `device`,
+      `versions`. With several jobs, the seconds of a row are those of a run beside others.
 
     Raises:
       ValueError: an unknown name, an entry that the setting does not have; what `jfcl.experiments.run` raises.
-      MemoryError: a process of several was killed, which is mostly for want of memory; what has run is kept.
+      MemoryError: a process of several was killed, mostly because memory ran out; what has run is kept.
 
     Example:
       >>> import tempfile
@@ -262,6 +264,7 @@ def reproduce(
         "rows": outcome.rows,
         "notes": outcome.notes,
         "seconds": time.perf_counter() - started,
+        "jobs": jobs,
         **environment(),
     }
     result = finite_or_none(result)
@@ -289,6 +292,7 @@ def _check_entry(entry: str, value: Any, full: Any, small: Any) -> None:
         parts = [tuple(v) if isinstance(v, list) else v for v in value]
         numbers = not isinstance(known[0], (str, list, tuple))
         fits = [isinstance(v, (int, float)) and not isinstance(v, bool) if numbers else v in known for v in parts]
+        check(len(set(map(str, parts))) == len(parts), entry, value, "a list of different entries")
         check(all(fits), entry, value, f"a list of {'numbers' if numbers else f'entries of {json.dumps(known)}'}")
     else:
         number = isinstance(known, float) and isinstance(value, int) and not isinstance(value, bool)
@@ -298,11 +302,12 @@ def _check_entry(entry: str, value: Any, full: Any, small: Any) -> None:
 def _check_setting(out: Path, asked: dict[str, Any], default: dict[str, Any]) -> None:
     """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting but for `REPEATS`.
 
-    An entry that is not in `out` did not exist yet, and had its present default.
+    An entry that is not in `out` did not exist yet, and had its present default; one that the recipe no longer has does
+    not matter.
     """
     file = out / "setting.json"
     there = default | read_json(file) if file.exists() else asked
-    names = [name for name in asked | there if name not in REPEATS]
+    names = [name for name in asked if name not in REPEATS]
     differ = [f"{k}: {there.get(k)}, asked for {asked.get(k)}" for k in names if there.get(k) != asked.get(k)]
     check(not differ, "out", str(out), f"a new folder: another experiment was begun there ({'; '.join(differ)})")
     write_json(file, asked)
