@@ -125,7 +125,7 @@ def test_processes_that_fail(tmp_path):
 
 @pytest.mark.slow
 def test_jobs_that_are_interrupted_or_killed_are_resumed(tmp_path):
-    command = [sys.executable, "-m", "jfcl", "reproduce", "federated_clustering.figure5", "--rounds", "3000"]
+    command = [sys.executable, "-m", "jfcl", "reproduce", "federated_clustering.figure5", "--rounds", "600"]
     command += ["--jobs", "2", "--out", str(tmp_path)]
 
     def begin_and_send(number):
