@@ -23,6 +23,7 @@ from jfcl.experiments.papers import report
 from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.experiments.setups import setup
 
+SIMILARITIES = ("updates", "gradients")
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split
 UNSPLIT = {"eps_1": NEVER, "eps_2": 1.0, "max_clusters": 2, "tree_dim": 0}
 CLIENTS = {"clients": 20, "clusters": 4, "track_gap": True}
@@ -77,7 +78,7 @@ def _gaps(
     rows, count = [], len(setting["examples"])
     figure, [line] = report.panels(5 * count, 3.8, 1, count)
     for axes, (dataset, examples) in zip(line, setting["examples"].items(), strict=True):
-        for similarity in ("updates", "gradients"):
+        for similarity in SIMILARITIES:
             x, gaps, found = of(dataset, examples, similarity)
             report.plot_band(axes, x, gaps, label=similarity, **style)
             rows += found
@@ -103,12 +104,13 @@ def _gap_config(
 def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 5: separation gap by examples per client, label swap."""
     paper = {"mnist": "above 0 from 20", "cifar10": "above 0 from about 500"}
+    cells = [(data, n, of) for data, counts in setting["examples"].items() for n in counts for of in SIMILARITIES]
+    runs = bench.run_all({f"{d}-{n}-{of}": _gap_config(setting, d, n, of, setting["rounds"]) for d, n, of in cells})
 
     def of(dataset, counts, similarity):
         gaps, rows = [], []
-        configs = {n: _gap_config(setting, dataset, n, similarity, setting["rounds"]) for n in counts}
-        runs = bench.run_all({f"{dataset}-{n}-{similarity}": config for n, config in configs.items()})
-        for examples, (_, records) in zip(counts, runs.values(), strict=True):
+        for examples in counts:
+            _, records = runs[f"{dataset}-{examples}-{similarity}"]
             gaps.append(report.seed_columns(records, "separation_gap")[-1])
             row = {"data": dataset, "examples": examples, "similarity of": similarity}
             row |= {"gap": float(np.mean(gaps[-1])), "lowest seed": float(np.min(gaps[-1]))}
@@ -125,9 +127,11 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
 )
 def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 6: separation gap by round, label swap."""
+    cells = [(data, n, of) for data, n in setting["examples"].items() for of in SIMILARITIES]
+    runs = bench.run_all({f"{data}-{of}": _gap_config(setting, data, n, of, 1) for data, n, of in cells})
 
     def of(dataset, examples, similarity):
-        _, records = bench.run(f"{dataset}-{similarity}", _gap_config(setting, dataset, examples, similarity, 1))
+        _, records = runs[f"{dataset}-{similarity}"]
         rounds, gaps = [r["round"] for r in report.first_seed(records)], report.seed_columns(records, "separation_gap")
         row = {"data": dataset, "similarity of": similarity, "gap at the end": float(gaps[-1].mean())}
         row |= {"above 0 from round on": rounds_to_recovery(rounds, (gaps > 0).all(axis=1))}
@@ -151,10 +155,14 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """
     rows, (figure, [line]) = [], report.panels(10, 3.8, 1, 2)
     two = {"dataset": "mnist", "clients": 2, "clusters": 2, "eval_every": max(1, setting["rounds"] // 200)}
-    kinds = (("incongruent", "label_swap"), ("congruent", "class"))
-    for axes, (kind, heterogeneity) in zip(line, kinds, strict=True):
+    configs = {}
+    for kind, heterogeneity in (("incongruent", "label_swap"), ("congruent", "class")):
         config = report.configure("cfl", setting | two | UNSPLIT | {"heterogeneity": heterogeneity})
-        _, records = bench.run(kind, config)
+        free = dataclasses.replace(config, eps_1=None, eps_2=None, eval_every=10, **setting["split"])
+        configs |= {kind: config, f"{kind}-split": free}
+    runs = bench.run_all(configs)
+    for axes, kind in zip(line, ("incongruent", "congruent"), strict=True):
+        _, records = runs[kind]
         for name, label in (("mean_norm", "mean update"), ("max_norm", "longest update")):
             norms = report.seed_columns(records, name)
             axes.plot([r["round"] for r in report.first_seed(records)], norms.mean(axis=1), label=label)
@@ -163,8 +171,7 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
             row |= {"last rounds": float(norms[-few:].mean())}
             stays = (kind, name) == ("incongruent", "max_norm")
             rows.append(row | {"paper": "stays up, even grows" if stays else "goes to 0"})
-        free = dataclasses.replace(config, eps_1=None, eps_2=None, eval_every=10, **setting["split"])
-        _, records = bench.run(f"{kind}-split", free)
+        free, (_, records) = configs[f"{kind}-split"], runs[f"{kind}-split"]
         when = [r["round"] for r in records if max(r["split_from"]) >= 0]
         until = f", by round {max(when)}" if when else f" in {free.rounds} rounds"
         row = {"clients": kind, "split": f"{len(when)} of {free.seeds} seeds{until}"}

@@ -141,27 +141,36 @@ def figure_3(bench: Bench, setting: dict[str, Any]) -> Outcome:
         check_choice("panel", panel, "abcd")
     check_choice("start", setting["start"], ["bernoulli", "scaled"])  # scaled: as the truths, to norm R
     check_choice("to", setting["to"], ["matched", "nearest"])
-    rows = []
+    groups = [(panel, *group) for panel in setting["panels"] for group in _groups(setting, panel)]
+    calls = {
+        f"{panel}-{m}-{n}-{trial}": (_trial, trial, cells, k, m, n, setting)
+        for panel, k, m, n, cells in groups
+        for trial in range(setting["trials"])
+    }
+    kept, rows = bench.keep_all(calls, "trials"), []
+    for panel, k, m, n, cells in groups:
+        trials = [kept[f"{panel}-{m}-{n}-{trial}"]["success"] for trial in range(setting["trials"])]
+        for (radius, noise), share in zip(cells, np.mean(trials, axis=0), strict=True):
+            row = {"panel": panel, "clusters": k, "clients": m, "examples": n, "R": radius, "noise": noise}
+            rows.append(row | {"success": float(share)})
     figure, [line] = report.panels(5 * len(setting["panels"]), 3.8, 1, len(setting["panels"]))
     for axes, panel in zip(line, setting["panels"], strict=True):
-        k = 2 if panel in "ac" else 4
-        if panel in "ab":
-            cells = [(r, s) for s in setting["noises"] for r in setting["radii"]]
-            groups = [(100 if k == 2 else 400, 100, cells)]
-        else:
-            radii = (0.1, 0.25) if k == 2 else (0.5, 0.75)
-            counts = [c * k // 2 for c in setting["clients"]]
-            groups = [(m, n, [(r, 0.1) for r in radii]) for m in counts for n in setting["examples"]]
-        found = []
-        for m, n, cells in groups:
-            shares = _successes(bench, setting, panel, k, m, n, cells)
-            for (radius, noise), share in zip(cells, shares, strict=True):
-                row = {"panel": panel, "clusters": k, "clients": m, "examples": n, "R": radius, "noise": noise}
-                found.append(row | {"success": float(share)})
+        found = [row for row in rows if row["panel"] == panel]
         _plot_successes(axes, found, of_noise=panel in "ab")
-        report.label_axes(axes, 7, ylabel="success", title=f"({panel}) K={k}", ylim=(-0.05, 1.05))
-        rows += found
+        title = f"({panel}) K={found[0]['clusters']}"
+        report.label_axes(axes, 7, ylabel="success", title=title, ylim=(-0.05, 1.05))
     return Outcome(rows, figure, "the paper: success grows with R, with the clients and with their examples")
+
+
+def _groups(setting: dict[str, Any], panel: str) -> list[tuple[int, int, int, list[tuple[float, float]]]]:
+    """Returns `(clusters, clients, examples, cells)` of a panel; a cell is a pair of separation and noise."""
+    k = 2 if panel in "ac" else 4
+    if panel in "ab":
+        cells = [(r, s) for s in setting["noises"] for r in setting["radii"]]
+        return [(k, 100 if k == 2 else 400, 100, cells)]
+    radii = (0.1, 0.25) if k == 2 else (0.5, 0.75)
+    counts = [c * k // 2 for c in setting["clients"]]
+    return [(k, m, n, [(r, 0.1) for r in radii]) for m in counts for n in setting["examples"]]
 
 
 def _plot_successes(axes: Axes, rows: list[Row], of_noise: bool) -> None:
@@ -172,14 +181,6 @@ def _plot_successes(axes: Axes, rows: list[Row], of_noise: bool) -> None:
         label = ", ".join(f"{name} {value:g}" for name, value in zip(by, values, strict=True))
         axes.plot([r[along] for r in line], [r["success"] for r in line], marker=".", label=label)
     axes.set_xlabel(along)
-
-
-def _successes(bench: Bench, setting: dict[str, Any], panel: str, k: int, m: int, n: int, cells) -> np.ndarray:
-    """`[cells]`: the share of trials that succeed; every trial is kept in a file."""
-    trials = range(setting["trials"])
-    calls = {f"{panel}-{m}-{n}-{trial}": (_trial, trial, cells, k, m, n, setting) for trial in trials}
-    kept = bench.keep_all(calls, f"({panel}) {m} clients of {n}")
-    return np.mean([trial["success"] for trial in kept.values()], axis=0)
 
 
 def _trial(seed: int, cells: list[tuple[float, float]], *args: Any) -> Row:
