@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
+from jfcl.algorithms.round import select_cohort
 from jfcl.client.local import draw_batch
 from jfcl.client.losses import lowest_loss
 from jfcl.core import Clients, Task, client_keys
@@ -263,6 +264,31 @@ def test_the_first_round_does_not_prove_an_identity_stable():
     assert float(first["bytes_down"]) == float(second["bytes_down"]) == 6 * 2 * 4.0 * D
 
 
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_initial_models_are_drawn_until_each_has_its_share(cohort):
+    """Models are those of the first draw whose choices, by losses in NumPy, give each its share; all clients choose."""
+    task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+    y = np.repeat(np.float32([1, -1, 2, -2, 3, -3, 0, 0]), 3).reshape(8, 3)
+    clients = Clients({"x": np.zeros((8, 3), np.float32), "y": y}, np.array([3] * 6 + [0] * 2, np.int32))
+    options = {"num_clusters": 2, "min_share": 0.5, "cohort": cohort}
+    algorithm = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.1), num_steps=1), **options)
+    drawn = []
+    for seed in range(6):
+        key = jax.random.key(seed)
+        state = jax.jit(algorithm.init)(key, clients)
+        rows = np.arange(6) if cohort is None else np.asarray(select_cohort(key, clients, cohort).rows)
+        for draw in range(1000):
+            keys = jax.random.split(jax.random.fold_in(key, draw), 2)
+            models = np.array([float(task.init(k)["b"]) for k in keys])
+            chosen = ((y[:, :, None].astype(float) - models) ** 2).mean(axis=1).argmin(axis=1)
+            if np.bincount(chosen[rows], minlength=2).min() >= len(rows) / 2:
+                break
+        np.testing.assert_allclose(state.params["b"], models, rtol=1e-6)
+        np.testing.assert_array_equal(state.cluster[:6], chosen[:6])
+        drawn.append(draw)
+    assert max(drawn) > 0  # some first draws were refused
+
+
 def test_restarts_keep_the_best_and_cost_what_they_cost():
     clients = regression(10, n=8)
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
@@ -437,6 +463,14 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, divide_by="participants"),
             'divide_by must be left out without average="gradients"',
+        ),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.4),
+            "min_share must be at most 1 / 3, an equal share for each model, got 0.4",
+        ),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.1, cohort=2),
+            "cohort must be at least the 3 models, for min_share, got 2",
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, restarts=3, restart_rounds=5, stable_rounds=5),

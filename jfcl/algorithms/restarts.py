@@ -1,15 +1,17 @@
-"""Random restarts: a few rounds from several initialisations, of which the best is kept (IFCA, section 6.1)."""
+"""Random starts: the best of several after a few rounds of each (IFCA, section 6.1), or one that all models share."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from jfcl.algorithms.round import select_cohort
 from jfcl.core import Algorithm, Clients, check_count
 from jfcl.execution.jitted import traced_once
 from jfcl.kernels.base import sum_dtype
 
 COSTS = ("bytes_up", "bytes_down", "client_steps")
+MOST_DRAWS = 1000  # of initial models
 
 
 def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -> Algorithm:
@@ -68,6 +70,54 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
         return state, metrics | {name: metrics[name] * factor for name in COSTS if name in metrics}
 
     return algorithm._replace(init=init, step=step)
+
+
+def with_balanced_start(
+    algorithm: Algorithm, *, num_clusters: int, min_share: float | jax.Array, cohort: int | None = None
+) -> Algorithm:
+    """Returns `algorithm` with initial models that are drawn again until each is chosen by enough clients.
+
+    Without this, all clients may choose the same one of several random models, and the others never train.
+
+    Args:
+      algorithm: its state has the clients' choices in `cluster` `[N]`.
+      num_clusters: `K`.
+      min_share: of the clients, that chooses each of the models at least. After 1,000 draws the most even one is kept.
+      cohort: number of clients that choose, the same in every draw; default: all.
+
+    Returns:
+      `Algorithm` of the same state and metrics. Cost of `init`: `K` forward passes over the cohort's data per draw,
+      which are not in the metrics.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, -1, 1, -1]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> one = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> even = with_balanced_start(one, num_clusters=2, min_share=0.5)
+      >>> [sorted(even.init(jax.random.key(seed), clients).cluster.tolist()) for seed in range(3)]
+      [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+
+    def init(key: jax.Array, clients: Clients):
+        few = select_cohort(key, clients, cohort).clients
+        real = jnp.asarray(few.size) > 0
+
+        def draw_next(carry):
+            i, best, most = carry
+            chosen = algorithm.init(jax.random.fold_in(key, i), few).cluster
+            clients_of = ((chosen[:, None] == jnp.arange(num_clusters)[None, :]) & real[:, None]).sum(axis=0)
+            share = clients_of.min() / jnp.maximum(real.sum(), 1)
+            return i + 1, jnp.where(share > most, i, best), jnp.maximum(share, most)
+
+        first = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.full((), -1.0)
+        _, best, _ = jax.lax.while_loop(
+            lambda carry: (carry[0] < MOST_DRAWS) & (carry[2] < min_share), draw_next, first
+        )
+        return algorithm.init(jax.random.fold_in(key, best), clients)
+
+    return algorithm._replace(init=init)
 
 
 def num_failed(metrics: dict[str, jax.Array]) -> jax.Array:
