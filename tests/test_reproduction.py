@@ -167,6 +167,12 @@ def test_ifca_is_above_one_model_and_that_above_local_models():
     assert one("ifca.figure4-small", "identity at the end") == 1
 
 
+def test_ifca_in_the_small_setting_of_cifar10_trains_one_of_its_models():
+    found = {r["method"]: r for r in rows("ifca.table1_cifar10-small")}
+    assert found["ifca"]["identity"] == 0.5  # of two clusters
+    assert min(found[m]["clients %"] for m in ("ifca", "fedavg")) > found["local"]["clients %"] + 10
+
+
 # Federated-Clustering.
 
 
