@@ -25,10 +25,9 @@ from jfcl.core import (
     check_count,
     dense_start,
     get_parameter,
-    is_concrete,
     of_rest,
 )
-from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range, Real, check_options
+from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range, check_options
 from jfcl.execution import mapping
 
 AVERAGE = ("models", "gradients")
@@ -48,7 +47,7 @@ def ifca(
     personal_steps: PersonalSteps = None,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
     identity_batch: Annotated[int | None, Range(1)] = None,
-    min_share: Annotated[Real | None, Interval("(0, 1]")] = None,
+    min_share: Annotated[float | None, Interval("(0, 1]")] = None,
     restarts: Rounds = 1,
     restart_rounds: Annotated[int, Range(1, MOST_REPEATED), Needs("restarts")] = 1,
     server_optimizer: optax.GradientTransformation | None = None,
@@ -119,8 +118,12 @@ def ifca(
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
         check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
-        possible = not is_concrete(min_share) or num_clusters * min_share <= 1
-        check(possible, "min_share", min_share, f"at most 1 / {num_clusters}, an equal share for each model")
+        check(
+            num_clusters * min_share <= 1,
+            "min_share",
+            min_share,
+            f"at most 1 / {num_clusters}, an equal share for each model",
+        )
         enough = cohort is None or cohort >= num_clusters
         check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
     steps = f"{average}, with num_steps={training.num_steps}"

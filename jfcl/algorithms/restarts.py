@@ -73,7 +73,7 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
 
 
 def with_balanced_start(
-    algorithm: Algorithm, *, num_clusters: int, min_share: float | jax.Array, cohort: int | None = None
+    algorithm: Algorithm, *, num_clusters: int, min_share: float, cohort: int | None = None
 ) -> Algorithm:
     """Returns `algorithm` with initial models that are drawn again until each is chosen by enough clients.
 
