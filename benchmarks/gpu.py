@@ -1,6 +1,6 @@
 """What a machine with a GPU is used for, in order of value: each step in its time, and none twice.
 
-    make gpu                                 # python benchmarks/gpu.py, in an hour
+    make gpu                                 # python benchmarks/gpu.py, in an hour at most
     python benchmarks/gpu.py --list          # the steps, and which of them are done
 
 A step that ends well is noted in runs/gpu/done.json and left out the next time. One that is stopped by its limit is

@@ -1,4 +1,4 @@
-"""Random starts: the best of several after a few rounds of each (IFCA, section 6.1), or one that all models share."""
+"""Random starts: the best of several after some rounds (IFCA, section 6.1), or one where each model has clients."""
 
 from __future__ import annotations
 
