@@ -107,6 +107,7 @@ def test_parts_in_processes_of_their_own(tmp_path):
 
 def test_processes_that_fail(tmp_path):
     bench = Bench(tmp_path, None, False, jobs=2)
+    assert bench.keep("good", dict, [["a", 1]]) == {"a": 1}
     with pytest.raises(ValueError, match=r"invalid literal for int.*: 'x'"):
         bench.keep_all({"good": (dict, [["a", 1]]), "bad": (int, "x"), "late": (dict, [])}, "trials")
     assert bench.keep("good", pytest.fail) == {"a": 1} and not (tmp_path / "bad.json").exists()
