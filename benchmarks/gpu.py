@@ -35,7 +35,7 @@ TWO = ["--set", 'datasets=["mnist", "fashion_mnist"]']
 STEPS = [
     Step("tests", [*PYTHON, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/test_gpu.py"], 3),
     Step("table 2 of Byzantine CFL", [*REPRODUCE, "byzantine_cfl.table2", "--full", *TWO, "--jobs", "5"], 20),
-    Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full", "--jobs", "3"], 10),
+    Step("table 1 of IFCA", [*REPRODUCE, "ifca.table1", "--full"], 10),
     Step("table 1 of IFCA, CIFAR-10", [*REPRODUCE, "ifca.table1_cifar10", "--full", "--seeds", "1", "--jobs", "3"], 15),
     Step("predictions against measurements", [*PYTHON, "benchmarks/targets.py", "--here", "--largest", "2"], 8),
     Step("rounds beside PyTorch and FedJAX", [*PYTHON, "benchmarks/rounds.py"], 6),

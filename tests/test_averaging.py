@@ -276,9 +276,10 @@ def test_initial_models_are_drawn_until_each_has_its_share(cohort):
     for seed in range(6):
         key = jax.random.key(seed)
         state = jax.jit(algorithm.init)(key, clients)
-        rows = np.arange(6) if cohort is None else np.asarray(select_cohort(key, clients, cohort).rows)
+        cohort_key, models_key = jax.random.split(key)
+        rows = np.arange(6) if cohort is None else np.asarray(select_cohort(cohort_key, clients, cohort).rows)
         for draw in range(1000):
-            keys = jax.random.split(jax.random.fold_in(key, draw), 2)
+            keys = jax.random.split(jax.random.fold_in(models_key, draw), 2)
             models = np.array([float(task.init(k)["b"]) for k in keys])
             chosen = ((y[:, :, None].astype(float) - models) ** 2).mean(axis=1).argmin(axis=1)
             if np.bincount(chosen[rows], minlength=2).min() >= len(rows) / 2:
@@ -467,6 +468,12 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.4),
             "min_share must be at most 1 / 3, an equal share for each model, got 0.4",
+        ),
+        (
+            lambda: jfcl.ifca(
+                LINEAR, ONE, num_clusters=2, min_share=0.1, init_params={"w": np.zeros((2, D), np.float32)}
+            ),
+            "min_share must be left out with init_params",
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=3, min_share=0.1, cohort=2),

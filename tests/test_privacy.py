@@ -362,6 +362,10 @@ GOOD = GaussianDP(1.0, 1.0)
             "restarts, stable_rounds must be left out with dp",
         ),
         (
+            lambda: jfcl.ifca(TASK, TRAINING, num_clusters=2, min_share=0.5, dp=GOOD),
+            "min_share must be left out with dp",
+        ),
+        (
             lambda: jfcl.ifca(TASK, TRAINING, num_clusters=2, stable_rounds=2, dp=GOOD),
             r"restarts, stable_rounds must be left out with dp: .*, got \(1, 2\)",
         ),

@@ -85,11 +85,12 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
     assert [row["seed"] for row in bench.run("runs", config)[0]["per_seed"]] == [0, 1, 2] and ran[-1] == (1, 0)
 
 
-def test_parts_in_processes_of_their_own(tmp_path):
+def test_parts_in_processes_of_their_own(tmp_path, monkeypatch):
     """What two processes leave is what one leaves; their warnings are repeated, and what is there is not run again."""
     configs = {m: Config(m, clients=4, clusters=2, rounds=2, examples_per_client=20) for m in ("fedavg", "oracle")}
     mine = Bench(tmp_path / "one", None, False).run_all(configs)
     together = Bench(tmp_path / "two", None, False, jobs=2)
+    monkeypatch.setattr(recipes, "run", lambda *args, **options: pytest.fail("ran here"))
     theirs = together.run_all(configs)
     assert list(theirs) == list(mine) == ["fedavg", "oracle"]
     for name, (summary, records) in theirs.items():
@@ -187,6 +188,7 @@ def test_entries_of_a_setting_on_the_command_line(tmp_path, capsys):
     assert "seeds must be an integer, at least 1, got 'two'" in refused(table, "seeds=two")
     sizes = "mnist must be a list of entries of [[4800, 50], [2400, 100], [1200, 200]], got [[4800, 51]]"
     assert sizes in refused("ifca.table1", "mnist=[[4800, 51]]")
+    assert "a list of different entries" in refused("ifca.table1", "mnist=[[1200, 200], [1200, 200]]")
     assert "cohort must be an integer, at least 1, got -1" in refused("ifca.table1_cifar10", "cohort=-1")
     assert "radii must be a list such as [0.1, 0.25, 0.5, 0.75, 1.0], got []" in refused("ifca.figure3", "radii=[]")
     assert "radii must be a list of numbers, got ['a']" in refused("ifca.figure3", 'radii=["a"]')
@@ -498,4 +500,6 @@ def test_an_entry_that_a_setting_has_since_then_has_its_default(tmp_path):
     (tmp_path / "setting.json").write_text(json.dumps({"name": "x", "rounds": 2}))
     with pytest.raises(ValueError, match="inputs: text, asked for code"):
         reproduce("x", {"x": newer}, out=tmp_path, inputs="code")
+    assert reproduce("x", {"x": newer}, out=tmp_path)["rows"] == [{"of": "text"}]
+    (tmp_path / "setting.json").write_text(json.dumps({"name": "x", "rounds": 2, "inputs": "text", "gone since": 0}))
     assert reproduce("x", {"x": newer}, out=tmp_path)["rows"] == [{"of": "text"}]

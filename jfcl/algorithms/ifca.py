@@ -134,7 +134,7 @@ def ifca(
     if dp is not None:
         both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
         check(both == (1, None), "restarts, stable_rounds", both, accepted)
-        check(min_share is None, "min_share", min_share, accepted.replace("they decide", "it decides"))
+        check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
     client_axis = mapping.or_auto(client_axis)
     estimate = training
     if identity_batch is not None:

@@ -101,12 +101,13 @@ def with_balanced_start(
     """
 
     def init(key: jax.Array, clients: Clients):
-        few = select_cohort(key, clients, cohort).clients
+        cohort_key, models_key = jax.random.split(key)
+        few = select_cohort(cohort_key, clients, cohort).clients
         real = jnp.asarray(few.size) > 0
 
         def draw_next(carry):
             i, best, most = carry
-            chosen = algorithm.init(jax.random.fold_in(key, i), few).cluster
+            chosen = algorithm.init(jax.random.fold_in(models_key, i), few).cluster
             clients_of = ((chosen[:, None] == jnp.arange(num_clusters)[None, :]) & real[:, None]).sum(axis=0)
             share = clients_of.min() / jnp.maximum(real.sum(), 1)
             return i + 1, jnp.where(share > most, i, best), jnp.maximum(share, most)
@@ -115,7 +116,7 @@ def with_balanced_start(
         _, best, _ = jax.lax.while_loop(
             lambda carry: (carry[0] < MOST_DRAWS) & (carry[2] < min_share), draw_next, first
         )
-        return algorithm.init(jax.random.fold_in(key, best), clients)
+        return algorithm.init(jax.random.fold_in(models_key, best), clients)
 
     return algorithm._replace(init=init)
 

@@ -220,8 +220,8 @@ def _cifar(method: str, setting: dict[str, Any]) -> Config:
     return report.configure(method, setting | given | {"min_share": 0.35})
 
 
-def _table_1(bench: Bench, jobs: list[tuple[str, int, Callable[[str], Config]]], notes: str) -> Outcome:
-    """The rows of `jobs`: a title, the paper's column, and the run of a method."""
+def _table_1(bench: Bench, sizes: list[tuple[str, int, Callable[[str], Config]]], notes: str) -> Outcome:
+    """The rows of `sizes`: a title, the paper's column, and the run of a method."""
 
     def measured(summary, records):
         new = [row.get("newcomer_accuracy") for row in summary["per_seed"]]
@@ -235,7 +235,7 @@ def _table_1(bench: Bench, jobs: list[tuple[str, int, Callable[[str], Config]]],
 
     cells = [
         report.Cell(f"{title}-{method}", {"data": title, "method": method}, make(method), {"paper %": paper[index]})
-        for title, index, make in jobs
+        for title, index, make in sizes
         for method, paper in TABLE_1.items()
     ]
     return Outcome(*report.compare(bench, cells, "round", accuracy="clients %", measured=measured), notes)
@@ -248,12 +248,12 @@ def _table_1(bench: Bench, jobs: list[tuple[str, int, Callable[[str], Config]]],
 )
 def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """IFCA, table 1: rotated MNIST."""
-    jobs = [
+    sizes = [
         (f"mnist {m} x {n}", MNIST.index((m, n)), partial(_mnist, setting=setting, m=m, n=n))
         for m, n in setting["mnist"]
     ]
     notes = "" if setting["rounds"] == 300 else f"after {setting['rounds']} rounds; the paper's after 300"
-    return _table_1(bench, jobs, notes)
+    return _table_1(bench, sizes, notes)
 
 
 # A client takes part in a tenth of the rounds, so that local models train for 60 rounds of 600 in the paper's setting.
