@@ -267,7 +267,7 @@ def test_the_first_round_does_not_prove_an_identity_stable():
 @pytest.mark.parametrize("cohort", [None, 4])
 def test_initial_models_are_drawn_until_each_has_its_share(cohort):
     """Models are those of the first draw whose choices, by losses in NumPy, give each its share; all clients choose."""
-    task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+    task = jfcl.models.task(lambda key: {"b": 4.0 * jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
     y = np.repeat(np.float32([1, -1, 2, -2, 3, -3, 0, 0]), 3).reshape(8, 3)
     clients = Clients({"x": np.zeros((8, 3), np.float32), "y": y}, np.array([3] * 6 + [0] * 2, np.int32))
     options = {"num_clusters": 2, "min_share": 0.5, "cohort": cohort}
