@@ -171,7 +171,7 @@ def test_ifca_is_above_one_model_and_that_above_local_models():
 def test_ifca_in_the_small_setting_of_cifar10_trains_one_of_its_models():
     found = {r["method"]: r for r in rows("ifca.table1_cifar10-small")}
     assert found["ifca"]["identity"] == 0.5  # of two clusters
-    assert min(found[m]["clients %"] for m in ("ifca", "fedavg")) > found["local"]["clients %"] + 10
+    assert found["fedavg"]["clients %"] > found["ifca"]["clients %"] > found["local"]["clients %"] + 5
 
 
 # Federated-Clustering.
