@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Method(NamedTuple):
         }
 
 
+@cache
 def _help(factory: Callable, name: str) -> str:
     """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
     text = argument_texts(factory).get(name, "")
