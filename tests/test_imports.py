@@ -100,8 +100,8 @@ def test_only_mapping_knows_how_clients_are_mapped():
         assert not uses_map, file
 
 
-def test_importing_jfcl_leaves_heavy_optional_packages_alone():
-    heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython")
+def test_importing_jfcl_leaves_heavy_packages_alone():
+    heavy = ("tensorflow", "tensorflow_datasets", "orbax", "pandas", "IPython", "matplotlib", "scipy.optimize")
     code = f"import sys, jfcl; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

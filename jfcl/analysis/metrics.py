@@ -12,8 +12,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-from scipy.special import entr
 
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
 from jfcl.core import Clients, PyTree, Task, check, num_clients, of_rest
@@ -165,6 +163,8 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
       >>> cluster_recovery(found=[0, 0, 0, 0], true=[0, 0, 1, 1])["cluster_accuracy"]
       0.5
     """
+    from scipy.optimize import linear_sum_assignment  # takes long to import
+
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
@@ -203,6 +203,8 @@ def _adjusted_rand(table: np.ndarray) -> float:
 
 def _normalized_mutual_information(table: np.ndarray) -> float:
     """Returns the mutual information of the clusterings, divided by the mean of their entropies."""
+    from scipy.special import entr  # takes long to import
+
     share = table / table.sum()
     by_found, by_true = share.sum(axis=1), share.sum(axis=0)
     if len(by_found) == len(by_true) == 1:

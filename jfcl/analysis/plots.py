@@ -6,21 +6,21 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cycler import cycler
-from matplotlib import colormaps
-from matplotlib.colors import Colormap, ListedColormap
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
-from scipy.optimize import linear_sum_assignment
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
 from jfcl.analysis.metrics import contingency
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core.files import write_whole
+
+if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
+    from matplotlib.axes import Axes  # noqa: F401 (plots.Axes)
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 Records = Sequence[dict[str, Any]]
 
@@ -31,6 +31,18 @@ MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
 
+def new_figure(width: float, height: float, *, layout: str | None = None) -> Figure:
+    """Returns an empty figure, in inches.
+
+    Example:
+      >>> new_figure(6, 4).get_size_inches().tolist()
+      [6.0, 4.0]
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout=layout)
+
+
 def cluster_colors(count: int) -> Colormap:
     """Returns a colour for each of `count` clusters: those of `PALETTE`, or shades from dark to light for more.
 
@@ -38,6 +50,9 @@ def cluster_colors(count: int) -> Colormap:
       >>> cluster_colors(3).N, cluster_colors(30).N
       (8, 30)
     """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
     return ListedColormap(PALETTE) if count <= len(PALETTE) else colormaps["viridis"].resampled(count)
 
 
@@ -45,7 +60,7 @@ def png(figure: Figure) -> bytes:
     """Returns `figure` as the content of a PNG file.
 
     Example:
-      >>> png(Figure())[1:4]
+      >>> png(new_figure(6, 4))[1:4]
       b'PNG'
     """
     buffer = io.BytesIO()
@@ -59,7 +74,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
     Example:
       >>> import tempfile
-      >>> save(Figure(), Path(tempfile.mkdtemp()) / "plots" / "empty.png").name
+      >>> save(new_figure(6, 4), Path(tempfile.mkdtemp()) / "plots" / "empty.png").name
       'empty.png'
     """
     path = Path(path)
@@ -79,6 +94,8 @@ def label(name: str) -> str:
 
 def _whole_numbers() -> MaxNLocator:
     """Returns the ticks of an axis of rounds or clients."""
+    from matplotlib.ticker import MaxNLocator
+
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
 
 
@@ -103,7 +120,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
       >>> figure.axes[0].get_ylabel()
       'mean client accuracy'
     """
-    figure = Figure(figsize=(6, 3.8))
+    figure = new_figure(6, 3.8)
     axes = figure.subplots()
     axes.set_prop_cycle(LINES)
     for name, records in runs.items():
@@ -125,7 +142,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       >>> len(bars({"ifca": records}).axes[0].patches)
       2
     """
-    figure = Figure(figsize=(max(1.6 + 1.1 * len(runs), 4.4), 3.8))  # the legend has its width
+    figure = new_figure(max(1.6 + 1.1 * len(runs), 4.4), 3.8)  # the legend has its width
     axes = figure.subplots()
     axes.set_prop_cycle(color=PALETTE)
     width, tallest = 0.8 / len(metrics), 0.0
@@ -153,6 +170,8 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
       {3: 1, 7: 0}
     """
     names, truth = np.unique(found).tolist(), np.unique(true)
+    from scipy.optimize import linear_sum_assignment  # takes long to import
+
     rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
     matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
     free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))
@@ -185,7 +204,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     free += len(others)
     order = np.argsort(sorted_by, kind="stable")
     renamed = np.vectorize(names.get)(found)[order]
-    figure = Figure(figsize=(6.4, 3.8))
+    figure = new_figure(6.4, 3.8)
     strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
     colors = cluster_colors(free)
     style = {"cmap": colors, "vmin": -0.5, "vmax": colors.N - 0.5, "aspect": "auto", "interpolation": "nearest"}
@@ -215,7 +234,7 @@ def similarity(matrix: np.ndarray, cluster: np.ndarray) -> Figure:
     """
     matrix, cluster = np.asarray(matrix), np.asarray(cluster)
     order = np.argsort(cluster, kind="stable")
-    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    figure = new_figure(5.2, 4.2, layout="constrained")
     axes = figure.subplots()
     shown = axes.imshow(matrix[order][:, order], cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
     starts = np.flatnonzero(np.diff(cluster[order])) + 0.5
@@ -238,7 +257,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
       >>> figure.axes[0].lines[0].get_ydata().tolist()
       [0.7, 0.8, 0.9]
     """
-    figure = Figure(figsize=(6, 3.8))
+    figure = new_figure(6, 3.8)
     axes = figure.subplots()
     axes.set_prop_cycle(LINES)
     for name, values in runs.items():
@@ -273,7 +292,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
     last = max(node.round for node in nodes) or 1
     largest = max(len(node.clients) for node in nodes) or 1
     colors = cluster_colors(1 if true_cluster is None else int(np.max(true_cluster)) + 1)
-    figure = Figure(figsize=(max(4.0, 1.6 * len(place)), 4.0))
+    figure = new_figure(max(4.0, 1.6 * len(place)), 4.0)
     axes = figure.subplots()
     thick = 0.06 * last
     for i, node in enumerate(nodes):
@@ -312,7 +331,7 @@ def split_probability(probability: SplitProbability, num_clusters: Sequence[int]
       >>> split_probability(found, [2, 3], [0.1, 1.0]).axes[0].get_ylabel()
       'noise $\\\\gamma_{max}$'
     """
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = new_figure(9, 3.8, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     k = np.linspace(min(num_clusters), max(num_clusters), 200)
     for axes, values, title in zip(
@@ -344,7 +363,7 @@ def throughput(rows: Sequence[dict[str, Any]]) -> Figure:
         list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method", "mapping")
     )
     styles = ("-", "--", ":", "-.")
-    figure = Figure(figsize=(2 + 4 * max(1, len(models)), 3.8), layout="constrained")
+    figure = new_figure(2 + 4 * max(1, len(models)), 3.8, layout="constrained")
     panels = figure.subplots(1, max(1, len(models)), squeeze=False, sharex=True)[0]
     for axes, model in zip(panels, models, strict=False):
         for i, method in enumerate(methods):
@@ -376,9 +395,12 @@ def heatmap(
       >>> [text.get_text() for text in figure.axes[0].texts]
       ['0.5', '0.9']
     """
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
     values = np.where(np.isfinite(values), values, np.nan).astype(np.float64)
     (rows, row_values), (columns, column_values) = axes.items()
-    figure = Figure(figsize=(2.6 + 0.75 * values.shape[1], 1.6 + 0.45 * values.shape[0]))
+    figure = new_figure(2.6 + 0.75 * values.shape[1], 1.6 + 0.45 * values.shape[0])
     panel = figure.subplots()
     colours = colormaps["cividis" if more_is_better else "cividis_r"].with_extremes(bad="0.9")
     image = panel.imshow(np.ma.masked_invalid(values), cmap=colours, aspect="auto")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -181,9 +180,9 @@ def _parts_table(found: Plan) -> Table:
     return table
 
 
-def picture(found: Plan) -> Figure:
+def picture(found: Plan) -> plots.Figure:
     """Plots the memory of a chip, part by part, against its limit, and the predicted seconds of a round by function."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = plots.new_figure(9, 3.8, layout="constrained")
     memory, seconds = figure.subplots(1, 2, width_ratios=(1, 2))
     bottom = 0.0
     sizes = {"needed": found.needed_bytes} if found.cost is None else _sizes(found)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
 from rich.progress import track
 
 from jfcl.analysis import plots
@@ -149,7 +148,7 @@ class Outcome(NamedTuple):
     """`rows` of the table, with the paper's numbers beside ours where it gives any; `figure`; `notes` to be printed."""
 
     rows: list[Row]
-    figure: Figure
+    figure: plots.Figure
     notes: str = ""
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from jfcl._version import __version__
 from jfcl.analysis import plots
@@ -206,7 +205,7 @@ def _has_values(records: Iterable[dict[str, Any]], metric: str) -> bool:
 
 
 def _figure(
-    runs: dict[str, PartialRun], name: str, draw: Callable[[], Figure] | None, caption: str, label: str = ""
+    runs: dict[str, PartialRun], name: str, draw: Callable[[], plots.Figure] | None, caption: str, label: str = ""
 ) -> str:
     """Returns a figure: of one finished run the picture in `plots/`, otherwise a new one; nothing without either."""
     png = next(iter(runs.values())).read_picture(name) if len(runs) == 1 else None

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
@@ -94,7 +93,7 @@ def _first_seeds(tree: PyTree) -> bytes:
     return serving.npz_bytes(jax.tree.map(lambda leaf: np.asarray(leaf[0]), tree))
 
 
-def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, Figure], list[float] | None]:
+def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, plots.Figure], list[float] | None]:
     """Returns `tree.npz` and its picture for every seed, and `paths.csv`: each client under each model on its path.
 
     The files of further seeds are called `tree-SEED.npz`. With several processes, each of which holds some of the test

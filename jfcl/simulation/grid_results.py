@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice
@@ -127,7 +126,7 @@ def best_of(cells: list[Cell], metric: str) -> int | None:
     return int(np.argmax(scores)) if max(scores) > -np.inf else None
 
 
-def picture(found: Sweep) -> Figure:
+def picture(found: Sweep) -> plots.Figure:
     """Returns the heat-map of a `Sweep` over its first two options, with the best result over the others.
 
     Example:

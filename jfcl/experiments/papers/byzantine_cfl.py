@@ -11,9 +11,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from jfcl.analysis.plots import PALETTE
+from jfcl.analysis import plots
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
 from jfcl.experiments.papers import report
@@ -21,7 +20,7 @@ from jfcl.experiments.recipes import Bench, Outcome, recipe
 from jfcl.experiments.setups import malicious_clients
 
 SCENARIOS = {"byzantine": "gaussian", "noisy": "noisy_inputs", "label flip": "label_zero", "clean": None}
-GREEN, RED = PALETTE[2:4]
+GREEN, RED = plots.PALETTE[2:4]
 METHODS = {"FL": "fedavg", "CFL": "byzantine_cfl"}
 MODELS = {
     "mnist": {"model": "cnn_mnist", "lr": 0.01},
@@ -111,7 +110,7 @@ def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
 
 def _figure_2(
     datasets: list[str], scenarios: list[str], seen: dict[tuple[str, str], tuple[report.Records, np.ndarray]]
-) -> Figure:
+) -> plots.Figure:
     """α_cross over the rounds of CFL; green: so many adversaries are separated, red: benign clients."""
     figure, grid = report.panels(3.6 * len(scenarios), 2.8 * len(datasets), len(datasets), len(scenarios))
     for axes, (dataset, scenario) in zip(grid.flat, product(datasets, scenarios), strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jfcl import algorithms, data, models
-from jfcl.analysis.plots import PALETTE
+from jfcl.analysis import plots
 from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.experiments.config import Config
@@ -51,7 +51,7 @@ def failures(bench: Bench, setting: dict[str, Any]) -> Outcome:
             rows.append(row | {"paper": paper})
             for i in range(path.shape[2]):
                 axes.plot(path[0, :, i], lw=1, label=f"client {i + 1}")
-                axes.axhline(problem.optima[i], color=PALETTE[i], lw=1, ls=":")
+                axes.axhline(problem.optima[i], color=plots.PALETTE[i], lw=1, ls=":")
             axes.set_title(f"{name}: {label}", fontsize=9)
             axes.legend(fontsize=7)
         line[0].set_ylabel("model")

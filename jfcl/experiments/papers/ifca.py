@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 
 from jfcl import data
+from jfcl.analysis import plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
@@ -173,7 +173,7 @@ def _groups(setting: dict[str, Any], panel: str) -> list[tuple[int, int, int, li
     return [(k, m, n, [(r, 0.1) for r in radii]) for m in counts for n in setting["examples"]]
 
 
-def _plot_successes(axes: Axes, rows: list[Row], of_noise: bool) -> None:
+def _plot_successes(axes: plots.Axes, rows: list[Row], of_noise: bool) -> None:
     """Plots a line per noise, by separation, or per number of examples and separation, by clients."""
     by, along = (("noise",), "R") if of_noise else (("examples", "R"), "clients")
     for values in sorted({tuple(r[name] for name in by) for r in rows}):

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from jfcl.analysis.plots import PALETTE
+from jfcl.analysis import plots
 from jfcl.experiments.config import Config, common_options, method_options, methods_with
 from jfcl.experiments.recipes import Bench, Row
 
@@ -63,27 +61,31 @@ def paper_columns(accuracy: float, paper: float | None) -> Row:
     return {"paper %": paper, "difference": None if paper is None else accuracy - paper}
 
 
-def panels(width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any) -> tuple[Figure, np.ndarray]:
+def panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
+) -> tuple[plots.Figure, np.ndarray]:
     """Returns a figure in inches, and its axes `[rows, columns]`."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = plots.new_figure(width, height, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, **shared)
     for axes in grid.flat:
-        axes.set_prop_cycle(color=PALETTE)
+        axes.set_prop_cycle(color=plots.PALETTE)
     return figure, grid
 
 
-def label_axes(axes: Axes, fontsize: float | None = None, **texts: Any) -> None:
+def label_axes(axes: plots.Axes, fontsize: float | None = None, **texts: Any) -> None:
     """Sets labels, title and scales of a panel, and adds its legend."""
     axes.set(**texts)
     axes.legend(fontsize=fontsize)
 
 
-def plot_metric(axes: Axes, records: Records, name: str, *style: str, slot: int | None = None, **options: Any) -> None:
+def plot_metric(
+    axes: plots.Axes, records: Records, name: str, *style: str, slot: int | None = None, **options: Any
+) -> None:
     """Plots a metric by round."""
     axes.plot([r["round"] for r in records], column(records, name, slot), *style, **options)
 
 
-def plot_band(axes: Axes, x: Sequence[float], values: np.ndarray, **options: Any) -> None:
+def plot_band(axes: plots.Axes, x: Sequence[float], values: np.ndarray, **options: Any) -> None:
     """Plots the mean over the seeds of `values [E, R]`, in a band from the least to the largest."""
     (line,) = axes.plot(x, values.mean(axis=1), **options)
     axes.fill_between(x, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15)
@@ -114,7 +116,7 @@ def compare(
     measured: Callable[[dict[str, Any], Records], Row] = lambda summary, records: {},
     title: str = "",
     **style: Any,
-) -> tuple[list[Row], Figure]:
+) -> tuple[list[Row], plots.Figure]:
     """Runs the cells: a row for each, with mean and deviation over seeds, and its first seed's accuracy by step.
 
     A step is a round, or as many steps as a round has where `xlabel` is `"local steps"`. `measured` returns the columns
