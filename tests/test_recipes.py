@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from multiprocessing.context import SpawnProcess
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +125,23 @@ def test_processes_that_fail(tmp_path):
         with pytest.raises(ValueError, match="jobs must be an integer, at least 1"):
             reproduce("toy", recipes=SMALL, out=tmp_path / "none", jobs=jobs)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no signal masks")
+def test_ctrl_c_while_a_process_begins(monkeypatch, capfd):
+    def start(process, begin=SpawnProcess.start):
+        begin(process)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    hears = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(in_processes({"slow": partial(time.sleep, 600)}, 1))
+    finally:
+        signal.signal(signal.SIGINT, hears)
+    assert not multiprocessing.active_children()
+    assert capfd.readouterr().err == ""  # of the process, which was about to import JAX
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -86,9 +87,10 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
                 (name, part), slot = waiting.pop(0), free.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(part, jobs, slot, options, sender), daemon=True)
-                process.start()
-                sender.close()
-                running.append(_Process(name, process, receiver, slot))
+                with _ctrl_c_waits():
+                    process.start()
+                    sender.close()
+                    running.append(_Process(name, process, receiver, slot))
             ready = wait([one.result for one in running])
             for one in [one for one in running if one.result in ready]:
                 running.remove(one)
@@ -97,6 +99,20 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
                 yield one.name
     finally:
         _stop(running)
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Lets Ctrl-C wait, in a process that begins meanwhile until `_work`: importing JAX would end with a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # else it begins with the process, and lets Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise_failure(one: _Process) -> None:
@@ -144,6 +160,8 @@ def _work(part: Callable[[], Any], jobs: int, slot: int, options: dict[str, Any]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         try:
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _ctrl_c_waits
             _take_share(jobs, slot)
             part()
         except BaseException as raised:  # also that of Ctrl-C, which the parent has seen
