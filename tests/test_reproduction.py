@@ -122,6 +122,7 @@ def test_with_ten_clients_all_adversaries_are_removed_early():
     for r in rows("byzantine_cfl.table2-200-rounds", method="FL"):
         cell = {"data": r["data"], "scenario": r["scenario"]}
         mine = one("byzantine_cfl.table2-200-rounds", "accuracy %", method="CFL", **cell)
+        assert r["scenario"] != "byzantine" or r["accuracy %"] < 12  # chance
         assert abs(mine - r["accuracy %"]) < 1 if r["scenario"] == "clean" else mine > r["accuracy %"]
 
 
