@@ -18,8 +18,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for the o
 
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")  # they are a twentieth of the tests' time
 
-# Fully optimised, three quarters of the tests' time is XLA compiling programs that run for milliseconds. The
-# slow tests run what users run (make test-slow sets XLA_FLAGS to nothing). An unknown flag would end every process.
+# With full optimisation, three quarters of the tests' time is XLA compiling programs that run for milliseconds: here it
+# optimises less. The slow tests run what users run (make test-slow sets XLA_FLAGS to nothing). An unknown flag would
+# end every process.
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

@@ -169,9 +169,9 @@ def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
       >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
       {3: 1, 7: 0}
     """
-    names, truth = np.unique(found).tolist(), np.unique(true)
     from scipy.optimize import linear_sum_assignment  # takes long to import
 
+    names, truth = np.unique(found).tolist(), np.unique(true)
     rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
     matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
     free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))

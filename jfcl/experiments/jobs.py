@@ -103,16 +103,28 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
 
 @contextlib.contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Lets Ctrl-C wait, in a process that begins meanwhile until `_work`: importing JAX would end with a traceback."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # else it begins with the process, and lets Ctrl-C through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Holds Ctrl-C back until the end of the block, and in a process that begins there until `_work`.
+
+    Otherwise it could leave a process running, or end its imports with a traceback.
+    """
+    came: list[int] = []
+    hears = signal.getsignal(signal.SIGINT)
+    is_heard = callable(hears) and threading.current_thread() is threading.main_thread()
+    if is_heard:  # a mask is not enough here: another thread would take the signal, and Python interrupt this one
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    has_masks = hasattr(signal, "pthread_sigmask")
+    if has_masks:
+        resource_tracker.ensure_running()  # it lifts the mask when it begins
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process begins with it
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if has_masks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_heard:
+            signal.signal(signal.SIGINT, hears)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _raise_failure(one: _Process) -> None:
