@@ -11,11 +11,12 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("JFCL_CACHE_DIR", "")  # nothing is kept between runs of the tests
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for the other worker and for processes of tests
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # but programs are, for processes that tests start
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jfcl-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes of tests load what the first of them has compiled
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")  # they are a twentieth of the tests' time
 
 # With full optimisation, three quarters of the tests' time is XLA compiling programs that run for milliseconds: here it
@@ -33,6 +34,7 @@ import pytest
 
 gc.set_threshold(200_000, 50, 100)  # tracing makes so many objects that Python's thresholds cost a tenth of the time
 
+jax.config.update("jax_enable_compilation_cache", False)  # here, computing keys costs more than it saves
 jax.config.update("jax_num_cpu_devices", 2)
 jax.devices()  # from here on there are two, whatever a test of `--devices` asks for
 jax.config.update("jax_numpy_dtype_promotion", "strict")
