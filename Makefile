@@ -1,6 +1,9 @@
 # `make demo` and `make test` are all a newcomer needs: each sets up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile
+# pip would compile all modules, most of which are never imported; Python compiles those that are, once.
+COMPILE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import jfcl.cli, matplotlib.pyplot, scipy.optimize"
 
 .PHONY: demo test test-slow lint bench peers gpu notebooks docs links wheel oldest clean
 
@@ -71,15 +74,17 @@ oldest: .venv/dev
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/package: .venv/bin/python pyproject.toml
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e .
+	$(INSTALL) -e .
+	$(COMPILE)
 	touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
+	$(COMPILE)
 	touch $@ .venv/package
 
 .venv/docs: .venv/bin/python pyproject.toml
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	touch $@ .venv/package
 
 clean:

@@ -32,6 +32,7 @@ import hypothesis
 import jax
 import pytest
 
+os.fsync = lambda descriptor: None  # a power cut would cost the results of tests only; processes of tests do wait
 gc.set_threshold(200_000, 50, 100)  # tracing makes so many objects that Python's thresholds cost a tenth of the time
 
 jax.config.update("jax_enable_compilation_cache", False)  # here, computing keys costs more than it saves
