@@ -126,6 +126,17 @@ def test_with_ten_clients_all_adversaries_are_removed_early():
         assert abs(mine - r["accuracy %"]) < 1 if r["scenario"] == "clean" else mine > r["accuracy %"]
 
 
+@pytest.mark.parametrize("data", ["mnist", "fashion_mnist"])
+def test_adversaries_that_are_removed_in_round_1_cost_nothing(data):
+    cells = {"data": data, "method": "CFL"}
+    of_seed = {
+        s: one("byzantine_cfl.table2-200-rounds", "accuracy % by seed", scenario=s, **cells)
+        for s in ("byzantine", "noisy")
+    }
+    assert of_seed["byzantine"][2] == of_seed["noisy"][2]  # the kind of attack does not matter
+    assert max(of_seed["byzantine"][:2]) < min(of_seed["noisy"][:2])  # removed in rounds 2 and 3
+
+
 def test_with_ten_clean_clients_cfl_is_fl_until_it_excludes_converged_ones():
     fl, cfl = rows("byzantine_cfl.table2-200-rounds", data="fashion_mnist", scenario="clean")[::-1]
     assert (fl["method"], cfl["method"]) == ("FL", "CFL") and cfl["benign removed"] == 8
