@@ -397,6 +397,28 @@ def test_costs_of_the_clustering_are_those_of_the_clients_with_examples():
         np.testing.assert_allclose(paid, [part * 4 * D * 4, part * 4 * D * 4, part * 5 * (2 + 7)], rtol=1e-6)
 
 
+def test_restarts_pay_for_what_every_start_trains():
+    clients = regression()
+    one = jfcl.hypcluster(LINEAR, TWO, num_clusters=2, warm_rounds=5, init_params=START)
+    best = jfcl.with_restarts(one, num_restarts=3, num_rounds=2)
+    state = best.init(jax.random.key(0), clients)
+    step = jax.jit(best.step)
+    state, first = step(jax.random.key(1), state, clients)
+    _, second = step(jax.random.key(2), state, clients)
+    model = 8 * D * 4
+    assert first["bytes_up"] == (3 * (5 + 2) + 1) * model and second["bytes_up"] == model
+    assert first["client_steps"] == (3 * (5 + 2) + 1) * 8 * 2
+
+
+@pytest.mark.parametrize("name", ["one_shot", "fesem"])
+def test_fewer_models_than_clusters_leave_clusters_empty(name):
+    clients = regression()._replace(size=np.int32([4, 4, 0, 0, 0, 0, 0, 0]))
+    algorithm = getattr(jfcl, name)(LINEAR, TWO, num_clusters=3, init_params=START)
+    eager, compiled = (init(jax.random.key(0), clients) for init in (algorithm.init, jax.jit(algorithm.init)))
+    np.testing.assert_array_equal(eager.cluster, compiled.cluster)
+    assert len(set(eager.cluster.tolist()[:2])) == 2 and np.isfinite(eager.params["w"]).all()
+
+
 def test_fesem_joins_the_nearest_model():
     clients = regression(6)
     algorithm = jfcl.fesem(LINEAR, TWO, num_clusters=2, init_params=START)

@@ -356,6 +356,21 @@ def test_harmful_splits_are_undone_and_others_are_not():
     assert state.cluster.tolist() in ((CLUSTER % 2).tolist(), (1 - CLUSTER % 2).tolist())
 
 
+def test_only_the_sides_of_a_split_wait_until_it_is_judged():
+    options = {"eps_1": np.inf, "eps_2": 1e-9, "validation": 0.25, "fallback_rounds": 4}
+    algorithm = jfcl.cfl(TASK, TRAINING, **options)
+    _, metrics = jfcl.rollout(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=7)
+    assert np.flatnonzero((np.asarray(metrics["split_from"]) >= 0).any(axis=1)).tolist() == [0, 5]
+    assert np.flatnonzero(metrics["decisions"]).tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(("similarity", "messages"), [("updates", 1), ("gradients", 2)])
+def test_gradients_are_sent_besides_updates(similarity, messages):
+    algorithm = jfcl.cfl(TASK, TRAINING, similarity=similarity)
+    _, metrics = jfcl.rollout(algorithm, regression(TRUTH, CLUSTER), key=jax.random.key(0), num_rounds=1)
+    assert metrics["bytes_up"][0] == messages * metrics["bytes_down"][0] > 0
+
+
 def test_what_an_undone_split_restores():
     clients = regression([[1, -1, 2]], np.zeros(8, int), noise=2.0, examples=6)
     algorithm = jfcl.cfl(

@@ -82,6 +82,13 @@ def test_newcomers_are_led_by_algorithm_4():
     assert one.cluster.tolist() == found.cluster[4:5].tolist()
 
 
+def test_a_newcomer_without_a_finite_update_moves_nowhere():
+    late = regression(TRUTH, np.array([1, 1]), seed=7, noise=0.1, examples=5)
+    late.examples["x"][0] *= 1e25
+    found = jfcl.assign_newcomer(TASK, TRAINING, STATE, late, key=jax.random.key(1))
+    assert found.cluster.tolist()[0] == 0 and np.isnan(found.similarity).tolist() == [True, False]
+
+
 @pytest.mark.parametrize("options", [{}, {"privacy": "permutation"}, {"privacy": "rotation"}, {"tree_dim": 2}])
 def test_clients_of_the_run_find_their_own_leaf(options):
     state = run(**options)

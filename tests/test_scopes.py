@@ -240,6 +240,24 @@ def test_robust_aggregation_leaves_statistics_to_the_mean():
     assert np.abs(kernels[0] - kernels[1]).max() > 1e-4
 
 
+@pytest.mark.parametrize("shared", [None, lambda name: name.startswith("BatchNorm")], ids=["own", "shared"])
+def test_gradient_averaging_moves_statistics_to_their_mean(shared):
+    """A step is divided by all clients, and so shorter; statistics are means, as with model averaging."""
+    clients, states = data(), []
+    options = {"num_clusters": 2, "cohort": 2, "shared": shared, "weights": "size"}
+    for average in ("models", "gradients"):
+        algorithm = jfcl.ifca(NORMAL, TRAINING._replace(num_steps=1), average=average, **options)
+        state = algorithm.init(jax.random.key(3), clients)
+        states.append((state, jax.jit(algorithm.step)(jax.random.key(1), state, clients)[0]))
+    (start, models), (_, gradients) = (tuple(flat(s.params) for s in pair) for pair in states)
+    for name, x in models.items():
+        if name.endswith(("mean", "var")):
+            np.testing.assert_allclose(gradients[name], x, rtol=1e-5, err_msg=name)
+            assert np.abs(x - start[name]).max() > 0.1
+    moved, shorter = (np.linalg.norm(p["Dense_0/kernel"] - start["Dense_0/kernel"]) for p in (models, gradients))
+    assert 0 < shorter < 0.8 * moved
+
+
 def test_no_optimizer_moves_statistics():
     """Weight decay shrinks parameters, and the server hardly steps; statistics follow the batches alone."""
     clients = data()

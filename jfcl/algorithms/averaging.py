@@ -341,11 +341,18 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) ->
         updates = trained_part(rules.task, updates)
         mean = robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
         return joined(mean, divided(rules.task.statistics, divide_rows(sums, weight, params))[1]), changed, weight
-    mean = divide_rows(sums, weight if rules.divide_by == "cluster" else of_all, params)
-    if rules.shared is not None:
-        flags = path_flags(rules.shared, params)
-        mean, changed = phases.share(flags, mean, changed, sums, of_all, params)
-    return mean, changed, weight
+
+    def divide(of_cluster, of_all):
+        mean = divide_rows(sums, of_cluster, params)
+        if rules.shared is None:
+            return mean, changed
+        return phases.share(path_flags(rules.shared, params), mean, changed, sums, of_all, params)
+
+    mean, changes = divide(weight if rules.divide_by == "cluster" else of_all, of_all)
+    if rules.task.statistics is not None and rules.divide_by != "cluster":  # a step is smaller, statistics are means
+        statistics, _ = divide(weight, jnp.broadcast_to(weight.sum(), weight.shape))
+        mean = joined(*(divided(rules.task.statistics, part)[i] for i, part in enumerate((mean, statistics))))
+    return mean, changes, weight
 
 
 def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[float, jax.Array]:

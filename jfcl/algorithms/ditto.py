@@ -63,6 +63,7 @@ def ditto(
 
     Returns:
       `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
+      `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
 
     Raises:
       ValueError: `λ < 0`, and as in `jfcl.fedavg`.

@@ -33,19 +33,22 @@ def with_first_costs(
       cohort: clients that took part in each; default: all.
     """
 
-    def step(key: jax.Array, state, clients: Clients):
+    def init_costs(state, clients: Clients) -> dict[str, jax.Array]:
         size = jnp.asarray(clients.size)
         present = (size > 0).astype(jnp.float32)
         if cohort is not None:
             present = present * jnp.minimum(cohort / present.sum(), 1.0)
         steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32) + (more_steps or 0)
         model = float(messages * num_bytes(jax.tree.map(lambda p: p[0], state.params)))  # may exceed int32
-        paid = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
-        first = (state.round == 0).astype(jnp.float32)
-        state, metrics = algorithm.step(key, state, clients)
-        return state, metrics | {name: metrics[name] + first * (present * cost).sum() for name, cost in paid.items()}
+        each = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
+        return {name: (present * cost).sum() for name, cost in each.items()}
 
-    return algorithm._replace(step=step)
+    def step(key: jax.Array, state, clients: Clients):
+        first, costs = (state.round == 0).astype(jnp.float32), init_costs(state, clients)
+        state, metrics = algorithm.step(key, state, clients)
+        return state, metrics | {name: metrics[name] + first * cost for name, cost in costs.items()}
+
+    return algorithm._replace(step=step, init_costs=init_costs)
 
 
 def clustered_once(

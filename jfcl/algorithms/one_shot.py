@@ -123,7 +123,9 @@ def cluster_local_models(
 
     def cluster_models(models, key, usable):
         points = ravel_clients(trained_part(task, models))
-        return (), kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
+        # Inside jit fewer models than clusters are no error: some clusters are empty.
+        find = jax.jit(lambda *args: kmeans(args[0], num_clusters, key=args[1], mask=args[2], implementation="device"))
+        return (), find(points, key, usable).cluster
 
     if len(size) <= DENSE_UP_TO:
         cluster_models = over_columns(client_axis, cluster_models)

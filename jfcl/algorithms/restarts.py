@@ -20,7 +20,7 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
     The best has the lowest mean training loss, with clients weighted by their number of examples, among the
     initialisations with the fewest infinite losses or updates; a server knows all of these. The cost of the restarts is
     in the metrics: the first round's `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
-    times that round's own.
+    times that round's own, and `num_restarts` times those of `algorithm.init`, where it trains (`hypcluster`).
 
     Args:
       algorithm: its state must count its rounds in `round` `[]`.
@@ -65,9 +65,12 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
         return jax.lax.fori_loop(0, num_restarts, try_next, nothing)[0]
 
     def step(key: jax.Array, state, clients: Clients):
-        factor = jnp.where(state.round == num_rounds, 1.0 + num_restarts * num_rounds, 1.0)
+        first = (state.round == num_rounds).astype(jnp.float32)
+        costs = {} if algorithm.init_costs is None else algorithm.init_costs(state, clients)
         state, metrics = algorithm.step(key, state, clients)
-        return state, metrics | {name: metrics[name] * factor for name in COSTS if name in metrics}
+        own = {name: metrics[name] for name in COSTS if name in metrics}
+        paid = {name: num_restarts * (num_rounds * cost + costs.get(name, 0.0)) for name, cost in own.items()}
+        return state, metrics | {name: cost + first * paid[name] for name, cost in own.items()}
 
     return algorithm._replace(init=init, step=step)
 

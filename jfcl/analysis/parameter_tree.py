@@ -196,7 +196,10 @@ def evaluate_paths(
 
 
 class Assignment(NamedTuple):
-    """`cluster` `[M]` int32; `similarity` `[M]` to the most similar client at the last split (`nan` without one)."""
+    """`cluster` `[M]` int32; `similarity` `[M]` to the most similar client at the last split.
+
+    It is `nan` without a split, and where the newcomer's update is not finite: such a one stays with those that stayed.
+    """
 
     cluster: jax.Array
     similarity: jax.Array
@@ -284,7 +287,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         lengths = jnp.linalg.norm(sent, axis=1) * jnp.linalg.norm(update)
         similarity = (sent @ update) / jnp.where(lengths > 0, lengths, 1.0)
         stayed, moved = (jnp.where(tree.side[k] == which, similarity, -jnp.inf).max() for which in (1, 2))
-        return moved >= stayed, jnp.maximum(stayed, moved)
+        return moved > stayed, jnp.maximum(stayed, moved)
 
     def descend(carry):
         slot, seen, similarity, level = carry
@@ -293,6 +296,7 @@ def _assign(state, newcomers, key, *, task, training, privacy, privacy_seed, cli
         updates = client_axis(train)(keys, newcomers.examples, size, k)
         finite = jax.vmap(is_finite)(updates)
         moves, nearest = mapping.chunked(1)(side)(sketch(updates, finite, dim), k)
+        nearest = jnp.where(finite, nearest, jnp.nan)
         slot = jnp.where(inner & moves, k, slot).astype(jnp.int32)
         return slot, jnp.where(inner, tree.born[k], seen), jnp.where(inner, nearest, similarity), level + 1
 

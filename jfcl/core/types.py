@@ -142,6 +142,8 @@ class Algorithm(NamedTuple):
         shared ones. It is called for clients of a population, most of which were not in the last round's cohort.
       by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then evaluate it with the
         model of lowest loss at that time, instead of the state's.
+      init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
+        of the first round; left out where `init` has none.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`, the
@@ -165,6 +167,7 @@ class Algorithm(NamedTuple):
     check: Callable[[Clients], None] | None = None
     refresh: Callable[[Any, Clients], Any] | None = None
     by_loss: bool = False
+    init_costs: Callable[[Any, Clients], dict[str, jax.Array]] | None = None
 
 
 class Adversary(NamedTuple):

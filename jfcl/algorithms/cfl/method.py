@@ -106,7 +106,7 @@ def cfl(
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
         mean of their last updates, the longest update of this round, and the bipartition of the last updates.
       similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model: one more pass over all
-        examples in every round. `ε₁` and `ε₂` are then compared with norms of gradients (equation 33, Algorithm 3).
+        examples and one more message in every round. `ε₁` and `ε₂` are then compared with norms of gradients (equation 33, Algorithm 3).
       linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
         numbers, however many clients there are, and `min_size` is 1.
       weights: `"size"` (Algorithm 2) or `"equal"` (Algorithm 5 as printed).
@@ -178,7 +178,7 @@ def cfl(
     )
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
     _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters)
-    patience = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before it is split again
+    of_sides = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before they are split again
 
     def thresholds(state):
         mean, longest = state.scale
@@ -188,6 +188,7 @@ def cfl(
 
     def ripe(state, mean_norm, max_norm, members):
         below, above = thresholds(state)
+        patience = jnp.where(state.since > 0, of_sides, min_rounds)
         stationary = (mean_norm < below) & (state.round + 1 - state.since >= patience)
         return stationary, stationary & (max_norm > above) & (members >= 2 * min_size)
 

@@ -182,7 +182,8 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
 
     # Report.
     size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
-    metrics |= phases.round_metrics(here, loss, usable, steps, size, size)
+    up = 2 * size if rules.similarity == "gradients" else size  # clients send their update and their gradient
+    metrics |= phases.round_metrics(here, loss, usable, steps, up, size)
     metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
 
     # The server decides and averages, without the models.
