@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jfcl
-from jfcl import attacks
+from jfcl import attacks, kernels
 from jfcl.algorithms import METHODS
 from jfcl.core import Clients
 from jfcl.testing import problem
@@ -187,6 +187,23 @@ def test_a_backdoor_and_what_is_held_out_are_independent():
 def test_choice_is_a_share_and_depends_on_the_seed():
     assert attacks.choose_malicious(100, 0.3).sum() == 30 and not attacks.choose_malicious(5, 0.0).any()
     assert (attacks.choose_malicious(100, 0.3, seed=1) != attacks.choose_malicious(100, 0.3)).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"aggregator": "krum"}, "aggregator must be a function .updates, mask=.*make_aggregator.*got 'krum'"),
+        ({"aggregator": kernels.krum}, "aggregator must be .*; krum: missing a required argument: 'num_malicious'"),
+        ({"aggregator": lambda updates: updates}, "aggregator must be .*got an unexpected keyword argument 'mask'"),
+        ({"adversary": jfcl.Adversary(attacks.ipm, np.ones(7, bool))}, "attack must be .*; ipm: too many positional"),
+        ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "attack must be a function .*, got 'ipm'"),
+    ],
+)
+@pytest.mark.parametrize("make", [jfcl.fedavg, jfcl.cfl])
+def test_functions_with_other_arguments_are_refused(make, options, said):
+    _, _, task, training = problem()
+    with pytest.raises(ValueError, match=said):
+        make(task, training, **options)
 
 
 def test_bad_input_is_named():

@@ -223,9 +223,9 @@ def test_shared_layers_are_averaged_over_everyone_and_the_rest_per_cluster():
     shared = jfcl.ifca(task, training, shared=lambda path: path == "body", **options)
     state = shared.init(jax.random.key(1), clients)
     assert (state.params["body"][0] == state.params["body"][1]).all()
-    new, metrics = shared.step(jax.random.key(2), state, clients)
+    new, metrics = jax.jit(shared.step)(jax.random.key(2), state, clients)
     plain = jfcl.ifca(task, training, **options)
-    apart, _ = plain.step(jax.random.key(2), plain.init(jax.random.key(1), clients), clients)
+    apart, _ = jax.jit(plain.step)(jax.random.key(2), plain.init(jax.random.key(1), clients), clients)
     assert (new.cluster == apart.cluster).all() and set(new.cluster.tolist()) == {0, 1}
     np.testing.assert_allclose(new.params["head"], apart.params["head"], rtol=1e-5)
     weight = np.array([clients.size[np.asarray(new.cluster) == k].sum() for k in range(2)], np.float64)
@@ -258,9 +258,9 @@ def test_the_first_round_does_not_prove_an_identity_stable():
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2)
     algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, stable_rounds=1)
     state = algorithm.init(jax.random.key(0), clients)
-    state, first = algorithm.step(jax.random.key(1), state, clients)
+    state, first = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     assert state.unchanged.tolist() == [0] * 6
-    state, second = algorithm.step(jax.random.key(2), state, clients)
+    state, second = jax.jit(algorithm.step)(jax.random.key(2), state, clients)
     assert float(first["bytes_down"]) == float(second["bytes_down"]) == 6 * 2 * 4.0 * D
 
 
@@ -302,13 +302,13 @@ def test_restarts_keep_the_best_and_cost_what_they_cost():
         init_key, rounds_key = jax.random.split(jax.random.fold_in(key, i))
         s = plain.init(init_key, clients)
         for r in range(3):
-            s, metrics = plain.step(jax.random.fold_in(rounds_key, r), s, clients)
+            s, metrics = jax.jit(plain.step)(jax.random.fold_in(rounds_key, r), s, clients)
         losses.append((float(np.average(metrics["loss"], weights=clients.size)), s))
     best = min(losses, key=lambda pair: pair[0])[1]
     np.testing.assert_allclose(state.params["w"], best.params["w"], rtol=1e-5)
     assert max(loss for loss, _ in losses) > min(loss for loss, _ in losses)
-    after, first = tried.step(jax.random.key(0), state, clients)
-    _, second = tried.step(jax.random.key(0), after, clients)
+    after, first = jax.jit(tried.step)(jax.random.key(0), state, clients)
+    _, second = jax.jit(tried.step)(jax.random.key(0), after, clients)
     assert first["bytes_down"] == 13 * second["bytes_down"] and first["client_steps"] == 13 * 16
 
 
@@ -370,7 +370,7 @@ def test_clients_without_examples_are_never_drawn():
     size[[1, 4, 6]] = 0
     algorithm = jfcl.fedavg(LINEAR, jfcl.local_training(optax.sgd(0.1), num_steps=1), cohort=5)
     clients = clients._replace(size=size)
-    _, metrics = algorithm.step(jax.random.key(0), algorithm.init(jax.random.key(1), clients), clients)
+    _, metrics = jax.jit(algorithm.step)(jax.random.key(0), algorithm.init(jax.random.key(1), clients), clients)
     assert sorted(np.flatnonzero(~np.isnan(metrics["loss"]))) == [0, 2, 3, 5, 7]
 
 

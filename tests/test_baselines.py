@@ -70,7 +70,7 @@ def test_ditto_without_a_pull_is_local_training_and_a_cohort_moves_alone():
     np.testing.assert_allclose(free.params["w"], alone.params["w"], rtol=1e-6)
     some = jfcl.ditto(LINEAR, TWO, cohort=3, init_params=START)
     state = some.init(key, clients)
-    new, metrics = some.step(jax.random.key(1), state, clients)
+    new, metrics = jax.jit(some.step)(jax.random.key(1), state, clients)
     moved = (np.asarray(new.params["w"]) != np.asarray(state.params["w"])).any(axis=1)
     assert moved.sum() == 3 and (moved == ~np.isnan(metrics["loss"])).all()
 
@@ -261,8 +261,8 @@ def test_hypcluster_is_ifca_by_size_and_its_warm_start_is_fedavg_in_parts():
         for w in state.params["w"]
     ]
     assert len(found[0]) == len(found[1]) == 1 and not set(found[0][0]) & set(found[1][0])
-    _, first = warm.step(jax.random.key(1), state, clients)
-    _, later = warm.step(jax.random.key(1), state._replace(round=jnp.int32(1)), clients)
+    _, first = jax.jit(warm.step)(jax.random.key(1), state, clients)
+    _, later = jax.jit(warm.step)(jax.random.key(1), state._replace(round=jnp.int32(1)), clients)
     assert first["bytes_up"] - later["bytes_up"] == 3 * 8 * D * 4
     assert first["client_steps"] - later["client_steps"] == 3 * 8 * 2
 
@@ -280,7 +280,7 @@ def test_one_shot_is_scikit_learns_k_means_of_local_models_then_fedavg():
         members = np.flatnonzero(cluster == k)
         models.append(np.average(local[members], axis=0, weights=clients.size[members]))
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
-    new, metrics = algorithm.step(jax.random.key(1), state, clients)
+    new, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     for k in range(2):
         members = np.flatnonzero(cluster == k)
         share = clients.size[members] / clients.size[members].sum()
@@ -428,7 +428,7 @@ def test_fesem_joins_the_nearest_model():
         models, cluster = np.asarray(state.params["w"], np.float64), np.asarray(state.cluster)
         trained = np.stack([descend(models[cluster[i]], clients, i, 2) for i in range(8)])
         nearest = np.linalg.norm(trained[:, None] - models[None], axis=2).argmin(axis=1)
-        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         assert state.cluster.tolist() == nearest.tolist()
         for k in range(2):
             members = np.flatnonzero(nearest == k)

@@ -379,13 +379,13 @@ def test_what_an_undone_split_restores():
     state, before = algorithm.init(jax.random.key(0), clients), None
     for t in range(1, 61):
         previous = state
-        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         if (metrics["split_from"] >= 0).any():
             before, born = previous, t
         if metrics["undone"]:
             assert t == born + 6 + 1
             plain = before._replace(final=jnp.array([True, False]), round=previous.round)
-            again, _ = algorithm.step(jax.random.key(t), plain, clients)
+            again, _ = jax.jit(algorithm.step)(jax.random.key(t), plain, clients)
             np.testing.assert_array_equal(again.params["w"], state.params["w"])  # it goes on from where it was
             break
     else:

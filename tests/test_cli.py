@@ -1,6 +1,7 @@
 """The command line, run in this process: results, resumption, and what bad input gets."""
 
 import csv
+import dataclasses
 import gzip
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import jfcl
 from jfcl import cli
 from jfcl.core.files import json_bytes, seal
-from jfcl.experiments import Config, commands, load_run, run
+from jfcl.experiments import Config, commands, load_run, population, run
 from jfcl.experiments.config import all_options, to_saved
 from jfcl.experiments.flags import build_parser
 from jfcl.experiments.setups import make_training, matmul_precision
@@ -708,6 +709,34 @@ def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path
     assert {p: p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()} == before
     assert cli.main([*command, "--rounds", "3", "--resume"]) == 0  # the store is made again, the same
     assert (out / "store").is_dir() and len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_refused_run_removes_its_own_store_alone(tmp_path):
+    """Another process may have made a store of that name meanwhile."""
+    for made in (True, False):
+        folder = tmp_path / "store"
+        with pytest.raises(ValueError, match="refused"), population._cleared(folder, None) as stores:
+            folder.mkdir()
+            stores += [folder] * made
+            raise ValueError("refused")
+        assert folder.exists() is not made
+
+
+def test_a_population_with_a_balanced_start():
+    config = Config(
+        "ifca", population=40, cohort=10, clusters=2, rounds=1, local_steps=1, model="linear", min_share=0.1
+    )
+    assert run(config)[0]["seen"] == 10
+
+
+def test_local_training_is_evaluated_on_the_clients_that_an_attack_leaves(tmp_path):
+    config = Config("local", clients=6, clusters=2, rounds=1, local_steps=1, model="linear")
+    plain, attacked = (
+        run(dataclasses.replace(config, **options)) for options in ({}, {"attack": "ipm", "malicious": 0.3})
+    )
+    np.testing.assert_array_equal(*(jax.tree.leaves(h.state.params)[0] for _, h, _ in (plain, attacked)))
+    hostile = np.isnan(attacked[1].clients["accuracy"][0])
+    assert hostile.sum() == 2 and not np.isnan(plain[1].clients["accuracy"]).any()
 
 
 def test_a_population(tmp_path, capsys):

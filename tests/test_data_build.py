@@ -314,6 +314,12 @@ def test_text_must_be_tokenized_first():
         build(data, num_clients=1)
 
 
+def test_images_must_be_scaled_first():
+    images = {"x": np.full((2, 4, 4, 1), 255, np.uint8), "y": np.zeros(2, np.int32)}
+    with pytest.raises(ValueError, match=r"images must be .*, such as x / 255, got uint8 in 255..255"):
+        build(Dataset("t", images, None, 1, None, ""), num_clients=1)
+
+
 def test_rotation_of_what_is_not_square():
     data = tagged()
     wide = data._replace(train={"x": data.train["x"][:, :3], "y": data.train["y"]})

@@ -100,7 +100,7 @@ def test_momentum_holds_the_clustered_gradient():
     state = algorithm.init(jax.random.key(0), clients)
     models, buffers = np.asarray(state.params["w"], np.float64), np.zeros((8, D))
     for t in range(4):
-        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         for i in range(8):
             at = np.stack([gradient64(models[i], clients, j) for j in range(8)])
             buffers[i] = 0.9 * buffers[i] + threshold64(at, at[i], np.full(8, 1 / 8), 2, radius=2.5)
@@ -114,7 +114,7 @@ def test_other_local_steps_are_the_clients_own():
     algorithm = jfcl.federated_clustering(LINEAR, training, radius=2.5, threshold_rounds=2)
     state = algorithm.init(jax.random.key(0), clients)
     models = np.asarray(state.params["w"], np.float64)
-    state, metrics = algorithm.step(jax.random.key(1), state, clients)
+    state, metrics = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
     for i in range(8):
         at = np.stack([gradient64(models[i], clients, j) for j in range(8)])
         models[i] -= 0.1 * threshold64(at, at[i], np.full(8, 1 / 8), 2, radius=2.5)
@@ -173,7 +173,7 @@ def test_subgroups_cluster_among_themselves():
     state = algorithm.init(jax.random.key(0), clients)
     models = np.asarray(state.params["w"], np.float64)
     key = jax.random.key(3)
-    new, metrics = algorithm.step(key, state, clients)
+    new, metrics = jax.jit(algorithm.step)(key, state, clients)
     of = np.asarray(draw_groups(jax.random.split(key)[0], clients, 4).of)
     for i in range(9):
         group = np.flatnonzero(of == of[i])
@@ -257,7 +257,7 @@ def test_algorithms_1_and_4(momentum, rule):
     state = algorithm.init(jax.random.key(0), clients)
     models, m = np.asarray(state.params["w"], np.float64), None
     for t in range(4):
-        state, metrics = algorithm.step(jax.random.key(t), state, clients)
+        state, metrics = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
         m = gradients if momentum is None or m is None else (1 - momentum) * gradients + momentum * m
         centers = [threshold64(m, m[k], np.full(8, 1 / 8), 3, **rule) for k in densest64(m, 2, **rule)]
@@ -282,7 +282,7 @@ def test_centres_are_carried_over(momentum, given):
     state = algorithm.init(jax.random.key(0), clients)
     models, m, centers = np.asarray(state.params["w"], np.float64), None, first.astype(np.float64) if given else None
     for t in range(4):
-        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
         m = gradients if momentum is None or m is None else (1 - momentum) * gradients + momentum * m
         starts = m[densest64(m, 2, quantile=0.4)] if centers is None else centers
@@ -374,7 +374,7 @@ def test_ifca_of_the_authors_code_is_its_loop(num_clusters, each):
         for j in range(min(num_clusters, each)):  # the others never move
             if j in chosen:
                 models[j] = np.mean([t for t, c in zip(trained, chosen, strict=True) if c == j], axis=0)
-        state, _ = algorithm.step(jax.random.key(0), state, five)
+        state, _ = jax.jit(algorithm.step)(jax.random.key(0), state, five)
         assert state.cluster.tolist() == chosen
         np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
 

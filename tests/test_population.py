@@ -563,6 +563,8 @@ def test_a_run_without_a_checkpoint_yet_begins_anew(tmp_path):
     straight = population(METHODS["ditto"], out=tmp_path / "whole", rows_in_memory=0)
     population(METHODS["ditto"], stop_after=1, **options)
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first
+    options["rows_in_memory"] = 1e9
+    population(METHODS["ditto"], resume=True, stop_after=2, **options)
     again = population(METHODS["ditto"], resume=True, **options)
     same(straight.state, again.state)
     assert again.rounds == 6 and again.records == straight.records
@@ -573,6 +575,16 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
         population(out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_tests_of_evaluated_clients_count_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "free_memory", lambda: 0.3e6)
+    examples = {"x": np.zeros((7, 900, 4), np.float32), "y": np.ones((7, 900), np.float32)}
+    store = ClientStore.from_clients(jfcl.Clients(examples, np.full(7, 900, np.int32)))  # 18 kB a client
+    with pytest.raises(ValueError, match=r"memory must be at most the 0.0 GB that are free"):
+        population(METHODS["ditto"], store, num_rounds=1, out=tmp_path / "run")  # 4 twice, and 7 with their tests
+    assert not (tmp_path / "run").exists()
+    population(METHODS["ditto"], store, num_rounds=1, evaluate=2)
 
 
 SCRIPT = """

@@ -649,6 +649,13 @@ def test_options_that_follow_from_others_are_shown_as_they_are_used(given, used)
     assert comparison.differences(configs, [as_used(config, "") for config in configs]) == []
 
 
+def test_options_of_a_run_in_python_are_not_known_and_those_of_others_compared():
+    configs = [to_saved(Config("fedavg", **options), "") for options in ({"attack": "ipm", "malicious": 0.1}, {})]
+    found = dict(comparison.differences([*configs, {"key": [0, 1], "num_rounds": 9}]))
+    assert found["attack"] == ["ipm", "–", "not known"] and found["malicious"] == ["0.1", "0.0", "not known"]
+    assert found["rounds"][2] == "9" and "lr" not in found
+
+
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_the_legend_of_the_bars_lies_within_their_frame(count):
     records = [{"seed": 0, "round": 1, "accuracy": 0.5, "worst_client_accuracy": 0.25}]

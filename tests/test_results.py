@@ -15,10 +15,11 @@ import jfcl
 from jfcl import cli
 from jfcl.data import ClientStore
 from jfcl.experiments import read_run
+from jfcl.experiments.comparison import results_rows
 from jfcl.simulation import evaluation, progress
 from jfcl.simulation import folder as runs
 from jfcl.simulation.callbacks import EarlyStopping
-from jfcl.simulation.results import finds_clusters
+from jfcl.simulation.results import finds_clusters, summarize_records
 from jfcl.testing import problem
 
 CLIENTS, CLUSTER, TASK, TRAINING = problem("classification")
@@ -252,6 +253,30 @@ def test_clusters_of_one_client_each_are_clusters(make, clusters):
     n = history.clients["cluster"].shape[1]
     alone = history._replace(clients={"cluster": np.tile(np.arange(n), (2, 1))})
     assert finds_clusters(alone) is clusters
+
+
+def test_a_resumption_with_other_names_of_seeds_is_refused(tmp_path):
+    simulate(out=tmp_path, stop_after=2)
+    with pytest.raises(ValueError, match=r"a run of another configuration \(seeds"):
+        simulate(out=tmp_path, seeds=[4, 5], resume=True)
+
+
+def test_seeds_that_end_at_other_rounds_count_alike():
+    ends = ((0, 3), (1, 2))
+    rows = [{"seed": s, "round": t, "loss": 10.0 * s + t} for s, end in ends for t in range(1, end + 1)]
+    found = summarize_records(rows)
+    assert [row["loss"] for row in found["per_seed"]] == [3.0, 12.0] and found["mean"]["loss"] == 7.5
+    assert [row["loss"] for row in summarize_records(rows, 3)["per_seed"]] == [3.0]
+
+
+def test_a_method_without_steps_has_no_speed(tmp_path):
+    def step(key, state, clients):
+        state, metrics = FEDAVG.step(key, state, clients)
+        return state, {name: metrics[name] for name in ("loss", "bytes_up", "bytes_down")}
+
+    simulate(jfcl.Algorithm(FEDAVG.init, step, TASK), out=tmp_path)
+    summary = read_run(tmp_path)[0]
+    assert summary["client_steps_per_second"] is None and results_rows({"mine": summary})[1][0][-1] == "–"
 
 
 def test_a_resumption_with_another_key_is_refused_beside_a_configuration(tmp_path):

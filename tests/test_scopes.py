@@ -174,8 +174,8 @@ def test_the_schedule_of_a_personal_part_goes_on():
     training = jfcl.local_training(falls, num_steps=STEPS, keep="schedule")
     algorithm = jfcl.fedrep(PLAIN, training, personal_steps=2)
     state = algorithm.init(jax.random.key(0), data())
-    first, _ = algorithm.step(jax.random.key(0), state, data())
-    second, _ = algorithm.step(jax.random.key(1), first, data())
+    first, _ = jax.jit(algorithm.step)(jax.random.key(0), state, data())
+    second, _ = jax.jit(algorithm.step)(jax.random.key(1), first, data())
     assert not np.array_equal(flat(state.personal)["Dense_1/kernel"], flat(first.personal)["Dense_1/kernel"])
     jax.tree.map(np.testing.assert_array_equal, (second.params, second.personal), (first.params, first.personal))
 
@@ -232,7 +232,7 @@ def test_robust_aggregation_leaves_statistics_to_the_mean():
     states = []
     for algorithm in (plain, robust):
         state = algorithm.init(jax.random.key(0), clients)
-        states.append(algorithm.step(jax.random.key(1), state, clients)[0].params)
+        states.append(jax.jit(algorithm.step)(jax.random.key(1), state, clients)[0].params)
     for name in ("mean", "var"):
         first, second = (np.asarray(p["BatchNorm_0"][name]) for p in states)
         np.testing.assert_allclose(first, second, rtol=1e-5)
@@ -265,7 +265,7 @@ def test_no_optimizer_moves_statistics():
     slow = jfcl.fedavg(NORMAL, decay, server_optimizer=optax.sgd(1e-9))
     state = slow.init(jax.random.key(0), clients)
     start = flat(state.params)
-    got = flat(slow.step(jax.random.key(1), state, clients)[0].params)
+    got = flat(jax.jit(slow.step)(jax.random.key(1), state, clients)[0].params)
     p = {name: x[0] for name, x in start.items()}
     weight = clients.size / clients.size.sum()
     for name in ("BatchNorm_0/mean", "BatchNorm_0/var"):

@@ -332,6 +332,66 @@ def test_refuses_before_computing(options, words):
     assert compiled.count == 0
 
 
+class Bare(NamedTuple):
+    params: dict
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda state, metrics: state,
+            "step must be a function that returns .state, metrics., .*, got 'AveragingState'",
+        ),
+        (lambda state, metrics: (metrics, state), r"step must be .* with metrics in a dict, got \['dict', 'Averaging"),
+        (lambda state, metrics: (state, {"loss": metrics}), "metrics must be a flat dict of arrays, got 'loss'"),
+        (lambda state, metrics: (state, {"bytes_up": metrics["loss"]}), r"training loss, 'loss' \[N\], got \['bytes"),
+        (
+            lambda state, metrics: (state._replace(cluster=state.cluster.astype(jnp.float32)), metrics),
+            r"keeps shapes and types of the state, got .\.cluster was \(\(7,\), 'int32'\), is \(\(7,\), 'float32'\)",
+        ),
+        (
+            lambda state, metrics: (state._replace(cluster=state.cluster + 2), metrics),
+            r"cluster must be in 0\.\.1, rows",
+        ),
+        (
+            lambda state, metrics: (state._replace(cluster=state.cluster - 2), metrics),
+            r"cluster must be in 0\.\.1, rows",
+        ),
+    ],
+)
+def test_a_step_that_breaks_its_contract_is_refused(change, words):
+    def step(key, state, clients):
+        return change(*IFCA.step(key, state, clients))
+
+    with pytest.raises(ValueError, match=words):
+        sim(algorithm=Algorithm(IFCA.init, step, TASK), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: Bare(state.params), "state must be a NamedTuple with params and cluster, from init, got .Bare"),
+        (
+            lambda state: state._replace(cluster=state.cluster[:3]),
+            r"cluster must be of type int32 and shape \[7\], got",
+        ),
+        (
+            lambda state: state._replace(cluster=state.cluster.astype(jnp.float32)),
+            "cluster must be of type int32 .*, got .float32",
+        ),
+        (
+            lambda state: state._replace(params={"a": jnp.zeros(2), "b": jnp.zeros(3)}),
+            r"params must be arrays \[K, ...",
+        ),
+    ],
+)
+def test_an_init_that_breaks_its_contract_is_refused(change, words):
+    init = lambda key, clients: change(IFCA.init(key, clients))  # noqa: E731
+    with pytest.raises(ValueError, match=words):
+        sim(algorithm=Algorithm(init, IFCA.step, TASK))
+
+
 def test_folders_are_never_overwritten(tmp_path):
     sim(out=tmp_path, config={"lr": 0.1})
     before = (tmp_path / "metrics.jsonl").read_text()

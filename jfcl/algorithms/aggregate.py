@@ -138,9 +138,39 @@ def shared_means(
     return jax.tree.map(lambda f, own, all_: jnp.broadcast_to(all_, own.shape) if f else own, flags, means, of_all)
 
 
+def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
+    """Raises `ValueError` unless `aggregator` is None, or can be called as `aggregator(updates, mask=...)`."""
+    accepted = "a function (updates, mask=...) -> update, such as jfcl.kernels.make_aggregator returns for a name"
+    check(aggregator is None or callable(aggregator), "aggregator", aggregator, accepted)
+    if aggregator is not None:
+        _check_call("aggregator", aggregator, accepted, (None,), {"mask": None})
+
+
+def _check_call(argument: str, fn: Callable, accepted: str, args: tuple, keywords: dict[str, Any]) -> None:
+    """Raises `ValueError` where a function does not take these arguments."""
+    try:
+        inspect.signature(fn).bind(*args, **keywords)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ValueError(f"{argument} must be {accepted}; {name}: {error}") from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
 def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
     """Returns the `Algorithm.check` of a method with this adversary: `malicious` must have an entry for each client."""
-    return None if adversary is None else partial(check_entries, "malicious", adversary.malicious)
+    if adversary is None:
+        return None
+    accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
+    check(callable(adversary.attack), "attack", adversary.attack, accepted)
+    more = {"cluster": None} if _takes_cluster(adversary.attack) else {}
+    _check_call("attack", adversary.attack, accepted, (None,) * 4, more)
+    return partial(check_entries, "malicious", adversary.malicious)
+
+
+def _takes_cluster(attack: Callable) -> bool:
+    """Returns whether an attack is aimed at clustering, and so takes the clusters."""
+    return "cluster" in inspect.signature(attack).parameters
 
 
 def check_entries(argument: str, entries: Any, clients: Clients) -> None:
@@ -185,8 +215,8 @@ def attacked(
     known = jnp.asarray(adversary.malicious)
     check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
-    aimed = "cluster" in inspect.signature(adversary.attack).parameters
-    more = {"cluster": jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster} if aimed else {}
+    more = {"cluster": jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster}
+    more = more if _takes_cluster(adversary.attack) else {}
     updates = adversary.attack(key, updates, malicious, usable, **more)
     return updates, usable & jax.vmap(is_finite)(updates)
 

@@ -21,6 +21,7 @@ from jfcl.algorithms.aggregate import (
     add_updates,
     adversary_check,
     attacked,
+    check_aggregator,
     divide_rows,
     robust_cluster_mean,
     where_rows,
@@ -191,6 +192,7 @@ def averaging(rules: Averaging) -> Algorithm:
     check(fits, "aggregator", rules.aggregator, accepted)
     apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
     privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
+    check_aggregator(rules.aggregator)
     optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
     rules = rules._replace(server_optimizer=optimizer, client_axis=mapping.or_auto(rules.client_axis))
     return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))

@@ -106,7 +106,8 @@ def ifca(
       >>> warm = {"b": np.float32([0, 9])}
       >>> training = jfcl.local_training(optax.sgd(0.5), num_steps=1)
       >>> algorithm = jfcl.ifca(task, training, num_clusters=2, init_params=warm)
-      >>> state, _ = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """

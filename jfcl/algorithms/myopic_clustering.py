@@ -122,7 +122,8 @@ def myopic_clustering(
       >>> algorithm = jfcl.myopic_clustering(
       ...     task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2, radius=0.1
       ... )
-      >>> state, _ = algorithm.step(jax.random.key(1), algorithm.init(jax.random.key(0), clients), clients)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """

@@ -327,7 +327,7 @@ def leave(state: CFLState, who: jax.Array) -> CFLState:
       >>> clients, _, task, training = problem()
       >>> algorithm = jfcl.cfl(task, training, max_clusters=2)
       >>> state = leave(algorithm.init(jax.random.key(0), clients), np.arange(7) == 1)
-      >>> int(algorithm.step(jax.random.key(1), state, clients)[1]["participants"])
+      >>> int(jax.jit(algorithm.step)(jax.random.key(1), state, clients)[1]["participants"])
       6
     """
     check_state(state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,7 +198,11 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
 
 
 def check_state(state: Any, clients: Clients) -> None:
-    """Checks the state of an `Algorithm`: `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
-    chex.assert_shape(state.cluster, (num_clients(clients),))
-    chex.assert_type(state.cluster, jnp.int32)
-    chex.assert_equal_shape_prefix(jax.tree.leaves(state.params), 1)
+    """Raises `ValueError` unless the state of an `Algorithm` has `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
+    parts = [name for name in ("params", "cluster") if hasattr(state, name)]
+    accepted = "a NamedTuple with params and cluster, from init"
+    check(len(parts) == 2, "the state", f"{type(state).__name__} with {parts}", accepted)
+    cluster, n = f"{state.cluster.dtype} {list(state.cluster.shape)}", num_clients(clients)
+    check(cluster == f"int32 [{n}]", "the state's cluster", cluster, f"of type int32 and shape [{n}]")
+    counts = {x.shape[:1] for x in jax.tree.leaves(state.params)}
+    check(len(counts) == 1 and () not in counts, "the state's params", sorted(counts), "arrays [K, ...] with one K")

@@ -58,8 +58,8 @@ def check_dataset(dataset: Dataset) -> None:
     """Checks a data set for errors that would affect every run on it.
 
     Raises:
-      ValueError: those of `check_form`; raw text; `x` and `y` of different lengths or empty; NaN or infinite inputs;
-        labels outside `0..num_classes-1`; writer ids of another length.
+      ValueError: those of `check_form`; raw text; images of integers; `x` and `y` of different lengths or empty; NaN or
+        infinite inputs; labels outside `0..num_classes-1`; writer ids of another length.
     """
     check_form(dataset)
     for name, split in [("train", dataset.train), ("test", dataset.test)]:
@@ -71,6 +71,9 @@ def check_dataset(dataset: Dataset) -> None:
             raise ValueError(
                 f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize"
             )
+        if x.ndim == 4 and x.dtype.kind in "iu":
+            span = f"{x.dtype} in {x.min()}..{x.max()}" if x.size else str(x.dtype)
+            raise ValueError(f"{where}: images must be of floating-point numbers, such as x / 255, got {span}")
         if len(x) != len(y) or not len(x):
             raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
         # A sum of a row is finite exactly when its entries are (overflow of float64 aside).

@@ -139,9 +139,9 @@ def check_memory(
     """Checks that a run fits into memory, before anything is computed.
 
     The sum is of the data, `others` (those of tests) and twice the state, old and new; shapes are enough. `copies` of
-    the data will be made: by default one, or none where the only device is the CPU, which uses the host's arrays. The
-    temporaries of a round are those of the compiled program, which is compiled only where it might not fit: where many
-    clients train at once, or where the updates of all clients together are large.
+    the data will be made, and at most one of `others`: by default one, or none where the only device is the CPU, which
+    uses the host's arrays. The temporaries of a round are those of the compiled program, which is compiled only where
+    it might not fit: where many clients train at once, or where the updates of all clients together are large.
 
     Raises:
       ValueError: with the bytes needed, the free bytes, and the number of clients at once that may fit.
@@ -160,7 +160,7 @@ def check_memory(
 
     if copies is None:
         copies = 0 if kind == "cpu" and inner is client_axis else 1
-    data = copies * sum(size(c.examples) for c in (clients, *others)) / parts
+    data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in others)) / parts
     models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
     held, at_most = data + 2 * models, f"at most the {free / 1e9:.1f} GB that are free"
     accepted = f"{at_most}; use fewer clients or examples, or a smaller model"

@@ -170,10 +170,14 @@ def differences(configs: list[dict[str, Any]], used: list[dict[str, Any]] | None
         if config.get("population") is not None or config.get("store") is not None:
             config["clients"] = None  # without effect there
     found, names = [], dict.fromkeys(name for config in configs for name in config)
-    if not all(map(is_configured, configs)):  # a run in Python keeps what its config names
-        names = [name for name in names if all(name in config for config in configs)]
     for name in names:
-        given, values = (["–" if c.get(name) is None else str(c[name]) for c in some] for some in (configs, used))
+        # A run in Python keeps what its config names; of other options nothing is known.
+        known = [name in config or is_configured(config) for config in configs]
+        given, values = (
+            ["–" if c.get(name) is None else str(c[name]) for c in itertools.compress(some, known)]
+            for some in (configs, used)
+        )
         if len(set(given)) > 1 and len(set(values)) > 1 and name not in NOT_COMPARED:
-            found.append((name.removeprefix("num_"), values))
+            rest = iter(values)
+            found.append((name.removeprefix("num_"), [next(rest) if k else "not known" for k in known]))
     return found

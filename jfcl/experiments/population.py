@@ -70,8 +70,9 @@ def run_population(
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
-        stack.enter_context(_cleared(Path(folder), out))
-        stored, store, tests, vocab_size = make_stores(config, Path(folder), data_dir, options["progress"])
+        made = stack.enter_context(_cleared(Path(folder), out))
+        stored, store, tests, vocab_size, is_new = make_stores(config, Path(folder), data_dir, options["progress"])
+        made += [folder] if is_new else []
         config = dataclasses.replace(stored, clients=len(store), cohort=_cohort(stored, len(store)))
         validate(config)
         malicious = malicious_clients(config)
@@ -118,19 +119,23 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 @contextlib.contextmanager
-def _cleared(folder: Path, out: str | Path | None) -> Iterator[None]:
+def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
     """Removes a store that was made for a run that is then refused, and `out` if it was made for that store.
 
     The store of a run that has begun is kept. One that was missing when the run was resumed is removed again.
+
+    Yields:
+      A list, which is filled once this process has made the store: that of another process stays.
     """
-    new, new_out = not folder.exists(), out is not None and not Path(out).exists()
+    made, new_out = [], out is not None and not Path(out).exists()
     run = None if out is None else Path(out) / "config.json"
     resumed = run is not None and run.exists()
     try:
-        yield
+        yield made
     except ValueError:
-        if new and (resumed or run is None or not run.exists()):
-            shutil.rmtree(folder, ignore_errors=True)
+        if resumed or run is None or not run.exists():
+            if made:
+                shutil.rmtree(folder, ignore_errors=True)
             if new_out:
                 with contextlib.suppress(OSError):
                     Path(out).rmdir()
@@ -172,11 +177,12 @@ def check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
 
 def make_stores(
     config: Config, folder: Path, data_dir: str | None, progress: bool
-) -> tuple[Config, ClientStore, ClientStore, int | None]:
+) -> tuple[Config, ClientStore, ClientStore, int | None, bool]:
     """Opens the stores of `folder`, or makes them if there are none.
 
     Returns:
-      `(config, train, test, size of the vocabulary or None)`, `config` with the options that describe the stores.
+      `(config, train, test, size of the vocabulary or None, whether they were made)`, `config` with the options that
+      describe the stores.
     """
     if folder.exists():
         store, tests = data.open_stores(folder)
@@ -186,13 +192,15 @@ def make_stores(
         config = dataclasses.replace(config, **as_dealt(store))
         of_texts = "vocab_size" in store.about.get("made", {})
         texts = config.model in LANGUAGE_MODELS or (is_own(config.model) and of_texts)
-        return config, store, tests, load_dataset(config, data_dir)[1] if texts else None
+        return config, store, tests, load_dataset(config, data_dir)[1] if texts else None, False
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
     cohort = _cohort(config, config.population)
     whole = dataclasses.replace(config, clients=config.population, cohort=cohort)
     validate(whole)
     dataset, vocab_size = load_dataset(config, data_dir)
     _rehearse(whole, dataset, vocab_size)
+    if folder.exists():  # another process has made them meanwhile
+        return make_stores(config, folder, data_dir, progress)
     if progress:
         Console(stderr=True).print(f"dealing {dataset.name} to {config.population:,} clients, in {folder}")
     of_texts = {"vocab_size": config.vocab_size, "length": config.length} if vocab_size is not None else {}
@@ -205,7 +213,7 @@ def make_stores(
         progress=progress,
         **dealt(config),
     )
-    return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size
+    return dataclasses.replace(config, **as_dealt(store)), store, tests, vocab_size, True
 
 
 def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):
@@ -230,7 +238,7 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
         changed, whole = dataclasses.replace(config, **changes), sample._replace(cluster=np.asarray(cluster))
         return assemble(changed, whole, vocab_size, store.max_size, mapping_of(config))
 
-    join = None  # new clients start without the restarts, or the warm rounds, of the first cohort
-    if config.restarts not in (None, 1) or config.warm_rounds:
-        join = assembled(restarts=1, warm_rounds=None).algorithm.init
+    join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
+    if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:
+        join = assembled(restarts=1, warm_rounds=None, min_share=None).algorithm.init
     return assembled()._replace(federation=sample), join

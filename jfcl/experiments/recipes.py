@@ -74,7 +74,7 @@ class Bench(NamedTuple):
         runs = [self._run(folder, one) for folder, one in parts.items()]
         records = [r for _, some in runs for r in some if config.seed is not None or r["seed"] < config.seeds]
         seconds = sum(summary["seconds"] for summary, _ in runs)
-        return runs[0][0] | summarize_records(records, records[-1]["round"]) | {"seconds": seconds}, records
+        return runs[0][0] | summarize_records(records) | {"seconds": seconds}, records
 
     def _run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         folder, saved = self.out / name, self._saved(name)

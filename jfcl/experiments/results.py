@@ -18,6 +18,7 @@ from jfcl.analysis import parameter_tree, plots
 from jfcl.core import PyTree, check, check_count, client_ids, joined, personal_part
 from jfcl.execution import hosts
 from jfcl.experiments import serving
+from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
@@ -207,6 +208,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     folder = Path(folder)
     read_run(folder)  # verifies the files
     saved = read_json(folder / "config.json")
+    accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
+    check("key" not in saved or is_configured(saved), "folder", str(folder), accepted)
     options = check_options(from_saved(saved), str(folder / "config.json"))
     check("method" in options, str(folder / "config.json"), "no method", "the configuration of a run")
     config = Config(**options)
@@ -253,6 +256,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     folder = Path(folder)
     check_no_sweep(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} holds no finished run: it is not there")
     if not (folder / "summary.json").exists():
         raise ValueError(
             f"{folder} holds no finished run: summary.json is missing; 'jfcl report' shows what there is so far"
@@ -305,7 +310,7 @@ def check_summary(summary: dict[str, Any], file: Path) -> None:
     wrong = [name for name in (*numbers, *texts) if name not in summary]
     wrong += [name for name in numbers if not is_number(summary.get(name))]
     wrong += [name for name in texts if not isinstance(summary.get(name), str | None)]  # None: a run in Python
-    wrong += [name for name in ("num_rounds", "client_steps_per_second") if summary.get(name, 0) is None]
+    wrong += ["num_rounds"] if summary.get("num_rounds", 0) is None else []
     wrong += [name for name in ("mean", "std") if not has_numbers(name)]
     if "mean" not in wrong and summary["mean"]["clusters_in_use"] is None:
         wrong.append("mean")

@@ -30,6 +30,7 @@ from jfcl.core import (
     client_ids,
     is_concrete,
     max_examples,
+    named_leaves,
     platform,
     shown,
 )
@@ -127,7 +128,8 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
     if personal and not saved.is_file():
         return ()
     if not saved.is_file():
-        raise ValueError(f"init_from must be the folder of a finished run, but {saved} does not exist")
+        which = " of the command line or jfcl.experiments.run" if (saved.parent / "summary.json").exists() else ""
+        raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
     try:
         arrays = _read_arrays(saved)
         params = unflatten_dict(arrays, sep="/")
@@ -182,11 +184,13 @@ def make_aggregator(config: Config) -> Callable:
 def _warm_start(config: Config, task: Task) -> PyTree:
     """Returns the models of `--init-from`: `[K, ...]`, or one without that axis, from which all clients start."""
     found = load_params(config.init_from)
-    shapes = jax.tree.map(lambda leaf: leaf.shape[1:], found)
-    wanted = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(task.init, jax.random.key(0)))
-    check(
-        shapes == wanted, "init_from", config.init_from, f"a run that ended with models {config.model!r} of these sizes"
-    )
+    like = jax.eval_shape(task.init, jax.random.key(0))
+    shapes = {name: leaf.shape[1:] for name, leaf in named_leaves(found).items()}
+    wanted = {name: leaf.shape for name, leaf in named_leaves(like).items()}
+    names = [name for name in shapes | wanted if shapes.get(name) != wanted.get(name)]
+    differ = "; ".join(f"{n} is {shapes.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:2])
+    accepted = f"a run that ended with models {config.model!r} of these sizes ({differ})"
+    check(not names, "init_from", config.init_from, accepted)
     alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found))
     chosen = config.method == "ifca" or (config.method == "hypcluster" and not config.warm_rounds)
     equals = alone and chosen and (config.num_models or config.clusters) > 1
@@ -211,7 +215,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     # Options that stand for an object.
     if config.track_gap:
         options["true_cluster"] = federation.cluster
-    if config.attack in attacks.UPDATE_ATTACKS:
+    if config.attack in attacks.UPDATE_ATTACKS and config.method != "local":
         options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)

@@ -139,9 +139,11 @@ def _check_attack(config: Config) -> None:
         some = round(config.malicious * config.clients)
         accepted = f"enough for one of the {config.clients} clients, and not for all"
         check(0 < some < config.clients, "malicious", config.malicious, accepted)
-        sends = "adversary" in options or config.attack in attacks.DATA_ATTACKS
+        # Local training sends no updates: an attack on them changes only which clients are evaluated.
+        attacked = "adversary" in options or config.method == "local" or config.attack in attacks.DATA_ATTACKS
         on_data = ", ".join(attacks.DATA_ATTACKS)
-        check(sends, "attack", config.attack, f"one on data ({on_data}): {config.method} sends no updates")
+        accepted = f"one on data ({on_data}): {config.method} has no argument adversary"
+        check(attacked, "attack", config.attack, accepted)
     else:
         check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")
     if config.aggregator is not None:

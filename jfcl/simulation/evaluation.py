@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
-from jfcl.core import check, num_clients, personal_part
+from jfcl.core import check, named_leaves, num_clients, personal_part
 from jfcl.execution.jitted import jitted
 
 # A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
@@ -28,11 +27,41 @@ OF_NEWCOMERS = "newcomer_"
 MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
 
 
-def check_metrics(values: Iterable[str]) -> None:
-    """Raises `ValueError` for the name of a method's metric that a record has for something else."""
+def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the `(state, metrics)` that a step has returned, arrays or their shapes, if it keeps its contract.
+
+    Raises:
+      ValueError: no such pair; a state of other shapes or types than the `state` before; metrics that are no flat dict
+        of arrays with `loss`, or have a name that a record has for something else.
+    """
+    several = isinstance(returned, tuple | list) and not hasattr(returned, "_fields")
+    pair = several and len(returned) == 2 and isinstance(returned[1], dict)
+    accepted = "a function that returns (state, metrics), with metrics in a dict"
+    kinds = [type(x).__name__ for x in returned] if several else type(returned).__name__
+    check(pair, "step", kinds, accepted)
+    new, values = returned
+
+    # The state.
+    before, after = ({n: (x.shape, str(x.dtype)) for n, x in named_leaves(s).items()} for s in (state, new))
+    differ = [name for name in before | after if before.get(name) != after.get(name)]
+    found = "; ".join(f"{n} was {before.get(n, 'absent')}, is {after.get(n, 'absent')}" for n in differ[:2])
+    check(not differ, "step", found, "a function that keeps shapes and types of the state")
+
+    # The metrics.
+    nested = [name for name, value in values.items() if not hasattr(value, "dtype")]
+    check(not nested, "metrics", ", ".join(map(str, nested)), "a flat dict of arrays")
+    check("loss" in values, "metrics", sorted(values), "with the clients' training loss, 'loss' [N]")
     for name in values:
         taken = name in OF_RECORDS or name.startswith(OF_NEWCOMERS)
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
+    return new, values
+
+
+def check_clusters(cluster: np.ndarray, num_models: int) -> None:
+    """Raises `ValueError` for a `cluster` on the host that is no row of the models: JAX would take another row."""
+    fits = not cluster.size or (cluster.min() >= 0 and cluster.max() < num_models)
+    accepted = f"in 0..{num_models - 1}, rows of params"
+    check(fits, "the state's cluster", sorted(set(cluster.ravel().tolist()))[:8], accepted)
 
 
 class Subjects(NamedTuple):

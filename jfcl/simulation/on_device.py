@@ -20,7 +20,8 @@ from jfcl.simulation.evaluation import (
     SUMMED,
     Assessment,
     Subjects,
-    check_metrics,
+    check_clusters,
+    check_step,
     evaluate_rows,
     finite_mean,
     found_clusters,
@@ -96,8 +97,8 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
             events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
             return state, values, sums, events
 
-        step, (_, like) = traced_once(algorithm.step, key, state, clients)
-        check_metrics(like)
+        step, returned = traced_once(algorithm.step, key, state, clients)
+        _, like = check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
@@ -240,8 +241,9 @@ class OnDevice:
         held_out = self._losses(state, self._tests)
         cluster = found_clusters(state) if self._learners is None else held_out["cluster"]
         newcomers = self._losses(state, self._newcomers)
-        arrays = (held_out, newcomers, values, cluster, getattr(state, "excluded", None))
-        held_out, newcomers, values, cluster, excluded = hosts.fetch(arrays)
+        arrays = (held_out, newcomers, values, cluster, getattr(state, "excluded", None), state.cluster)
+        held_out, newcomers, values, cluster, excluded, models = hosts.fetch(arrays)
+        check_clusters(models[:, :n], jax.tree.leaves(self.like.params)[0].shape[1])
 
         # Padding clients are behind the others.
         values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}

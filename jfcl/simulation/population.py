@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_count, check_examples
+from jfcl.core import Algorithm, Clients, check, check_count, check_examples, personal_part
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
-from jfcl.simulation.evaluation import check_metrics
+from jfcl.simulation.evaluation import check_step
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
@@ -175,7 +176,11 @@ def simulate_population(
     client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     hold = partial(layout.held, client_axis, algorithm.task)
-    memory.check_memory(algorithm, hold(example_shapes(store, cohort + remember)), client_axis, with_seed, copies=2)
+    several = split.personal or jax.tree.leaves(shapes.params)[0].shape[0] > 1 or jax.tree.leaves(personal_part(shapes))
+    judged = [] if test_store is None or algorithm.task is None else [test_store, store] if several else [test_store]
+    others = [hold(example_shapes(part, len(evaluated))) for part in judged]
+    trained = hold(example_shapes(store, cohort + remember))
+    memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
 
     # The cohorts. They are divided among devices here if their number divides the cohort, otherwise by the mapping.
     even = mapping.num_rows(client_axis, cohort) == cohort
@@ -252,6 +257,7 @@ def _open_rows(
     if resume and not has_checkpoint:  # nothing is left to be verified
         folder.restore(())
         folder.begin()
+        shutil.rmtree(place, ignore_errors=True)  # rows of rounds that are begun again
     if has_checkpoint:  # the rows stay where they were
         in_memory = -1.0 if place.is_dir() else math.inf
     rows = ClientRows(n, row, folder=place, resume=has_checkpoint, in_memory=in_memory)
@@ -290,8 +296,7 @@ def _check_algorithm(
         remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
         count = cohort + remember
         split, state = split_state(algorithm.init, store, count)
-        _, values = jax.eval_shape(algorithm.step, key, state, example_shapes(store, count))
-        check_metrics(values)
+        check_step(jax.eval_shape(algorithm.step, key, state, example_shapes(store, count)), state)
     except ValueError:
         raise
     except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit

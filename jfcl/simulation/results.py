@@ -21,10 +21,14 @@ SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy",
 BYTES = ("bytes_up", "bytes_down")
 
 
-def summarize_records(records: list[dict[str, Any]], last: int) -> dict[str, Any]:
-    """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records."""
+def summarize_records(records: list[dict[str, Any]], last: int | None = None) -> dict[str, Any]:
+    """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records.
+
+    Without `last` they are those of each seed's own last record: seeds that ran apart may have ended at other rounds.
+    """
     per_seed = []
-    for record in [r for r in records if r["round"] == last]:
+    of_seeds = {r["seed"]: r for r in records if last is None or r["round"] == last}
+    for record in of_seeds.values():
         of_seed = [r for r in records if r["seed"] == record["seed"]]
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
@@ -55,14 +59,14 @@ def finds_clusters(history: History) -> bool:
 
 def summarize(history: History) -> dict[str, Any]:
     """Returns the entries of `summary.json` that follow from a run alone: its end, its costs and its last metrics."""
-    over_seeds = summarize_records(history.records, history.records[-1]["round"])
+    over_seeds = summarize_records(history.records)
     seconds = max(history.seconds, 1e-9)
     return {
         "num_rounds": history.rounds,
         "ended": history.ended,
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,
-        "client_steps_per_second": history.client_steps / seconds,
+        "client_steps_per_second": history.client_steps / seconds or None,  # a method need not report any
         "rounds_per_second": history.rounds / seconds,
         "finds_clusters": finds_clusters(history),
         **{name: over_seeds["mean"][name] for name in BYTES},

@@ -236,7 +236,8 @@ def _with_keys(
     own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
     own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
     if resumed is not None and (file := Path(resumed) / "config.json").exists():
-        own = {name: value for name, value in own.items() if name in read_json(file)}
+        saved = read_json(file)
+        own = {name: value for name, value in own.items() if name in saved or "key" in saved}
     return own | (config or {})
 
 

@@ -23,7 +23,16 @@ from jfcl.execution import layout
 from jfcl.execution.jitted import RUNS_ONCE, jitted
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort
-from jfcl.simulation.evaluation import EVENTS, MOST_LISTED, SUMMED, Assessment, Subjects, finite_mean, found_clusters
+from jfcl.simulation.evaluation import (
+    EVENTS,
+    MOST_LISTED,
+    SUMMED,
+    Assessment,
+    Subjects,
+    check_clusters,
+    finite_mean,
+    found_clusters,
+)
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
 from jfcl.simulation.state_split import Split, Start
@@ -172,6 +181,8 @@ class Streamed:
             found = found_clusters(self.split.together(state, self._after))
             return Assessment(np.asarray(found)[None], values)
         found, held_out = jax.device_get(self._assess(state))
+        if not self.split.personal:
+            check_clusters(np.asarray(found), self._num_models)
         held_out = {name: v[None] for name, v in held_out.items()}
         return Assessment(np.asarray(found)[None], values, held_out)
 

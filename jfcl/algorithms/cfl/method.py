@@ -106,7 +106,8 @@ def cfl(
         and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
         mean of their last updates, the longest update of this round, and the bipartition of the last updates.
       similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model: one more pass over all
-        examples and one more message in every round. `ε₁` and `ε₂` are then compared with norms of gradients (equation 33, Algorithm 3).
+        examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
+        (equation 33, Algorithm 3).
       linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
         numbers, however many clients there are, and `min_size` is 1.
       weights: `"size"` (Algorithm 2) or `"equal"` (Algorithm 5 as printed).

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
+from jfcl.algorithms.aggregate import adversary_check, attacked, check_aggregator, where_rows
 from jfcl.algorithms.averaging import check_scopes
 from jfcl.algorithms.cfl import server
 from jfcl.algorithms.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
@@ -102,6 +102,7 @@ def rounds(options: Options) -> Algorithm:
     check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
     accepted = "left out where parameters are shared"
     check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
+    check_aggregator(rules.aggregator)
     rules = rules._replace(statistics=options.task.statistics)
     options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
