@@ -209,6 +209,9 @@ def test_federated_clustering_is_above_its_baselines():
     assert found["ground truth"] > found["fc"] > found["local"] > found["ditto"] > found["ifca"] > found["global"]
     found = {r["run"]: r["accuracy %"] for r in rows("federated_clustering.figure5-small")}
     assert found["fc"] > found["local"] > found["global"]
+    found = {r["run"]: r["accuracy %"] for r in rows("federated_clustering.figure6-small")}
+    assert found["fc, far"] > 90 > 11 > found["global, far"]
+    assert found["fc, opposite"] > 80 > 25 > found["global, opposite"]
     assert one("federated_clustering.figure2-small", "intra, largest") * 1000 < one(
         "federated_clustering.figure2-small", "inter, least"
     )
