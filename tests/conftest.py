@@ -30,9 +30,13 @@ if "XLA_FLAGS" not in os.environ:
 
 import hypothesis
 import jax
+import matplotlib.figure
 import pytest
 
 os.fsync = lambda descriptor: None  # a power cut would cost the results of tests only; processes of tests do wait
+_savefig = matplotlib.figure.Figure.savefig
+# A tight margin costs a second drawing, and pictures are a fifth of a small run.
+matplotlib.figure.Figure.savefig = lambda *args, bbox_inches=None, **options: _savefig(*args, **options)
 gc.set_threshold(200_000, 50, 100)  # tracing makes so many objects that Python's thresholds cost a tenth of the time
 
 jax.config.update("jax_enable_compilation_cache", False)  # here, computing keys costs more than it saves
