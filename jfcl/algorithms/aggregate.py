@@ -215,9 +215,9 @@ def attacked(
     known = jnp.asarray(adversary.malicious)
     check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
-    more = {"cluster": jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster}
-    more = more if _takes_cluster(adversary.attack) else {}
-    updates = adversary.attack(key, updates, malicious, usable, **more)
+    cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
+    aimed = {"cluster": cluster} if _takes_cluster(adversary.attack) else {}
+    updates = adversary.attack(key, updates, malicious, usable, **aimed)
     return updates, usable & jax.vmap(is_finite)(updates)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,12 @@ def one_shot(
     return clustered_once(rules, find, messages=1, rounds=local_rounds)
 
 
+@partial(jax.jit, static_argnames="num_clusters")
+def _clusters(points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int) -> jax.Array:
+    """Returns the k-means cluster `[N]` of each point; compiled, where too few points leave clusters empty."""
+    return kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
+
+
 def cluster_local_models(
     task: Task,
     training: local.LocalTraining,
@@ -123,9 +130,7 @@ def cluster_local_models(
 
     def cluster_models(models, key, usable):
         points = ravel_clients(trained_part(task, models))
-        # Inside jit fewer models than clusters are no error: some clusters are empty.
-        find = jax.jit(lambda *args: kmeans(args[0], num_clusters, key=args[1], mask=args[2], implementation="device"))
-        return (), find(points, key, usable).cluster
+        return (), _clusters(points, key, usable, num_clusters=num_clusters)
 
     if len(size) <= DENSE_UP_TO:
         cluster_models = over_columns(client_axis, cluster_models)
