@@ -163,12 +163,15 @@ def test_knn_per_is_its_mixture(scale):
         assert algorithm.task.correct(mine, {"x": x, "y": y}).tolist() == (truth.argmax(axis=1) == y).tolist()
 
 
-def test_neighbours_far_from_zero_are_the_nearest():
+@pytest.mark.parametrize(("dtype", "center"), [(jnp.float32, 2000), (jnp.bfloat16, 2)])
+def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
+    """Also those of representations in bfloat16, in which distances would have ties."""
     rng = np.random.default_rng(0)
-    memory, x = (np.float32(2000 + rng.uniform(-1, 1, (n, 2))) for n in (30, 8))
-    label, truth = np.arange(30), NearestNeighbors(n_neighbors=1).fit(memory[:20]).kneighbors(x)[1][:, 0]
+    memory, x = (jnp.asarray(center + rng.uniform(-1, 1, (n, 8)), dtype) for n in (30, 40))
+    label, wide = np.arange(30), [np.asarray(part, np.float64) for part in (memory[:20], x)]
+    truth = NearestNeighbors(n_neighbors=1).fit(wide[0]).kneighbors(wide[1])[1][:, 0]
     method = Mixture(LABELS, LABELS.predict, 1, 0.5, jnp.zeros(1), 0.2, None)
-    found = neighbours(method, jnp.asarray(memory), jnp.asarray(label), jnp.int32(20), jnp.asarray(x), 30)
+    found = neighbours(method, memory, jnp.asarray(label), jnp.int32(20), x, 30)
     np.testing.assert_array_equal(found.argmax(axis=1), truth)
 
 

@@ -457,6 +457,10 @@ def test_refuses():
     line = jfcl.models.task(lambda key: jnp.zeros((3, 1)), lambda w, x: x @ w, kind="regression")
     with pytest.raises(ValueError, match=r"outputs must be the targets' shape, \(4,\) .*, got \(4, 1\)"):
         line.loss(jnp.zeros((3, 1)), {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
+    labels = {"x": np.ones((4, 8, 8, 1), np.float32), "y": np.zeros((4, 1), np.int32)}
+    task = classification(jfcl.models.Linear(10), (8, 8, 1), 10)
+    with pytest.raises(ValueError, match=r"labels must be \(4,\), one label for each .*, got \(4, 1\)"):
+        task.loss(task.init(jax.random.key(0)), labels)
     with pytest.raises(ValueError, match="did you mean 'regression'"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")
     with pytest.raises(ValueError, match="half must be False for a classification"):

@@ -29,6 +29,7 @@ from jfcl.core import (
 )
 from jfcl.core.options import Excludes, Interval, Range, Real, check_options
 from jfcl.execution import mapping
+from jfcl.kernels.base import sum_dtype
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
 LEAST = 1e-7  # the least probability of a label: neighbours alone may give it 0
@@ -201,6 +202,7 @@ def neighbours(
     method: Mixture, memory: jax.Array, label: jax.Array, size: jax.Array, x: jax.Array, num_classes: int
 ) -> jax.Array:
     """Returns `[B, C]`: the label probabilities of `x` `[B, H]` by the `k` nearest of the first `size` of `memory`."""
+    x, memory = (part.astype(sum_dtype(part)) for part in (x, memory))
     x, memory = x - memory[:1], memory - memory[:1]  # else far from zero the differences of squares have no digits
     squares = jnp.square(x).sum(axis=1)[:, None] + jnp.square(memory).sum(axis=1)[None, :]
     squares = jnp.maximum(squares - 2.0 * jnp.matmul(x, memory.T, precision=jax.lax.Precision.HIGHEST), 0.0)

@@ -108,7 +108,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Accelerators compare the classes with the label, since a gather is slow there. A label out of range gives NaN. The
     result is float32 at least.
+
+    Raises:
+      ValueError: labels of another shape, such as `[B, 1]` or one-hot.
     """
+    wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape}"
+    check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
 
     def compared(logits, labels):
         chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
