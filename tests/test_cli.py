@@ -711,6 +711,21 @@ def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path
     assert (out / "store").is_dir() and len((out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("cfl", [], "max_clusters must be given for a cohort of 4"),
+        ("ifca", ["--clusters", "5"], "num_clusters must be at most the 4 clients"),
+        ("knn_per", ["--num-neighbours", "17"], "num_neighbours must be at most 16"),
+    ],
+)
+def test_what_a_population_cannot_have_is_refused_before_data_are_dealt(method, options, said, tmp_path, capsys):
+    command = ["run", method, "--population", "30", "--cohort", "4", *options, "--out", str(tmp_path / "run")]
+    assert cli.main(command) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and "dealing" not in printed and not (tmp_path / "run").exists()
+
+
 def test_a_refused_run_removes_its_own_store_alone(tmp_path):
     """Another process may have made a store of that name meanwhile."""
     for made in (True, False):

@@ -21,6 +21,7 @@ from scipy.stats import chisquare
 
 import jfcl
 from jfcl.data import ClientStore
+from jfcl.data.store import example_shapes
 from jfcl.execution import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import make_sampler, who_answers
@@ -247,7 +248,7 @@ def test_every_client_goes_on_where_it_stopped(mapped):
         whole = whole._replace(
             params=jax.tree.map(keep, new.params, whole.params), client=jax.tree.map(keep, new.client, whole.client)
         )
-    split, _ = split_state(algorithm.init, STORE, 4)
+    split, _ = split_state(algorithm.init, partial(example_shapes, STORE), 4)
     wanted = split.apart(whole)[1]
     assert len(wanted) == len(history.rows.arrays) == 4  # two of the model, two of its momentum: not `cluster`
     for mine, array in zip(wanted, history.rows.arrays, strict=True):
@@ -590,6 +591,7 @@ def test_the_tests_of_evaluated_clients_count_before_anything_runs(monkeypatch, 
 SCRIPT = """
 import sys, jax, jfcl, optax, numpy as np
 from jfcl.data import ClientStore
+from jfcl.data.store import example_shapes
 from jfcl.testing import problem
 clients, cluster, task, _ = problem()
 training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")

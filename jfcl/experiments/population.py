@@ -28,6 +28,7 @@ from jfcl.experiments.used import COHORT
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.simulation.population import PopulationHistory, simulate_population
+from jfcl.simulation.state_split import Start, check_algorithm
 
 EXAMPLES, EVALUATED = 20, 1000  # defaults
 DEFAULT = Config("fedavg")
@@ -144,11 +145,19 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
 
 def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
     """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
-    one = Clients({name: values[None, :1] for name, values in dataset.train.items()}, np.ones(1, np.int32))
+    most, largest_id = config.examples_per_client or EXAMPLES, config.clients - 1
+
+    def cohorts(count):  # of the same example, without a copy
+        examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}
+        return Clients(examples, np.full(count, most, np.int32), largest_id - np.arange(count, dtype=np.int32)[::-1])
+
     cluster = (np.arange(min(config.clients, EVALUATED)) % true_clusters(config)).astype(np.int32)
     about = (true_clusters(config), dataset.num_classes, tuple(dataset.train["x"].shape[1:]), "", "")
-    sample = data.Federation(one, one, cluster, *about)
-    assemble(config, sample, vocab_size, config.examples_per_client or EXAMPLES, mapping_of(config))
+    sample = data.Federation(cohorts(1), cohorts(1), cluster, *about)
+    parts, join = _assembled(config, sample, vocab_size, most)
+    check_algorithm(parts.algorithm, config.clients, config.cohort, join, config.remember, cohorts)
+    if parts.algorithm.check is not None:
+        parts.algorithm.check(cohorts(config.cohort))
 
 
 def as_dealt(store: ClientStore) -> dict[str, Any]:
@@ -234,11 +243,19 @@ def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np
     if vocab_size is None:
         check_labels(sample.train, sample.num_classes)
 
+    setup, join = _assembled(config, sample._replace(cluster=np.asarray(cluster)), vocab_size, store.max_size)
+    return setup._replace(federation=sample), join
+
+
+def _assembled(
+    config: Config, sample: data.Federation, vocab_size: int | None, most: int
+) -> tuple[Setup, Start | None]:
+    """Returns the `Setup`, and the start of clients that never took part, or None; `most` are a client's examples."""
+
     def assembled(**changes) -> Setup:
-        changed, whole = dataclasses.replace(config, **changes), sample._replace(cluster=np.asarray(cluster))
-        return assemble(changed, whole, vocab_size, store.max_size, mapping_of(config))
+        return assemble(dataclasses.replace(config, **changes), sample, vocab_size, most, mapping_of(config))
 
     join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
     if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:
         join = assembled(restarts=1, warm_rounds=None, min_share=None).algorithm.init
-    return assembled()._replace(federation=sample), join
+    return assembled(), join

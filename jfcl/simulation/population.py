@@ -15,22 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_count, check_examples, personal_part
+from jfcl.core import Algorithm, Clients, check, check_count, personal_part
 from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
-from jfcl.simulation.evaluation import check_step
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.results import keep_results
-from jfcl.simulation.state_split import Split, Start, depends_on_clients, split_state
+from jfcl.simulation.state_split import Start, check_algorithm
 from jfcl.simulation.streamed import Streamed
 
 EVALUATION_STREAM = COHORT_STREAM + 1  # of the random numbers of a run on the host
-REMEMBER = 1000  # default number of clients outside the cohort that are compared by their last updates
 
 
 class PopulationHistory(NamedTuple):
@@ -172,7 +170,9 @@ def simulate_population(
     check(tested, "evaluate", evaluate, "clients of which one at least has test examples")
 
     # Check that the method and the memory suffice.
-    remember, split, shapes = _check_algorithm(algorithm, store, cohort, join, remember)
+    shapes_of = partial(example_shapes, store)
+    remember, split, shapes = check_algorithm(algorithm, n, cohort, join, remember, shapes_of)
+    _check_hardest(algorithm, store, cohort)
     client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     hold = partial(layout.held, client_axis, algorithm.task)
@@ -272,52 +272,11 @@ def _open_rows(
     return rows, Restored(done, [jnp.asarray(x) for x in saved["common"]], totals, records)
 
 
-def _check_algorithm(
-    algorithm: Algorithm, store: ClientStore, cohort: int, join: Start | None, remember: int | None
-) -> tuple[int, Split, Any]:
-    """Returns the number of remembered clients, the division of the algorithm's state, and its shapes.
-
-    Raises:
-      ValueError: the method does not suit a population, or not `remember`.
-    """
-    most = len(store) - cohort
-    if remember is not None:
-        check_count("remember", remember, least=0)
-        check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
-    if algorithm.task is not None:
-        check_examples(example_shapes(store, cohort), algorithm.task, name="store")
-    about = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in store.fields.items())
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    try:
-        first = jax.eval_shape(algorithm.init, key, example_shapes(store, cohort + (remember or 0)))
-        has_updates = hasattr(getattr(first, "heard", None), "round")
-        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
-        check(has_updates or not remember, "remember", remember, accepted)
-        remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
-        count = cohort + remember
-        split, state = split_state(algorithm.init, store, count)
-        check_step(jax.eval_shape(algorithm.step, key, state, example_shapes(store, count)), state)
-    except ValueError:
-        raise
-    except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
-        raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
-    if join is None:
-        learnt = depends_on_clients(algorithm.init, store, count)
-        if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
-            raise ValueError(
-                "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
-                " that it would give clients of later ones places among other models. For IFCA with restarts, or"
-                " HypCluster with warm rounds, pass the init of the same method without; methods that cluster all"
-                " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
-            )
-    else:
-        same = split_state(join, store, count)
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
-        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init with states of the same shapes")
-    if algorithm.check is not None:  # on the hardest clients, those with the fewest examples
+def _check_hardest(algorithm: Algorithm, store: ClientStore, cohort: int) -> None:
+    """Calls the algorithm's own check, if it has one, on the clients with the fewest examples."""
+    if algorithm.check is not None:
         sizes = store.sizes().astype(np.int64)
         order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
         hardest = store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort]))
         largest = np.flatnonzero(sizes)[-1].astype(hardest.id.dtype)  # which arguments by id must include as well
         algorithm.check(hardest._replace(id=np.maximum(hardest.id, largest)))
-    return remember, split, state

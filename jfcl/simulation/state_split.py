@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Clients, check
-from jfcl.data.store import ClientStore, example_shapes
+from jfcl.core import Algorithm, Clients, check, check_count, check_examples
+from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
+REMEMBER = 1000  # default number of clients outside the cohort that are compared by their last updates
+Cohorts = Callable[[int], Clients]  # the shapes of so many clients
 
 
 class Split(NamedTuple):
@@ -53,7 +55,7 @@ def _moved(x: Any, source: int, target: int) -> Any:
     return jnp.moveaxis(x, source, target)
 
 
-def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any]:
+def split_state(init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
     """Returns the division of a state of `count` clients, and its shapes.
 
     The client axes are those that grow with one client more.
@@ -62,7 +64,7 @@ def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any
       ValueError: an array with several client axes, of a method that keeps something for each pair of clients.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state, more = (jax.eval_shape(init, key, example_shapes(store, c)) for c in (count, count + 1))
+    state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
     if hasattr(state, "active"):  # options of CFL that a population cannot have
         k, accepted = len(state.active), f"given for a cohort of {count}: the default depends on it"
         check(k == len(more.active), "max_clusters", None, accepted)
@@ -88,10 +90,9 @@ def split_state(init: Start, store: ClientStore, count: int) -> tuple[Split, Any
     return Split(jax.tree.structure(state), tuple(axes), personal, heard), state
 
 
-def depends_on_clients(init: Start, store: ClientStore, cohort: int) -> list[bool]:
+def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
     """Returns, by leaf of the state, whether `init` computes it from the clients rather than from its key alone."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    clients = example_shapes(store, cohort)
     traced = jax.make_jaxpr(init)(key, clients)
     return _reached(traced.jaxpr, [False, *[True for _ in jax.tree.leaves(clients)]])
 
@@ -108,3 +109,54 @@ def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
             outputs = [any(inputs)] * len(equation.outvars)
         reached |= {id(v) for v, hit in zip(equation.outvars, outputs, strict=True) if hit}
     return [id(v) in reached for v in jaxpr.outvars]
+
+
+def check_algorithm(
+    algorithm: Algorithm, n: int, cohort: int, join: Start | None, remember: int | None, cohorts: Cohorts
+) -> tuple[int, Split, Any]:
+    """Checks that an algorithm suits cohorts of `n` clients; `algorithm`, `join` and `remember` as in the simulation.
+
+    Args:
+      cohorts: returns so many clients, or their shapes.
+
+    Returns:
+      The number of remembered clients, the division of the algorithm's state, and its shapes.
+
+    Raises:
+      ValueError: the method does not suit a population, or not `remember`.
+    """
+    most = n - cohort
+    if remember is not None:
+        check_count("remember", remember, least=0)
+        check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
+    if algorithm.task is not None:
+        check_examples(cohorts(cohort), algorithm.task, name="store")
+    about = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in cohorts(1).examples.items())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        first = jax.eval_shape(algorithm.init, key, cohorts(cohort + (remember or 0)))
+        has_updates = hasattr(getattr(first, "heard", None), "round")
+        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
+        check(has_updates or not remember, "remember", remember, accepted)
+        remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
+        count = cohort + remember
+        split, state = split_state(algorithm.init, cohorts, count)
+        check_step(jax.eval_shape(algorithm.step, key, state, cohorts(count)), state)
+    except ValueError:
+        raise
+    except Exception as error:  # flax and jax have many kinds of errors for shapes that do not fit
+        raise ValueError(f"algorithm must be of a model for the store's examples, {about}: {error}") from error
+    if join is None:
+        learnt = depends_on_clients(algorithm.init, cohorts(count))
+        if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
+            raise ValueError(
+                "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
+                " that it would give clients of later ones places among other models. For IFCA with restarts, or"
+                " HypCluster with warm rounds, pass the init of the same method without; methods that cluster all"
+                " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
+            )
+    else:
+        same = split_state(join, cohorts, count)
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
+        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init with states of the same shapes")
+    return remember, split, state
