@@ -730,6 +730,8 @@ def test_another_population_is_not_resumed(tmp_path):
         change = {k: v for k, v in change.items() if v is not None}
         with pytest.raises(ValueError):
             population(out=tmp_path / "run", resume=True, **change)
+    with pytest.raises(ValueError, match="seed must be 0, the name in the records"):
+        population(out=tmp_path / "run", resume=True, seed=3)
     with pytest.raises(ValueError, match="already holds a run"):
         population(out=tmp_path / "run")
     assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())

@@ -211,7 +211,7 @@ def simulate_population(
         for part in (store, test_store) if resume else ():
             if part is not None:
                 part.verify(progress=progress)
-        rows, start = _open_rows(folder, resume, n, split.apart(shapes), rows_in_memory, num_rounds)
+        rows, start = _open_rows(folder, resume, seed, n, split.apart(shapes), rows_in_memory, num_rounds)
         if resume:
             watch.tell_start(start.round)
 
@@ -244,7 +244,13 @@ def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.nd
 
 
 def _open_rows(
-    folder: RunFolder | None, resume: bool, n: int, shapes: tuple[list, list], in_memory: float, num_rounds: int
+    folder: RunFolder | None,
+    resume: bool,
+    seed: int,
+    n: int,
+    shapes: tuple[list, list],
+    in_memory: float,
+    num_rounds: int,
 ) -> tuple[ClientRows, Restored]:
     """Returns the rows of all `n` clients and the start of the run; `shapes` are those of a state, apart.
 
@@ -265,6 +271,8 @@ def _open_rows(
         return rows, Restored(0, [], {}, [])
     like = {"common": common, **rows.saved()}
     done, saved, totals, records = read_checkpoint(folder, like, num_rounds, any_round=not rows.mapped)
+    begun = {row["seed"] for row in records}
+    check(begun <= {seed}, "seed", seed, f"{', '.join(map(str, begun))}, the name in the records of {folder.path}")
     rows.verify(done, saved)
     folder.begin()
     rows.restore(done, saved)
