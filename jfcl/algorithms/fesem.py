@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
+from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
-from jfcl.algorithms.options import Rounds, Weights
+from jfcl.algorithms.options import Rounds, Weights, passed_on
 from jfcl.algorithms.personal import PersonalState
 from jfcl.client import local
 from jfcl.core import (
@@ -70,16 +71,16 @@ def fesem(
       [1.0, 5.0]
     """
     check_options(fesem, locals())
+    given = passed_on(Averaging, locals())
     local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
     client_axis = mapping.or_auto(client_axis)
+    rules = Averaging(**given | {"client_axis": client_axis})
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         phases.check_at_most_clients("num_clusters", num_clusters, clients)
-        params, cluster, _ = cluster_local_models(
-            task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
-        )
+        params, cluster, _ = cluster_local_models(rules, key, clients, local_rounds)
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):

@@ -72,14 +72,11 @@ def one_shot(
       ([1.0, 5.0], True)
     """
     check_options(one_shot, locals())
-    given = passed_on(Averaging, locals())
-    client_axis = mapping.or_auto(client_axis)
+    rules = Averaging(**passed_on(Averaging, locals()) | {"client_axis": mapping.or_auto(client_axis)})
 
     def find(key: jax.Array, clients: Clients):
-        common = task, training, key, clients, num_clusters, local_rounds, weights, init_params, adversary, client_axis
-        return cluster_local_models(*common, personal, shared)
+        return cluster_local_models(rules, key, clients, local_rounds)
 
-    rules = Averaging(**given | {"client_axis": client_axis})
     return clustered_once(rules, find, messages=1, rounds=local_rounds)
 
 
@@ -90,18 +87,7 @@ def _clusters(points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clust
 
 
 def cluster_local_models(
-    task: Task,
-    training: local.LocalTraining,
-    key: jax.Array,
-    clients: Clients,
-    num_clusters: int,
-    num_rounds: int,
-    weights: str,
-    init_params: PyTree | None,
-    adversary: Adversary | None,
-    client_axis: mapping.Mapping,
-    personal: Callable[[str], bool] | None = None,
-    shared: Callable[[str], bool] | None = None,
+    rules: Averaging, key: jax.Array, clients: Clients, num_rounds: int
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Clusters the clients by k-means (Lloyd) on the parameters of models that they train alone.
 
@@ -109,24 +95,24 @@ def cluster_local_models(
     and in cluster 0. The attack of an `adversary` is on the difference of what a client sends to what it started from.
 
     Args:
-      num_rounds: rounds of `training` that each client trains its model.
-      personal, shared: take a parameter's path; true for those that a client keeps, or that all clusters share.
-      task, training, key, clients, num_clusters, weights, init_params, adversary, client_axis: as in `jfcl.one_shot`.
+      rules: the method's, with a `client_axis`.
+      num_rounds: rounds of local training, in which each client trains its model.
 
     Returns:
       `(means [K, ...], cluster [N], personal [N, ...])`, the last `()` where a client keeps nothing.
     """
+    task, client_axis, num_clusters = rules.task, rules.client_axis, rules.num_clusters
     start_key, rounds_key, means_key = jax.random.split(key, 3)
 
     def one_round(t, carry):
         key = jax.random.fold_in(rounds_key, t)
-        state, _, usable = train_alone(task, training, client_axis, key, carry[0], clients)
+        state, _, usable = train_alone(task, rules.training, client_axis, key, carry[0], clients)
         return state, usable
 
-    start, size = initial_state(task, training, start_key, clients, init_params), jnp.asarray(clients.size)
+    start, size = initial_state(task, rules.training, start_key, clients, rules.init_params), jnp.asarray(clients.size)
     trained, usable = jax.lax.fori_loop(0, num_rounds, one_round, (start, size > 0))
-    begin, (models, own) = divided(personal, start.params)[0], divided(personal, trained.params)
-    models, usable = attacked_models(adversary, rounds_key, begin, models, clients, usable)
+    begin, (models, own) = divided(rules.personal, start.params)[0], divided(rules.personal, trained.params)
+    models, usable = attacked_models(rules.adversary, rounds_key, begin, models, clients, usable)
 
     def cluster_models(models, key, usable):
         points = ravel_clients(trained_part(task, models))
@@ -135,7 +121,7 @@ def cluster_local_models(
     if len(size) <= DENSE_UP_TO:
         cluster_models = over_columns(client_axis, cluster_models)
     cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
-    counts = client_weight(weights, size) * usable.astype(jnp.float32)
+    counts = client_weight(rules.weights, size) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
     means = cluster_mean(models, cluster, counts, num_clusters, in_order)
     # A cluster that k-means left empty starts at the mean of all, or where all started.
@@ -143,4 +129,4 @@ def cluster_local_models(
     everyone = jax.tree.map(lambda m, b: jnp.where((counts > 0).any(), m, b[:1]), everyone, begin)
     filled = jax.ops.segment_sum((counts > 0).astype(jnp.int32), cluster, num_clusters) > 0
     means = where_rows(filled, means, jax.tree.map(lambda e, m: jnp.broadcast_to(e, m.shape), everyone, means))
-    return shared_means(shared, means, models, counts, in_order), cluster, own
+    return shared_means(rules.shared, means, models, counts, in_order), cluster, own
