@@ -123,7 +123,10 @@ def test_with_ten_clients_all_adversaries_are_removed_early():
         cell = {"data": r["data"], "scenario": r["scenario"]}
         mine = one("byzantine_cfl.table2-200-rounds", "accuracy %", method="CFL", **cell)
         assert r["scenario"] != "byzantine" or r["accuracy %"] < 12  # chance
-        assert abs(mine - r["accuracy %"]) < 1 if r["scenario"] == "clean" else mine > r["accuracy %"]
+        if r["scenario"] in ("byzantine", "label flip"):
+            assert mine > r["accuracy %"] + 10
+        else:  # on MNIST, noise costs FedAvg nothing: 98.46 ± 0.09 % against CFL's 98.44
+            assert abs(mine - r["accuracy %"]) < 1
 
 
 @pytest.mark.parametrize("data", ["mnist", "fashion_mnist"])
