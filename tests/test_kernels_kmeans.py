@@ -54,6 +54,13 @@ def test_inertia_of_narrow_clusters_far_apart(implementation):
 
 
 @BOTH
+def test_one_point_far_away_costs_the_others_no_digits(implementation):
+    points = np.float32([[0], [1], [8], [9], [1e6]])
+    found = kmeans(points, 3, key=KEY, implementation=implementation)
+    assert sorted(found.centers[:, 0].tolist()) == [0.5, 8.5, 1e6]
+
+
+@BOTH
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
 def test_narrow_types_and_duplicates(implementation, dtype):

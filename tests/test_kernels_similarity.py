@@ -11,6 +11,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from jfcl.kernels import (
     bipartition_of_updates,
+    clip_norms,
     gram,
     pairwise_cosine,
     similarity_summary,
@@ -258,3 +259,25 @@ def test_a_row_near_the_largest_float_costs_the_others_no_digits():
     others = np.delete(np.arange(20), 3)
     true = cdist(x[others].astype(np.float64), x[others].astype(np.float64), "sqeuclidean")
     np.testing.assert_allclose(got[np.ix_(others, others)], true, rtol=1e-3, atol=1e-9)
+
+
+def test_large_symmetric_matrices_are_symmetric():
+    rng = np.random.default_rng(0)
+    distances = 1e4 * rng.standard_normal((600, 600)).astype(np.float32)
+    distances = distances + distances.T
+    np.fill_diagonal(distances, 0)
+    found = similarity_summary(distances, np.zeros(600, np.int32))
+    assert found.intra_max == distances.max()
+    distances[3, 5] += 3e4
+    with pytest.raises(ValueError, match="must be symmetric"):
+        similarity_summary(distances, np.zeros(600, np.int32))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_a_leaf_without_numbers_changes_nothing(scale):
+    updates = normal((7, 3), 0, scale)
+    empty = np.zeros((7, 0), np.float32)
+    np.testing.assert_array_equal(pairwise_cosine({"a": updates, "b": empty}), pairwise_cosine(updates))
+    clipped = clip_norms({"a": updates, "b": empty}, radius=1.0)[0]
+    np.testing.assert_array_equal(clipped["a"], clip_norms(updates, radius=1.0)[0])
+    assert clipped["b"].shape == (7, 0) and not pairwise_cosine(empty).any()

@@ -89,6 +89,15 @@ def test_refuses():
         chunked(0)(lambda x: x)
     with pytest.raises(ValueError, match="in_axes must hold 0 and None only"):
         chunked(2)(lambda x: x, in_axes=1)(jnp.zeros((2, 2)))
+    for mapping in (chunked(1), chunked(2), sharded(client_mesh(1))):
+        with pytest.raises(ValueError, match=r"lengths of the stacked arguments must be the same for all.*3.*5"):
+            mapping(lambda x, y: x + y)(jnp.zeros(5), jnp.zeros(3))
+        with pytest.raises(ValueError, match="at least one client"):
+            mapping(lambda x: x)(jnp.zeros(0))
+
+
+def test_results_may_be_numbers_of_python():
+    assert chunked(1)(lambda x: 2.0)(jnp.zeros(3)).tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("inner", [jax.vmap, chunked(1), chunked(2)])

@@ -253,7 +253,11 @@ def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
         raise ValueError(
             f"this mapping takes leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}"
         )
-    return axes, leaves[0].shape[0]
+    # A slice beyond the end of a shorter array would be moved to its last rows.
+    lengths = {np.shape(leaf)[:1] for leaf in leaves}
+    accepted = "the same for all, and at least one client"
+    check(len(lengths) == 1 and min(lengths) > (0,), "lengths of the stacked arguments", sorted(lengths), accepted)
+    return axes, lengths.pop()[0]
 
 
 def _in_chunks(most: int, fn, fold, zero, in_axes):
@@ -272,7 +276,7 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
 
             taken = [arg if axis is None else jax.tree.map(row, arg) for arg, axis in zip(args, axes, strict=True)]
             if count == 1:
-                return jax.tree.map(lambda x: x[None], fn(*taken))
+                return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*taken))
             return jax.vmap(fn, in_axes=axes)(*taken)
 
         def one_chunk(total, first):

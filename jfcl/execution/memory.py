@@ -165,10 +165,11 @@ def check_memory(
     held, at_most = data + 2 * models, f"at most the {free / 1e9:.1f} GB that are free"
     accepted = f"{at_most}; use fewer clients or examples, or a smaller model"
     check(held < free, "memory", f"{held / 1e9:.1f} GB of data, models and states", accepted)
-    at_once = inner.size if isinstance(inner, mapping.chunked) else -(-n // parts)
+    own = -(-n // parts)
+    at_once = min(inner.size, own) if isinstance(inner, mapping.chunked) else own
     model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
     training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
-    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, -(-n // parts) * model) < free:
+    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, own * model) < free:
         return
     needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
     fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink

@@ -330,7 +330,7 @@ def symmetric_product(
     product = by_platform(
         rows,
         cpu=lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, blocks),
-        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, max(x.shape[1] for x in rows)),
+        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, max(1, *(x.shape[1] for x in rows))),
     )
     return sum_over_columns(product)
 

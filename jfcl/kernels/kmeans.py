@@ -110,7 +110,8 @@ def _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask)
     kept = np.asarray(mask)
     with warnings.catch_warnings():  # fewer different points than clusters are valid here
         warnings.filterwarnings("ignore", category=ConvergenceWarning)
-        fitted = model.fit(np.asarray(points, sum_dtype(points))[kept])
+        # scikit-learn subtracts the mean: in float32, one point far away would cost the digits of all others.
+        fitted = model.fit(np.asarray(points, np.float64)[kept])
     cluster = np.full(len(kept), -1, np.int32)
     cluster[kept] = fitted.labels_
     centers = jnp.asarray(fitted.cluster_centers_, sum_dtype(points))

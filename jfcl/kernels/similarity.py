@@ -138,7 +138,7 @@ def unit_scale(rows: list[jax.Array], usable: jax.Array) -> tuple[jax.Array, jax
         return jnp.ones(norms.shape, norms.dtype), norms
 
     def careful():
-        largest = jnp.stack([jnp.abs(x).max(axis=1).astype(norms.dtype) for x in rows]).max(axis=0)
+        largest = jnp.stack([jnp.abs(x).max(axis=1, initial=0).astype(norms.dtype) for x in rows]).max(axis=0)
         largest = max_over_columns(largest)
         exponent = jnp.clip(jnp.frexp(largest)[1], -125, 125)
         power = jnp.ldexp(jnp.ones_like(norms), -jnp.where(usable & (largest > 0), exponent, 0))
@@ -239,7 +239,8 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
     """Returns `similarity` as a float array `[N, N]`, checked to be square, and outside `jit` finite and symmetric.
 
     Symmetry is checked on products with a vector of random signs from both sides (two reads of the matrix instead of a
-    comparison with its transpose). Rounding passes; one difference of 1e-2 does not (several may cancel).
+    comparison with its transpose). Rounding passes; one difference of a hundredth of the largest root mean square of a
+    row, or of 1 where those are smaller, does not (several may cancel).
     """
     similarity = jnp.asarray(similarity)
     square = similarity.ndim == 2 and similarity.shape[0] == similarity.shape[1] > 0
@@ -259,7 +260,8 @@ def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:
 @jax.jit
 def _asymmetry(similarity):
     signs = jax.random.rademacher(jax.random.key(0), (len(similarity),), similarity.dtype)
-    return jnp.abs(similarity @ signs - signs @ similarity).max(), jnp.abs(jnp.diagonal(similarity)).max()
+    size = jnp.sqrt(squared_norms([similarity]).max() / len(similarity))
+    return jnp.abs(similarity @ signs - signs @ similarity).max(), size
 
 
 def as_clusters(clusters: Any, count: int) -> jax.Array:
