@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from jfcl.algorithms.aggregate import cluster_mean, ravel_clients
 from jfcl.core import is_finite, num_bytes
+from jfcl.execution.mapping import chunked
 
 
 def loop_cluster_mean(x, cluster, weights, k):
@@ -43,6 +44,12 @@ def test_rows_without_weight_may_hold_anything():
     x = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
     assert cluster_mean(x, jnp.zeros(3, jnp.int32), jnp.array([2.0, 0.0, 0.0]), 1).tolist() == [[1.0]]
     assert cluster_mean(x, jnp.zeros(3, jnp.int32), jnp.zeros(3), 1).tolist() == [[0.0]]
+
+
+def test_rows_of_no_cluster_are_added_nowhere():
+    x, cluster = jnp.array([[1.0], [2.0], [4.0]]), jnp.array([0, -1, 1])
+    for axis in (jax.vmap, chunked(1)):
+        assert cluster_mean(x, cluster, jnp.ones(3), 2, axis).tolist() == [[1.0], [4.0]]
 
 
 def test_ravel_puts_the_leaves_side_by_side():

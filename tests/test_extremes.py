@@ -1,5 +1,7 @@
 """Where the numbers end: overflow, 16 bits, NaN for a round, one client, padding under attack."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,3 +255,65 @@ def test_a_model_for_the_task_or_an_optimiser_for_the_training_is_refused(name):
         factory(BIAS, optax.sgd(0.1), **options)
     with pytest.raises(ValueError, match="task must be a Task"):
         factory(jfcl.models.MLP(10), ONE_STEP, **options)
+
+
+SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.5)  # whose state holds parameters
+DRAWN = BIAS._replace(init=lambda key: {"b": 9 * jax.random.normal(key)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(jfcl.one_shot, local_rounds=5),
+        jfcl.flhc,
+        partial(jfcl.hypcluster, warm_rounds=3),
+    ],
+)
+def test_optimisers_begin_at_the_models_that_init_has_found(make):
+    clients = people(1.0, 5.0, 1.0, 5.0, 1.0, 5.0)
+    training = jfcl.local_training(SCHEDULE_FREE, num_steps=1, keep="everything")
+    algorithm = make(DRAWN, training, num_clusters=2, server_optimizer=optax.contrib.schedule_free_sgd(1.0))
+    state = algorithm.init(KEY, clients)
+    of_clients = {"b": state.params["b"][state.cluster]}
+    np.testing.assert_array_equal(state.server.z["b"], state.params["b"])
+    np.testing.assert_array_equal(state.client.z["b"], of_clients["b"])
+
+
+def test_each_client_begins_at_its_own_model():
+    training = jfcl.local_training(SCHEDULE_FREE, num_steps=1, keep="everything")
+    start = {"init_params": {"b": np.float32([1, 5])}}
+    for algorithm in (
+        jfcl.local_only(BIAS, training, **start),
+        jfcl.oracle(BIAS, training, cluster=np.array([0, 1]), **start),
+        jfcl.federated_clustering(BIAS, training, radius=0.1, **start),
+    ):
+        state, _ = jfcl.rollout(algorithm, people(1.0, 5.0), key=KEY, num_rounds=2)  # both at their optimum
+        np.testing.assert_allclose(state.params["b"], [1, 5])
+
+
+def test_an_update_of_zero_excludes_no_client():
+    state, _ = jfcl.rollout(jfcl.byzantine_cfl(BIAS, ONE_STEP), people(*[1.0] * 6), key=KEY, num_rounds=40)
+    assert not state.excluded.any()
+    state, _ = jfcl.rollout(jfcl.byzantine_cfl(BIAS, ONE_STEP), people(0.0, 1.0, 1.2, 1.1, -3.0), key=KEY, num_rounds=1)
+    assert state.excluded.tolist() == [0, 0, 0, 0, 1]  # the first has no direction, the last the opposite one
+
+
+@pytest.mark.parametrize("method", [jfcl.myopic_clustering, jfcl.momentum_clustering, jfcl.federated_clustering])
+def test_a_step_that_overflows_is_not_taken_and_is_counted(method):
+    steep = jfcl.local_training(optax.sgd(3e38), num_steps=1)
+    options = {} if method is jfcl.federated_clustering else {"num_clusters": 2}
+    algorithm = method(BIAS, steep, radius=0.1, **options)
+    state, metrics = jfcl.rollout(algorithm, people(0.0, 1e10), key=KEY, num_rounds=1)
+    assert jnp.isfinite(state.params["b"]).all() and metrics["nonfinite"].tolist() == [1]
+
+
+@pytest.mark.parametrize("make", [attacks.gaussian, attacks.mimic, attacks.opposite, attacks.alie, attacks.far])
+def test_attacks_depend_on_ids_and_not_on_rows(make):
+    adversary = Adversary(make(), np.array([True, False, False, True, False, False]))
+    values, order = np.float32([1, 2, 3, 4, 5, 6]), np.array([5, 3, 1, 0, 2, 4])
+    models = []
+    for ids in (np.arange(6), order):
+        clients = people(*values[ids])._replace(id=ids.astype(np.int32))
+        algorithm = jfcl.fedavg(BIAS, ONE_STEP, adversary=adversary)
+        models.append(jfcl.rollout(algorithm, clients, key=KEY, num_rounds=2)[0].params["b"])
+    np.testing.assert_allclose(models[0], models[1], rtol=1e-5)

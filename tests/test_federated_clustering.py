@@ -405,6 +405,14 @@ def test_centres_start_where_most_are_and_not_at_outliers():
         (lambda: jfcl.federated_clustering(LINEAR, STEP, quantile_rule="linaer"), "did you mean 'linear'"),
         (lambda: jfcl.federated_clustering(LINEAR, jfcl.local_training(optax.sgd(0.1), num_epochs=1)), "num_steps"),
         (lambda: jfcl.federated_clustering(LINEAR, STEP._replace(prox=0.1)), "training.prox must be 0"),
+        (
+            lambda: jax.vmap(lambda mu: jfcl.federated_clustering(LINEAR, STEP._replace(prox=mu)) and mu)(jnp.zeros(2)),
+            "training.prox must be 0",
+        ),
+        (
+            lambda: jfcl.federated_clustering(LINEAR, STEP._replace(span="always")),
+            "training.span must be auto or never",
+        ),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, momentum=1.0), r"momentum must be in \[0, 1\)"),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2), "of num_steps=1"),
         (lambda: jfcl.myopic_clustering(LINEAR, STEP, num_clusters=0), "num_clusters must be an integer"),
@@ -430,6 +438,12 @@ def test_factories_refuse(make, words):
                 LINEAR, STEP, num_clusters=2, centers="carry", init_centers={"w": np.zeros((3, D))}
             ),
             r"init_centers must be a tree of arrays \[K, ...\] like the models: .*\(2, 3\).*got .*\(3, 3\)",
+        ),
+        (
+            jfcl.momentum_clustering(
+                LINEAR, STEP, num_clusters=2, centers="carry", init_centers={"w": np.full((2, D), np.nan)}
+            ),
+            r"init_centers\['w'\] must be finite",
         ),
     ],
 )

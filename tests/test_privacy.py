@@ -508,3 +508,15 @@ def test_one_client_has_no_default_delta():
     with pytest.raises(ValueError, match="dp_delta must be given for one client"):
         validate(config)
     validate(dataclasses.replace(config, dp_delta=0.1))
+
+
+def test_the_clipping_norm_of_two_clients_under_much_noise_stays_a_number():
+    dp, inside = GaussianDP(clip=1.0, noise=4.0, quantile=0.5), jnp.ones(2, bool)
+
+    def move(clip, key):
+        clip = privacy.next_clip(dp, key, clip, inside, inside, jnp.zeros(3), jnp.float32(2))
+        return clip, clip
+
+    for start in (1e-20, 1.0, 1e20):
+        _, norms = jax.lax.scan(move, jnp.float32(start), jax.random.split(jax.random.key(0), 2000))
+        assert jnp.isfinite(norms).all() and (norms > 0).all() and len(set(norms.tolist())) > 100

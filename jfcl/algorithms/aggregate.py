@@ -40,7 +40,7 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
     Args:
       sums: pytree of `[K, ...]`.
       tree: pytree of `[n, ...]`; rows of weight 0 are left out, NaN or not.
-      cluster: `[n]` int32 in `0..K-1`.
+      cluster: `[n]` int32 in `0..K-1`; rows of others, such as -1, are added nowhere.
       weights: `[n]` float32.
 
     Returns:
@@ -51,7 +51,7 @@ def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax
         counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
         counted = counted.astype(total.dtype)
         if len(x) == 1:
-            return total.at[cluster[0]].add(counted[0] * scale[0])
+            return total.at[cluster[0]].add(counted[0] * scale[0], mode="drop", wrap_negative_indices=False)
         one_hot = jax.nn.one_hot(cluster, len(total), dtype=total.dtype, axis=0) * scale[None, :]
         return total + jnp.tensordot(one_hot, counted, axes=1, precision=jax.lax.Precision.HIGHEST)
 
@@ -163,14 +163,13 @@ def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | 
         return None
     accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
     check(callable(adversary.attack), "attack", adversary.attack, accepted)
-    more = {"cluster": None} if _takes_cluster(adversary.attack) else {}
-    _check_call("attack", adversary.attack, accepted, (None,) * 4, more)
+    _check_call("attack", adversary.attack, accepted, (None,) * 4, _taken(adversary.attack, cluster=None, ids=None))
     return partial(check_entries, "malicious", adversary.malicious)
 
 
-def _takes_cluster(attack: Callable) -> bool:
-    """Returns whether an attack is aimed at clustering, and so takes the clusters."""
-    return "cluster" in inspect.signature(attack).parameters
+def _taken(attack: Callable, **offered: Any) -> dict[str, Any]:
+    """Returns those of the offered arguments that an attack takes: `cluster` if it is aimed at clustering, `ids`."""
+    return {name: value for name, value in offered.items() if name in inspect.signature(attack).parameters}
 
 
 def check_entries(argument: str, entries: Any, clients: Clients) -> None:
@@ -216,8 +215,7 @@ def attacked(
     check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
-    aimed = {"cluster": cluster} if _takes_cluster(adversary.attack) else {}
-    updates = adversary.attack(key, updates, malicious, usable, **aimed)
+    updates = adversary.attack(key, updates, malicious, usable, **_taken(adversary.attack, cluster=cluster, ids=ids))
     return updates, usable & jax.vmap(is_finite)(updates)
 
 

@@ -44,15 +44,17 @@ def choose_malicious(count: int, fraction: float, *, seed: int = 0) -> np.ndarra
 # On updates.
 
 
-def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
-    """Returns the attack in which malicious clients send `make(key, x [N, ...], malicious, good)` of each leaf `x`."""
+def _send(make: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]) -> UpdateAttack:
+    """Returns the attack in which malicious clients send `make(key, x [N, ...], malicious, good, ids)` of each leaf."""
 
-    def attack(key, updates, malicious, usable):
+    def attack(key, updates, malicious, usable, ids=None):
         good = usable & ~malicious
+        ids = jnp.arange(len(good)) if ids is None else ids
         leaves, structure = jax.tree.flatten(updates)
         keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
         lies = [
-            make(k, x.astype(sum_dtype(x)), malicious, good).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)
+            make(k, x.astype(sum_dtype(x)), malicious, good, ids).astype(x.dtype)
+            for k, x in zip(keys, leaves, strict=True)
         ]
         return where_rows(malicious, jax.tree.unflatten(structure, lies), updates)
 
@@ -87,6 +89,12 @@ def _good_mean(x: jax.Array, good: jax.Array) -> jax.Array:
     return kept.sum(axis=0, keepdims=True) / jnp.maximum(good.sum(), 1).astype(x.dtype)
 
 
+def _of_first(x: jax.Array, good: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the row of the good client with the lowest id, in the shape of `x`."""
+    first = jnp.argmin(jnp.where(good, ids, jnp.iinfo(jnp.int32).max))
+    return x[first][None] + jnp.zeros_like(x)
+
+
 def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
     """Returns the attack that sends normal numbers instead of an update (Byzantine CFL: standard deviation 1).
 
@@ -99,7 +107,7 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
       (True, 2)
     """
 
-    def lie(key, x, malicious, good):
+    def lie(key, x, malicious, good, ids):
         def draw(i):
             return mean + std * jax.random.normal(jax.random.fold_in(key, i), x.shape[1:], x.dtype)
 
@@ -107,7 +115,7 @@ def gaussian(std: float = 1.0, mean: float = 0.0) -> UpdateAttack:
         def of_client(i, hostile):
             return jax.lax.cond(hostile, draw, lambda i: jnp.zeros(x.shape[1:], x.dtype), i)
 
-        return mapping.auto()(of_client)(jnp.arange(len(x)), malicious)
+        return mapping.auto()(of_client)(ids, malicious)
 
     return _send(lie)
 
@@ -131,7 +139,7 @@ def sign_flip(scale: float = 1.0) -> UpdateAttack:
       >>> sign_flip()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0, 2.0], [-3.0, -4.0]]
     """
-    return _send(lambda key, x, malicious, good: -scale * x)
+    return _send(lambda key, x, malicious, good, ids: -scale * x)
 
 
 def scaled(scale: float = 10.0) -> UpdateAttack:
@@ -142,7 +150,7 @@ def scaled(scale: float = 10.0) -> UpdateAttack:
       >>> scaled()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0, 2.0], [30.0, 40.0]]
     """
-    return _send(lambda key, x, malicious, good: scale * x)
+    return _send(lambda key, x, malicious, good, ids: scale * x)
 
 
 def zero() -> UpdateAttack:
@@ -153,7 +161,7 @@ def zero() -> UpdateAttack:
       >>> zero()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0, 2.0], [0.0, 0.0]]
     """
-    return _send(lambda key, x, malicious, good: jnp.zeros_like(x))
+    return _send(lambda key, x, malicious, good, ids: jnp.zeros_like(x))
 
 
 def nan() -> UpdateAttack:
@@ -164,7 +172,7 @@ def nan() -> UpdateAttack:
       >>> nan()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0, 2.0], [nan, nan]]
     """
-    return _send(lambda key, x, malicious, good: jnp.full_like(x, jnp.nan))
+    return _send(lambda key, x, malicious, good, ids: jnp.full_like(x, jnp.nan))
 
 
 def ipm(strength: float = 0.5) -> UpdateAttack:
@@ -175,7 +183,7 @@ def ipm(strength: float = 0.5) -> UpdateAttack:
       >>> ipm()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0], [3.0], [-1.0]]
     """
-    return _send(lambda key, x, malicious, good: -strength * _good_mean(x, good) + jnp.zeros_like(x))
+    return _send(lambda key, x, malicious, good, ids: -strength * _good_mean(x, good) + jnp.zeros_like(x))
 
 
 def alie(deviations: float | None = None) -> UpdateAttack:
@@ -190,7 +198,7 @@ def alie(deviations: float | None = None) -> UpdateAttack:
       [[1.0], [3.0], [0.0]]
     """
 
-    def lie(key, x, malicious, good):
+    def lie(key, x, malicious, good, ids):
         mean = _good_mean(x, good)
         spread = jnp.sqrt(_good_mean(jnp.square(x - mean), good))
         z = _alie_quantile(good.sum(), malicious.sum()) if deviations is None else deviations
@@ -207,25 +215,27 @@ def _alie_quantile(num_good: jax.Array, num_malicious: jax.Array) -> jax.Array:
 
 
 def mimic() -> UpdateAttack:
-    """Returns the attack that repeats the first good client's update (Karimireddy, He, Jaggi 2022).
+    """Returns the attack that repeats the update of the good client with the lowest id (Karimireddy, He, Jaggi 2022).
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
       >>> mimic()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0], [3.0], [1.0]]
     """
-    return _send(lambda key, x, malicious, good: x[jnp.argmax(good)][None] + jnp.zeros_like(x))
+    return _send(lambda key, x, malicious, good, ids: _of_first(x, good, ids))
 
 
 def opposite() -> UpdateAttack:
-    """Returns the attack that sends minus the first good client's update (Federated-Clustering, figure 6).
+    """Returns the attack that sends minus the update of the good client with the lowest id.
+
+    It is that of figure 6 of Federated-Clustering.
 
     Example:
       >>> updates, malicious = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([False, False, True])
       >>> opposite()(jax.random.key(0), updates, malicious, jnp.ones(len(updates), bool)).tolist()
       [[1.0], [3.0], [-1.0]]
     """
-    return _send(lambda key, x, malicious, good: -x[jnp.argmax(good)][None] + jnp.zeros_like(x))
+    return _send(lambda key, x, malicious, good, ids: -_of_first(x, good, ids))
 
 
 def force_split() -> UpdateAttack:

@@ -231,18 +231,40 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         flags = path_flags(rules.shared, params)
         params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
     cluster = rules.start(params, clients).astype(jnp.int32)
-    opt_states = phases.initial_optimizers(rules.task, rules.training, params, clients)
+    opt_states = phases.initial_optimizers(rules.task, rules.training, params, cluster)
     params, own = phases.initial_scopes(rules.personal, params, cluster)
     return AveragingState(
         params=params,
         cluster=cluster,
         unchanged=jnp.zeros(num_clients(clients), jnp.int32),
         round=jnp.zeros((), jnp.int32),
-        server=noise.as_data(jax.vmap(rules.server_optimizer.init)(trained_part(rules.task, params))),
+        server=_initial_server(rules, params),
         client=opt_states,
         personal=own,
         clip=privacy.first_clip(rules.dp),
     )
+
+
+def _initial_server(rules: Averaging, params: PyTree) -> PyTree:
+    optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
+    return noise.as_data(jax.vmap(optimizer.init)(trained_part(rules.task, params)))
+
+
+def with_models(
+    rules: Averaging, state: AveragingState, params: PyTree, cluster: jax.Array, personal: PyTree
+) -> AveragingState:
+    """Returns a state before the first round with other models, clusters and personal parameters.
+
+    The optimisers of server and clients start at these models.
+    """
+    cluster = cluster.astype(jnp.int32)
+    if personal:  # each client's whole model
+        models, cluster_of = joined(personal, jax.tree.map(lambda p: p[cluster], params)), jnp.arange(len(cluster))
+    else:
+        models, cluster_of = params, cluster
+    opt_states = phases.initial_optimizers(rules.task, rules.training, models, cluster_of)
+    server = _initial_server(rules, params)
+    return state._replace(params=params, cluster=cluster, personal=personal, server=server, client=opt_states)
 
 
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):

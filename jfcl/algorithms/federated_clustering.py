@@ -316,12 +316,15 @@ def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> 
     """Checks that `training` suits methods that cluster gradients: by steps, without a proximal term.
 
     Raises:
-      ValueError: epochs; more than one step, unless `steps`; a proximal term.
+      ValueError: epochs; more than one step, unless `steps`; a proximal term, or a traced one; `span="always"`.
     """
     ok = training.num_steps is not None and (steps or training.num_steps == 1)
     values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
     check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
-    check(training.prox == 0, "training.prox", training.prox, "0: gradients are clustered as they are")
+    plain = is_concrete(training.prox) and training.prox == 0
+    check(plain, "training.prox", training.prox, "0: gradients are clustered as they are")
+    fits = training.span != "always"
+    check(fits, "training.span", training.span, "auto or never: centres leave the span of a client's own examples")
 
 
 def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import Averaging, averaging
+from jfcl.algorithms.averaging import Averaging, averaging, with_models
 from jfcl.algorithms.ifca import ifca
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.options import PersonalSteps, Weights, passed_on
@@ -78,7 +78,8 @@ def hypcluster(
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
-        warm = averaging(Averaging(start=lambda *_: parts, **options))
+        rules = Averaging(start=lambda *_: parts, **options)
+        warm = averaging(rules)
 
         def one_round(t, state):
             return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
@@ -86,7 +87,7 @@ def hypcluster(
         start = warm.init(start_key, clients)
         end = jax.lax.fori_loop(0, warm_rounds, one_round, start)
         chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=client_axis)
-        return start._replace(params=end.params, cluster=chosen, personal=end.personal)
+        return with_models(rules, start, end.params, chosen, end.personal)
 
     cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": personal_steps, "cohort": cohort}
     return with_first_costs(algorithm._replace(init=init), training, **cost)

@@ -31,6 +31,7 @@ from jfcl.core import (
     attack_key,
     check,
     check_count,
+    check_finite,
     client_ids,
     client_keys,
     is_finite,
@@ -266,16 +267,17 @@ def centers_of(
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
         params, opt_states = client_axis(move)(client_keys(cohort.key, clients), state.params, state.client, group)
+        moved = usable & jax.vmap(is_finite)(params)  # a step may overflow
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
-        metrics = phases.round_metrics(has_examples, loss, usable, 1, model, model)
+        metrics = phases.round_metrics(has_examples, loss, moved, 1, model, model)
         new = CentersState(
-            params=where_rows(usable, params, state.params),
+            params=where_rows(moved, params, state.params),
             cluster=state.cluster,
             group=jnp.where(usable, group, state.group),
             round=state.round + 1,
             begun=state.begun | finite,
             momentum=where_rows(finite, momenta, state.momentum),
-            client=where_rows(usable, opt_states, state.client),
+            client=where_rows(moved, opt_states, state.client),
             centers=centers if carry else (),
         )
         return new, metrics
@@ -287,11 +289,12 @@ def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int
     """Returns `init_centers` in the types of models `[N, ...]`, or zeros `[K, ...]`.
 
     Raises:
-      ValueError: `init_centers` of other shapes.
+      ValueError: `init_centers` of other shapes, or not finite.
     """
     zeros = jax.tree.map(lambda p: jnp.zeros((num_clusters, *p.shape[1:]), p.dtype), params)
     if init_centers is None:
         return zeros
+    check_finite(init_centers, "init_centers")
     shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
     accepted = f"a tree of arrays [K, ...] like the models: {shapes(zeros)}"
     same = jax.tree.structure(init_centers) == jax.tree.structure(zeros) and shapes(init_centers) == shapes(zeros)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.averaging import Averaging, averaging
+from jfcl.algorithms.averaging import Averaging, averaging, with_models
 from jfcl.algorithms.round import check_at_most_clients
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, max_examples, num_bytes
@@ -73,7 +73,7 @@ def clustered_once(
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
         params, cluster, own = find(find_key, clients)
-        return state._replace(params=params, cluster=cluster.astype(jnp.int32), personal=own)
+        return with_models(rules, state, params, cluster, own)
 
     cost = {"messages": messages, "rounds": rounds, "more_steps": more_steps}
     return with_first_costs(inner._replace(init=init), rules.training, **cost)

@@ -56,6 +56,7 @@ SAMPLING = ("poisson", "fixed")
 STREAM = zlib.crc32(b"differential privacy")  # folded into the server's key
 COUNT_NOISE = 4.0  # standard deviation of a cluster's released size, in multiples of `noise`; its sensitivity is 1
 CLIP_NOISE = 5.0  # the same for the released number of clients inside the clipping norm; its sensitivity is 1/2
+CLIP_RANGE = (1e-20, 1e20)  # of an adaptive clipping norm
 OVERFLOW = 1e-12  # the probability that a Poisson cohort has more clients than there are rows for
 INSTALL = "pip install 'jfcl[privacy]'"
 
@@ -283,7 +284,8 @@ def next_clip(
     of_clip = _keys(key, len(jax.tree.leaves(like)))[2]
     votes = jnp.where(usable, inside.astype(jnp.float32) - 0.5, 0.0).sum()
     share = 0.5 + (votes + CLIP_NOISE * dp.noise * jax.random.normal(of_clip, (), clip.dtype)) / expected
-    return clip * jnp.exp(-dp.clip_rate * (share - dp.quantile))
+    # With few participants, the noise moves the norm at random, as far as infinity if nothing ends it.
+    return jnp.clip(clip * jnp.exp(-dp.clip_rate * (share - dp.quantile)), *CLIP_RANGE)
 
 
 def metrics(dp: GaussianDP, clip: Any, sizes: jax.Array) -> dict[str, jax.Array]:

@@ -27,6 +27,9 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
       num_restarts: initialisations to try, at least 1.
       num_rounds: rounds of each before they are compared, at least 1.
 
+    Restarts are not private: they compare results without noise, and an epsilon does not count their rounds. Methods
+    refuse their own `restarts` with `dp`; an algorithm given here is not known to be private.
+
     Returns:
       `Algorithm` of the same state and metrics. Cost of `init`: `num_restarts * num_rounds` rounds; memory: two states.
 

@@ -87,12 +87,16 @@ def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree |
     return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
 
 
-def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, clients: Clients) -> PyTree:
-    """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`."""
+def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, cluster: jax.Array) -> PyTree:
+    """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`.
+
+    Some optimisers, such as schedule-free ones, keep parameters in their state: those of the client's first model,
+    `params[cluster[i]]`.
+    """
     if training.keep != "everything":
         return ()
-    one = noise.as_data(training.optimizer.init(jax.tree.map(lambda p: p[0], trained_part(task, params))))
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_clients(clients), *jnp.shape(x))), one)
+    of_models = noise.as_data(jax.vmap(training.optimizer.init)(trained_part(task, params)))
+    return jax.tree.map(lambda x: x[cluster], of_models)
 
 
 def initial_scopes(personal: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:

@@ -174,8 +174,9 @@ class Adversary(NamedTuple):
     """Hostile clients that collude when updates are sent; attacks are in `jfcl.attacks`.
 
     Attributes:
-      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. A fifth parameter named
-        `cluster`, `[N]` int32, receives the clusters within which updates are averaged.
+      attack: `(key, updates [N, ...], malicious [N] bool, usable [N] bool) -> updates`. A further parameter
+        named `cluster`, `[N]` int32, receives the clusters within which updates are averaged, and one named `ids`,
+        `[N]` int32, the clients' ids, for results that do not depend on the order of the rows.
       malicious: `[N]` bool, by client id: the hostile clients.
 
     Example:

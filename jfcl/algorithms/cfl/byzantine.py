@@ -48,7 +48,8 @@ def byzantine_cfl(
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
       excluded, 0 for the others. A client that sends NaN or infinity is excluded at once. Of two equal halves the first
-      client's remains; two remaining clients, neither of which is a minority, both do. Cost of a round: that of FedAvg
+      client's remains; two remaining clients, neither of which is a minority, both do. An update of zero has no
+      similarity to others: its client is not compared in that round, nor excluded. Cost of a round: that of FedAvg
       and `N² D`; memory `O(N D)`, and `N²` as in `cfl`.
 
     Raises:
@@ -73,7 +74,8 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    rules = Rules(1, ripe, accept, exclude_minority, similarity=similarity, aggregator=aggregator)
+    of_updates = {"similarity": similarity, "aggregator": aggregator, "compares_zero": False}
+    rules = Rules(1, ripe, accept, exclude_minority, **of_updates)
     made = rounds(Options(**given, rules=rules))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):

@@ -125,8 +125,9 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
     one = phases.initial_models(options.task, key, 1, options.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
-    opt_states = phases.initial_optimizers(options.task, options.training, params, clients)
-    params, own = phases.initial_scopes(options.personal, params, jnp.zeros(n, jnp.int32))
+    cluster = jnp.zeros(n, jnp.int32)
+    opt_states = phases.initial_optimizers(options.task, options.training, params, cluster)
+    params, own = phases.initial_scopes(options.personal, params, cluster)
     sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
     can_split = capacity > 1
     compared = rules.compared(sent)

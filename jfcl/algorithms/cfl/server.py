@@ -34,6 +34,7 @@ class Rules(NamedTuple):
       true_cluster: `[N]`, for the separation gap, or None.
       tree_dim: numbers kept of an update at a split.
       recursive: stationary clusters that are not split are final.
+      compares_zero: clients with an update of zero, which has no direction, have a voice.
       min_size: least number of clients on either side.
       min_examples: clients with fewer do not influence decisions.
       linkage: of `jfcl.kernels.bipartition.LINKAGES`.
@@ -52,6 +53,7 @@ class Rules(NamedTuple):
     true_cluster: Any = None
     tree_dim: int = 0
     recursive: bool = False
+    compares_zero: bool = True
     min_size: int = 1
     min_examples: int = 1
     linkage: str = "single"
@@ -148,6 +150,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     # Norms: the mean update of each cluster, and its longest update. With a cohort, old updates are longer than new
     # ones; the longest is then one of this round, so that age does not count as disagreement.
     norms = jnp.sqrt(squared_norms(rows_of(vectors)))
+    voice = voice if rules.compares_zero else voice & (norms > 0)
     newest = voice if rules.cohort is None else voice & sent.usable
     max_norm = jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity)
     max_norm = jnp.maximum(max_norm, 0.0)
