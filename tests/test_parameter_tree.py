@@ -172,6 +172,20 @@ def test_the_picture():
         assert len(said) == 5 and said[0].startswith("8, α = ")
 
 
+def test_a_tree_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+    file = tmp_path / "tree"  # the name is kept as it is given
+    parameter_tree.save_tree(file, STATE)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("jfcl.core.files.os.fsync", full)
+        parameter_tree.save_tree(file, STATE)
+    np.testing.assert_array_equal(parameter_tree.load_splits(file).cluster, STATE.cluster)
+    assert [p.name for p in tmp_path.iterdir()] == ["tree"]
+
+
 OTHER = jfcl.models.task(lambda key: {"w": jnp.zeros(4)}, lambda p, x: x @ p["w"], kind="regression")
 NAMED = jfcl.models.task(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x @ p["v"], kind="regression")
 

@@ -687,6 +687,9 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"test_store": OTHER}, "test_store: x must be of shape"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"resume": True}, "out must be the folder"),
+        ({"seed": "x"}, "seeds must be different integers"),
+        ({"config": {"cohorts": "mine"}}, "config must be without: the run's cohorts have this name"),
+        ({"rows_in_memory": "a"}, "rows_in_memory must be a number of bytes, at least 0, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
         ({"remember": 2}, "remember must be left out for a method that keeps no updates"),
         (

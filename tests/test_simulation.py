@@ -308,6 +308,10 @@ def test_records_are_ready_for_pandas():
     assert len(frame) == 18 and frame.groupby("seed")["loss"].last().notna().all()
 
 
+NAMED = CLIENTS._replace(id=np.arange(7, dtype=np.int32))
+NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -323,6 +327,13 @@ def test_records_are_ready_for_pandas():
         ({"seeds": [1, 1], "key": jax.random.split(jax.random.key(0))}, "seeds must be different integers"),
         ({"stop_after": 0}, "stop_after must be an integer, at least 1, got 0"),
         ({"resume": True}, "out must be the folder of the run to resume"),
+        ({"checkpoint_seconds": "5"}, "checkpoint_seconds must be a number, at least 0, got '5'"),
+        ({"checkpoint_seconds": float("nan")}, "checkpoint_seconds must be a number"),
+        ({"config": ["a"]}, "config must be a dict"),
+        ({"key": jax.random.split(KEY, 0)}, "key must be one key, or a vector of keys"),
+        ({"key": jax.random.split(KEY, (2, 2))}, "key must be one key, or a vector of keys"),
+        ({"true_cluster": np.full(7, 0.5)}, "true_cluster must be integers, the cluster of each client, got 'float64'"),
+        ({"clients": NAMED, "test_clients": NAMED_BACKWARDS}, "test_clients must be the clients in training"),
         ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "without examples"),
     ],
 )

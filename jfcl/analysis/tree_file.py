@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import BinaryIO
 from zipfile import BadZipFile
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.algorithms.cfl.state import CFLState, ParameterTree
-from jfcl.core import PyTree, Task, check, named_leaves
+from jfcl.core import PyTree, Task, check, files, named_leaves
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
 
@@ -21,14 +23,23 @@ def _named(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()}
 
 
-def save_tree(file: str | Path, state: CFLState) -> None:
-    """Writes a run's parameter tree to one `.npz` file: models, splits, updates, and the clients' clusters."""
+def save_tree(file: str | Path | BinaryIO, state: CFLState) -> None:
+    """Writes a run's parameter tree to one `.npz` file: models, splits, updates, and the clients' clusters.
+
+    The file becomes visible whole: a tree of this name stays until the new one is complete. It may also be a file that
+    is open for writing in binary mode.
+    """
     check_state(state)
     arrays = {f"params{name}": x for name, x in _named(state.params).items()}
     arrays |= {f"model{name}": x for name, x in _named(state.tree.model).items()}
     arrays |= {name: np.asarray(getattr(state, name)) for name in _RECORD}
     arrays |= {name: np.asarray(getattr(state.tree, name)) for name in ParameterTree._fields if name != "model"}
-    np.savez(file, **arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    if isinstance(file, str | Path):
+        files.write_whole(Path(file), content.getvalue())
+    else:
+        file.write(content.getvalue())
 
 
 def _read(file: str | Path) -> tuple[Path, dict[str, np.ndarray]]:
@@ -39,7 +50,8 @@ def _read(file: str | Path) -> tuple[Path, dict[str, np.ndarray]]:
     try:
         with file.open("rb") as f, np.load(f) as arrays:
             saved = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError) as error:  # the last two: of `.npy`
+    # TypeError, AttributeError: of a `.npy`. NotImplementedError, RuntimeError: of a damaged directory in the archive.
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{file} is not a parameter tree, or is damaged: {error}") from None
     missing = [name for name in (*_RECORD, "born", "side", "updates", "privacy") if name not in saved]
     check(not missing, "file", str(file), f"a parameter tree; this one lacks {', '.join(missing)}")

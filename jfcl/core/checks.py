@@ -97,6 +97,7 @@ def check_finite(tree: Any, name: str) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Raises `ValueError` for a key that is not a typed key, as from `jax.random.key`."""
+    """Raises `ValueError` for other than a typed key, as from `jax.random.key`, or a vector of at least one."""
     made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     check(made, "key", key, "a key of jax.random.key(seed)")
+    check(key.ndim <= 1 and key.size > 0, "key", f"keys of shape {key.shape}", "one key, or a vector of keys")

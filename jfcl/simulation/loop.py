@@ -118,7 +118,16 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 
 
 def check_run(
-    key: Any, num_rounds: int, eval_every: int, stop_after: Any, serve: str, out: Any, resume: bool, callbacks: Any
+    key: Any,
+    num_rounds: int,
+    eval_every: int,
+    stop_after: Any,
+    serve: str,
+    out: Any,
+    resume: bool,
+    config: Any,
+    checkpoint_seconds: Any,
+    callbacks: Any,
 ) -> None:
     """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
     check_key(key)
@@ -128,6 +137,9 @@ def check_run(
         check_count("stop_after", stop_after)
     check_choice("serve", serve, SERVE)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    number = isinstance(checkpoint_seconds, (int, float, np.number)) and checkpoint_seconds >= 0  # NaN is not
+    check(number, "checkpoint_seconds", checkpoint_seconds, "a number, at least 0")
+    check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
     check_callbacks(callbacks)
 
 

@@ -22,7 +22,7 @@ from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds
+from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds, seed_names
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.results import keep_results
 from jfcl.simulation.state_split import Start, check_algorithm
@@ -153,7 +153,11 @@ def simulate_population(
     made = isinstance(store, ClientStore)
     check(made, "store", type(store), "a ClientStore, such as jfcl.data.ClientStore.from_clients(clients)")
     n = len(store)
-    check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, callbacks)
+    seed_names([seed], 1)
+    check("cohorts" not in (config or {}), "config", "an entry 'cohorts'", "without: the run's cohorts have this name")
+    number = isinstance(rows_in_memory, (int, float, np.number)) and rows_in_memory >= 0
+    check(number, "rows_in_memory", rows_in_memory, "a number of bytes, at least 0")
+    check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     check_cohort(store, cohort)
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
     check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")

@@ -126,7 +126,7 @@ def simulate(
       [0.25, 0.0625]
     """
     # Check the options, without the data.
-    check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, callbacks)
+    check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     accepted = "without: the numbers of the run's key have this name"
     check("key" not in (config or {}), "config", "an entry 'key'", accepted)
     client_axis = mapping.or_auto(client_axis)
@@ -198,8 +198,13 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
     if "test_clients" in parts:
         rows = _check_rows(client_axis, parts["test_clients"], "test_clients")
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
+        named = [np.asarray(parts[name].id) for name in ("clients", "test_clients") if parts[name].id is not None]
+        same = len(named) < 2 or np.array_equal(*named)
+        check(same, "test_clients", "other ids", "the clients in training, in the same order")
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
+        kind = np.asarray(true_cluster).dtype
+        check(kind.kind in "iu", "true_cluster", str(kind), "integers, the cluster of each client")
         check((np.asarray(true_cluster) >= 0).any(), "true_cluster", "-1 for all", "known of one client at least")
 
 
