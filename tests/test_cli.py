@@ -105,6 +105,7 @@ def test_compare_prints_a_table_and_plots(finished, capsys):
     printed = capsys.readouterr().out
     accuracy = json.loads((finished / "ifca" / "summary.json").read_text())["mean"]["accuracy"]
     assert "ifca" in printed and "fedavg" in printed and f"{100 * accuracy:.1f}±" in printed
+    assert "they differ" not in printed  # but in the method, which is their name
     assert (finished / "compare" / "methods.png").stat().st_size > 1000
 
 
@@ -549,6 +550,11 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     for expected in ("compare", "compare-2"):
         assert cli.main(["compare", *runs]) == 0
         assert (tmp_path / "runs" / expected / "accuracy.png").exists()
+    (tmp_path / "runs" / "ifca").rename(tmp_path / "runs" / "mine")
+    runs = [str(tmp_path / "runs" / name) for name in ("fedavg", "mine")]
+    capsys.readouterr()
+    assert cli.main(["compare", *runs, "--out", str(tmp_path / "plots")]) == 0
+    assert "they differ in method: fedavg (fedavg), ifca (mine)\n" in capsys.readouterr().out
     monkeypatch.chdir(runs[0])
     assert cli.main(["compare", "."]) == 0
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out

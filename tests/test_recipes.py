@@ -46,7 +46,7 @@ def make(bench, setting):
 SMALL = {"toy": Recipe("a toy", make, full={"rounds": 3}, small={"rounds": 2})}
 
 
-def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch):
+def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     first = reproduce("toy", recipes=SMALL, out=tmp_path)
     assert (
         [row["rounds"] for row in first["rows"]] == [2, 2] and first["size"] == "small" and first["notes"] == "a note"
@@ -58,6 +58,10 @@ def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(recipes, "run", lambda *args, **options: pytest.fail("ran again"))
         assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
+    for command in ("report", "compare"):
+        assert main([command, str(tmp_path)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "holds an experiment of jfcl reproduce, and no run; its runs are in its folders" in said
     (tmp_path / "oracle" / "summary.json").unlink()  # as if stopped in the middle
     assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
     other = r"out must be a new folder: another experiment was begun there \(rounds: 2, asked for 3\)"

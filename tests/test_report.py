@@ -656,6 +656,13 @@ def test_options_of_a_run_in_python_are_not_known_and_those_of_others_compared()
     assert found["rounds"][2] == "9" and "lr" not in found
 
 
+def test_options_that_a_method_does_not_take_have_no_value_there():
+    configs = [to_saved(Config("fedavg"), ""), to_saved(Config("ifca", options={"restarts": 5}), "")]
+    assert configs[0]["restarts"] == 1, "config.json keeps it"
+    found = dict(comparison.differences(configs, [as_used(config, "") for config in configs]))
+    assert found == {"method": ["fedavg", "ifca"], "restarts": ["–", "5"]}
+
+
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_the_legend_of_the_bars_lies_within_their_frame(count):
     records = [{"seed": 0, "round": 1, "accuracy": 0.5, "worst_client_accuracy": 0.25}]

@@ -15,7 +15,7 @@ import jfcl
 from jfcl import cli
 from jfcl.data import ClientStore
 from jfcl.experiments import read_run
-from jfcl.experiments.comparison import results_rows
+from jfcl.experiments.comparison import results_notes, results_rows
 from jfcl.simulation import evaluation, progress
 from jfcl.simulation import folder as runs
 from jfcl.simulation.callbacks import EarlyStopping
@@ -245,6 +245,14 @@ def test_every_other_entry_of_a_record_is_such_a_name():
     others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
     names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
     assert others <= names and names - others == {"excluded", "perplexity", "loss"}
+
+
+def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
+    simulate(newcomers=CLIENTS, out=tmp_path)
+    summary = read_run(tmp_path)[0]
+    accuracy = [100 * row["newcomer_accuracy"] for row in summary["per_seed"]]
+    text = f"{np.mean(accuracy):.1f}±{np.std(accuracy):.1f} % (a)"
+    assert results_notes({"a": summary}) == [f"client acc. of newcomers, with the model of lowest loss: {text}"]
 
 
 @pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])

@@ -111,7 +111,7 @@ def target(name: str) -> Target:
     kind, _, shape = str(name).strip().lower().partition(":")
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind[:100], CHIPS, n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        hint = f": did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"unknown target {str(name)[:100]!r}{hint} Targets are {', '.join(_examples())}.")
     chip = CHIPS[kind]
     shape = shape or ("" if chip.is_tpu else "1")

@@ -10,7 +10,7 @@ from typing import Any
 from jfcl.analysis.metrics import FOUND
 
 RECOVERY = ("cluster_accuracy", "adjusted_rand")  # agreement with the true clusters
-NOT_COMPARED = ("method", "split_hash", "cohorts", "key", "versions", "schedule_rounds")
+NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 
 
 def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
@@ -109,11 +109,19 @@ def compares_clusters(summary: dict[str, Any]) -> bool:
 
 def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """Returns notes on the cells of the table of results that do not explain themselves."""
+    notes = []
     found = [[row["rounds_to_recovery"] for row in s["per_seed"]] for s in summaries.values() if compares_clusters(s)]
-    if not any(None in rounds and set(rounds) != {None} for rounds in found):
-        return []
-    share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
-    return [f"found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these"]
+    if any(None in rounds and set(rounds) != {None} for rounds in found):
+        share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
+        notes.append(f"found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these")
+    new = {name: s for name, s in summaries.items() if s["mean"].get("newcomer_accuracy") is not None}
+    if new:
+        cells = []
+        for name, summary in new.items():
+            std = 100 * summary["std"]["newcomer_accuracy"] if len(summary["per_seed"]) > 1 else None
+            cells.append(f"{number(100 * summary['mean']['newcomer_accuracy'], std, 1)} % ({name})")
+        notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
+    return notes
 
 
 def seeds_text(summary: dict[str, Any]) -> str:
@@ -128,19 +136,28 @@ def is_configured(config: dict[str, Any]) -> bool:
 
 
 def differences_text(configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None) -> str:
-    """Returns the options in which runs differ, each value with the names of its runs; arguments as of `differences`.
+    """Returns the options in which runs differ, each value with the names of its runs; arguments as of `of_runs`.
 
     Example:
       >>> differences_text({"a": {"restarts": 1}, "b": {"restarts": 5}, "c": {"restarts": 5}})
       'restarts: 1 (a), 5 (b, c)'
     """
     texts = []
-    for option, values in differences(list(configs.values()), used and list(used.values())):
+    for option, values in of_runs(configs, used):
         names: dict[str, list[str]] = {}
         for run, value in zip(configs, values, strict=True):
             names.setdefault(value, []).append(run)
         texts.append(f"{option}: " + ", ".join(f"{value} ({', '.join(of)})" for value, of in names.items()))
     return "; ".join(texts)
+
+
+def of_runs(
+    configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None
+) -> list[tuple[str, list[str]]]:
+    """Returns the `differences` of runs by their names, without the method where the name of every run holds it."""
+    named = all(str(config.get("method")) in run for run, config in configs.items())
+    found = differences(list(configs.values()), used and list(used.values()))
+    return [(option, values) for option, values in found if not (named and option == "method")]
 
 
 def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:

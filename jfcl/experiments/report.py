@@ -19,8 +19,8 @@ from jfcl.experiments import html_page as html
 from jfcl.experiments import report_tables
 from jfcl.experiments.comparison import (
     by_name,
-    differences,
     differences_notes,
+    of_runs,
     results_notes,
     results_rows,
     seeds_text,
@@ -168,8 +168,8 @@ def _differences(runs: dict[str, PartialRun]) -> str:
     """Returns the options in which runs differ."""
     done = {name: {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
     configs = {name: run.config | done[name] for name, run in runs.items()}
-    used = [report_tables.used_config(run) | done[name] for name, run in runs.items()]
-    rows = [[name, *values] for name, values in differences(list(configs.values()), used)]
+    used = {name: report_tables.used_config(run) | done[name] for name, run in runs.items()}
+    rows = [[name, *values] for name, values in of_runs(configs, used)]
     notes = html.element("p", html.sentences(found), _class="note") if (found := differences_notes(configs)) else ""
     table = html.table("differences", ["option", *runs], rows, kind="text") if rows else ""
     return html.section("Differences", notes, table)

@@ -10,6 +10,7 @@ from jfcl.algorithms import METHODS
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import (
     OF_PARTITION,
+    SAVED_ALWAYS,
     Config,
     all_options,
     as_dict,
@@ -82,7 +83,8 @@ def used_options(config: Config) -> dict[str, Any]:
     if config.dp_clip is not None:
         dp = mechanism(config)
         own |= {"weights": "equal", "dp_noise": dp.noise, "dp_min_size": dp.min_size, "dp_sampling": dp.sampling}
-    return {name: own.get(name) if value is None else value for name, value in as_dict(config).items()}
+    given = as_dict(config) | dict.fromkeys(SAVED_ALWAYS.keys() - set(options))
+    return {name: own.get(name) if value is None else value for name, value in given.items()}
 
 
 def as_used(saved: dict[str, Any], where: str) -> dict[str, Any]:
@@ -102,4 +104,4 @@ def as_used(saved: dict[str, Any], where: str) -> dict[str, Any]:
     names = {*all_options(), "method", "num_rounds"}
     known = {name: value for name, value in saved.items() if name in names}
     used = used_options(Config(**check_options(from_saved(known), where)))
-    return {name: used.get(name) if value is None else value for name, value in saved.items()}
+    return {name: used.get(name) if value is None or name in SAVED_ALWAYS else value for name, value in saved.items()}
