@@ -8,6 +8,7 @@ import pytest
 from jfcl.core import check_clients, check_labels
 from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, load
 from jfcl.data.heterogeneity import SELECTIVE
+from jfcl.data.split import hold_out
 
 CLASSES = 4
 
@@ -159,6 +160,11 @@ def test_hold_out_is_stratified():
         assert (y == label).sum() == round(0.25 * (digits.train["y"] == label).sum())
 
 
+def test_of_kinds_that_occur_once_one_stays_in_training():
+    train, test = hold_out(np.array([0, 1, 2]), 0.9, seed=0)
+    assert len(train) == 1 and len(test) == 2
+
+
 @pytest.mark.parametrize("partition", ["label", "dirichlet"])
 def test_test_labels_follow_the_clients_training_labels(partition):
     fed = build(load("digits"), num_clients=10, partition=partition, alpha=0.2, test_fraction=0.3, seed=1)
@@ -296,6 +302,9 @@ def spoiled(**changes):
         (lambda: tagged()._replace(train=np.ones(3)), {}, r"\(train\) must be a dict with arrays 'x' and 'y', got"),
         (lambda: tagged()._replace(train={"x": np.ones(3)}), {}, "must be a dict with arrays .* got {'x': 'ndarray'}"),
         (lambda: tagged()._replace(writer={}), {}, r"\(train\): writer must be a dict with the writer ids"),
+        (lambda: tagged()._replace(writer={"train": "abc"}), {}, r"\(train\): writer must be a vector of integers"),
+        (lambda: tagged()._replace(num_classes="4"), {}, "num_classes must be an integer of at least 1, or None"),
+        (lambda: tuple(tagged()), {}, "dataset must be a jfcl.data.Dataset, got 'tuple'"),
         (
             lambda: tagged()._replace(train={"x": np.ones((3, 2)), "y": np.ones((3, 2), int)}),
             {},

@@ -132,6 +132,8 @@ def test_ag_news(data_dir):
     assert np.bincount(data.test["y"]).tolist() == [1900] * 4
     if not (data_dir / "ag_news_csv" / "train.csv").exists():
         assert np.bincount(data.train["y"]).tolist() == [2514, 2504, 2519, 2463]
+        for split in (data.train, data.test):  # titles end without a full stop of their own
+            assert np.mean([" . " in text for text in split["x"]]) < 0.01
     tokens, words = tokenize(data, vocab_size=2000, length=20)
     assert tokens.test["x"].shape == (7600, 20) and tokens.test["x"].max() < 2000 == len(words)
     fed = build(tokens, num_clients=20, num_clusters=4, heterogeneity="topic", examples_per_client=100)
@@ -415,6 +417,16 @@ def test_configs_and_other_tfds_directories(no_network, tmp_path):
         load("letters", tmp_path / "mine")
 
 
+@pytest.mark.parametrize("name", ["dataset_info.json", "tiny_pictures-train.array_record-00000-of-00001"])
+def test_a_damaged_tfds_set_is_named(no_network, name):
+    prepare(no_network, "tiny_pictures", {"train": pictures(4, 0)}, 3)
+    (file,) = no_network.rglob(name)
+    file.write_bytes(b"{")
+    for read in (load, lambda name: from_tfds(name, y="label", by="label")):
+        with pytest.raises(ValueError, match=r"tiny_pictures/.* cannot be read as a prepared data set"):
+            read("tiny_pictures")
+
+
 def test_text_from_tfds(no_network):
     prepare(no_network, "ag_news_subset", {"train": ([b"one two", "drei \u00e4".encode()], [0, 3])}, 4, text=True)
     data = load("ag_news")
@@ -559,6 +571,13 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path, monkeypatch):
         load("femnist", tmp_path)
     file.write_text('{"user_data": {"ann": {"x": [[1, 2]], "y": [0]}}}')
     with pytest.raises(ValueError, match="is not as LEAF writes it"):
+        load("femnist", tmp_path)
+    for labels in ([0.5], [[0]]):
+        file.write_text(json.dumps({"user_data": {"ann": {"x": [[0.0] * 784], "y": labels}}}))
+        with pytest.raises(ValueError, match="labels of writer ann must be a list of integers"):
+            load("femnist", tmp_path)
+    file.write_text('{"user_data": {}}')
+    with pytest.raises(ValueError, match=r"femnist/test must be a folder with files of one writer at least"):
         load("femnist", tmp_path)
     with pytest.raises(
         ValueError, match=r"femnist/train/\*.json and femnist/test/\*.json, got .*LEAF's data/femnist/preproc"

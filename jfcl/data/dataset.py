@@ -52,6 +52,18 @@ def check_form(dataset: Dataset) -> None:
         check(vector, f"{where}: y", split["y"].shape, "a vector, with a label for each input")
         ids = dataset.writer is None or (isinstance(dataset.writer, dict) and name in dataset.writer)
         check(ids, f"{where}: writer", dataset.writer, "a dict with the writer ids of each split")
+        if dataset.writer is not None:
+            writer = np.asarray(dataset.writer[name])
+            accepted = "a vector of integers, with a writer for each input"
+            check(writer.ndim == 1 and writer.dtype.kind in "iu", f"{where}: writer", writer, accepted)
+    if dataset.test is not None:
+        shape, wanted = dataset.test["x"].shape[1:], dataset.train["x"].shape[1:]
+        check(
+            shape == wanted,
+            f"data set {dataset.name!r} (test): shape of an input",
+            shape,
+            f"that of training, {wanted}",
+        )
 
 
 def check_dataset(dataset: Dataset) -> None:
@@ -61,6 +73,10 @@ def check_dataset(dataset: Dataset) -> None:
       ValueError: those of `check_form`; raw text; images of integers; `x` and `y` of different lengths or empty; NaN or
         infinite inputs; labels outside `0..num_classes-1`; writer ids of another length.
     """
+    check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
+    count = dataset.num_classes
+    whole = count is None or (isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 1)
+    check(whole, f"data set {dataset.name!r}: num_classes", count, "an integer of at least 1, or None")
     check_form(dataset)
     for name, split in [("train", dataset.train), ("test", dataset.test)]:
         if split is None:

@@ -136,7 +136,9 @@ def _ag_news(data_dir) -> Dataset:
         return read(name, csv.reader, lambda row: f"{row[1]} {row[2]}", lambda row: int(row[0]) - 1)
 
     if _find(data_dir, folder, "train.csv")[0] is None and _find(data_dir, folder, _AG_SUBSET)[0] is not None:
-        train = read(_AG_SUBSET, csv.DictReader, lambda row: row["text"], lambda row: int(row["gt"]))
+        # "title . description" there, "title description" in the official files.
+        whole = lambda row: row["text"].replace(" . ", " ", 1)  # noqa: E731
+        train = read(_AG_SUBSET, csv.DictReader, whole, lambda row: int(row["gt"]))
     else:
         train = official("train.csv")
     return _dataset(train, official("test.csv"), 4)
@@ -145,7 +147,8 @@ def _ag_news(data_dir) -> Dataset:
 def _femnist(data_dir) -> Dataset:
     """Loads the output of LEAF's `preprocess.sh`: `femnist/train/*.json` and `femnist/test/*.json`, by writer."""
     folder = None if data_dir is None else data_dir / "femnist"
-    files = {split: sorted(folder.glob(f"{split}/*.json")) if folder else [] for split in ("train", "test")}
+    found = {split: sorted(folder.glob(f"{split}/*.json")) if folder else [] for split in ("train", "test")}
+    files = {split: [path for path in paths if path.is_file()] for split, paths in found.items()}
     if not all(files.values()):
         raise ValueError(
             "data set 'femnist' is read from LEAF's files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
@@ -162,11 +165,15 @@ def _femnist(data_dir) -> Dataset:
                 by_writer = json.loads(path.read_text())["user_data"]
                 for name, examples in by_writer.items():
                     x.append(np.asarray(examples["x"], np.float32).reshape(-1, 28, 28, 1))
-                    y.append(np.asarray(examples["y"], np.int32))
+                    labels = np.asarray(examples["y"])
+                    fits = labels.ndim == 1 and (labels == np.rint(labels)).all()
+                    check(fits, f"labels of writer {name}", examples["y"], "a list of integers")
+                    y.append(labels.astype(np.int32))
                     writer.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
                     check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
+        check(len(x) > 0, str(folder / split), "no writer", "a folder with files of one writer at least")
         splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(writer)
     return _dataset(splits["train"], splits["test"], 62, writers)
 

@@ -210,7 +210,7 @@ def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
     """Splits indices into train and test, stratified by `kind`.
 
     Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
-    example of a kind stays in training.
+    example of a kind stays in training; where every kind has only one, all together are divided as one kind.
 
     Args:
       kind: `[n]` integers (labels or writers).
@@ -231,7 +231,8 @@ def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
             count = int(np.clip(round(fraction * len(of_kind)), 1, len(of_kind) - 1))
             held[rng.permutation(of_kind)[:count]] = True
     if not held.any():  # every kind occurs once: no stratification
-        held[rng.permutation(len(kind))[: max(1, round(fraction * len(kind)))]] = True
+        count = int(np.clip(round(fraction * len(kind)), 1, max(len(kind) - 1, 1)))
+        held[rng.permutation(len(kind))[:count]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 

@@ -171,6 +171,7 @@ class StoreWriter:
                 dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
                 given = self.stored.get(name, (dtype,))
                 fits = isinstance(given, tuple | list) and given[0] in np.sctypeDict and (*given, 1.0, 0.0)[1] > 0
+                fits = fits and np.dtype(given[0]).kind in "fiub"
                 accepted = 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset'
                 check(fits and len(given) <= 3, f"stored of {name}", given, accepted)
                 field = Field(values.shape[1:], dtype, *given)

@@ -7,14 +7,16 @@ tries an unreachable address for minutes; so a short request is made first.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,15 +86,12 @@ def from_tfds(
     """
     check_choice("tokens", tokens, TOKENS)
     folder = _folder(name, data_dir or os.environ.get("JFCL_DATA_DIR"), ())
-    import tensorflow_datasets as tfds
-
-    builder = tfds.builder_from_directory(str(folder))
+    builder = _builder(folder)
     features, splits = builder.info.features, builder.info.splits
     check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
 
     def read(split: str, wanted: list[str]) -> Columns:
-        source = builder.as_data_source(split)
-        rows = [source[i] for i in range(len(source))]
+        rows = _rows(builder, folder, split)
         texts = {column: [row[column] for row in rows] for column in wanted}
         return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
 
@@ -101,6 +100,32 @@ def from_tfds(
     parts = {split: split for split in SPLITS if split in splits}
     about = {"tokens": tokens, "name": name, "columns": lambda split: sorted(features), "num_classes": classes}
     return as_dataset(parts, read, by, xs, y, **about)
+
+
+def _builder(folder: Path) -> Any:
+    """Returns the builder of a prepared data set; `ValueError` where its description is damaged."""
+    import tensorflow_datasets as tfds
+
+    with _named_if_damaged(folder):
+        return tfds.builder_from_directory(str(folder))
+
+
+def _rows(builder: Any, folder: Path, split: str) -> list[dict[str, Any]]:
+    with _named_if_damaged(folder):
+        source = builder.as_data_source(split)
+        return [source[i] for i in range(len(source))]
+
+
+@contextlib.contextmanager
+def _named_if_damaged(folder: Path) -> Iterator[None]:
+    """Raises `ValueError` with the folder for what the readers raise, which are errors of several libraries."""
+    try:
+        yield
+    except (MemoryError, ImportError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} cannot be read as a prepared data set ({why}); prepare it again") from error
 
 
 def _folder(name: str, data_dir, known: Iterable[str], official: str = "") -> Path:
@@ -191,9 +216,7 @@ def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: 
 
 
 def _read_folder(name: str, folder: Path) -> Dataset:
-    import tensorflow_datasets as tfds
-
-    builder = tfds.builder_from_directory(str(folder))
+    builder = _builder(folder)
     features = builder.info.features
     text = [key for key in ("title", "text", "description") if key in features]
     if "label" not in features or not ("image" in features or text) or "train" not in builder.info.splits:
@@ -210,8 +233,7 @@ def _read_folder(name: str, folder: Path) -> Dataset:
         )
 
     def read(split):
-        source = builder.as_data_source(split)
-        rows = [source[i] for i in range(len(source))]
+        rows = _rows(builder, folder, split)
         y = np.array([row["label"] for row in rows], np.int32)
         if "image" not in features:
             return {"x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object), "y": y}
