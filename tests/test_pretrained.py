@@ -342,10 +342,11 @@ def test_a_frozen_backbone_is_in_memory_once(module, shape):
 
 def test_programs_share_large_arrays():
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(150, 150)), jnp.float32)
+    others = np.random.default_rng(1).normal(size=(150, 150)).astype(np.float32)  # an array of NumPy is one, too
     small = jnp.arange(150.0)
 
     def product(x, start, *, times, shift=None):
-        step = lambda i, c: jnp.tanh(c @ weights) + small  # noqa: E731
+        step = lambda i, c: jnp.tanh(c @ weights + c @ others) + small  # noqa: E731
         return {"y": jax.lax.fori_loop(0, times, step, x) + (0.0 if shift is None else shift), "s": start + 1}
 
     inner = jitted(product, static_argnames=("times",), donate_argnames="start")
@@ -353,14 +354,14 @@ def test_programs_share_large_arrays():
     x = jnp.ones(150)
     wanted = np.ones(150)
     for _ in range(2):
-        wanted = np.tanh(wanted @ np.asarray(weights, np.float64)) + np.arange(150)
+        wanted = np.tanh(wanted @ (np.asarray(weights, np.float64) + others)) + np.arange(150)
     start = jnp.zeros(2)
     found = inner(x, start, times=2, shift=jnp.ones(()))
     np.testing.assert_allclose(found["y"], wanted + 1, rtol=1e-3)
     assert start.is_deleted() and found["s"].tolist() == [1, 1]
     np.testing.assert_allclose(outer(x), wanted, rtol=1e-3)
     for program in (inner.lower(x, jnp.zeros(2), times=2), outer.lower(x)):
-        assert program.compile().memory_analysis().argument_size_in_bytes >= weights.nbytes
+        assert program.compile().memory_analysis().argument_size_in_bytes >= 2 * weights.nbytes
     with count_compilations() as compiled:
         inner(x, jnp.zeros(2), times=2, shift=jnp.ones(()))
         outer(x)

@@ -69,7 +69,11 @@ def test_only_runs_that_have_ended_have_results(tmp_path):
         (tmp_path / name).unlink()
     simulate(resume=True, **options)
     read_run(tmp_path)
-    assert json.loads(summary)["per_seed"] == json.loads((tmp_path / "summary.json").read_text())["per_seed"]
+    again = (tmp_path / "summary.json").read_bytes()
+    assert json.loads(summary)["per_seed"] == json.loads(again)["per_seed"]
+    # A finished run that is resumed does nothing, so that its speed stays what it was.
+    simulate(resume=True, **options)
+    assert (tmp_path / "summary.json").read_bytes() == again
     # An extension; results of a caller's own.
     simulate(resume=True, **(options | {"num_rounds": 8, "stop_after": 5}))
     assert not has()

@@ -196,6 +196,8 @@ X = np.zeros((2, 3), np.float32)
         ([{"x": X}], {"stored": {"x": ("uint8", 0.0)}}, "stored of x must be .* per_unit above 0"),
         ([{"x": X}], {"stored": {"x": "uint8"}}, "stored of x must be like"),
         ([{"x": X}], {"stored": {"x": ("byte8",)}}, "stored of x must be like"),
+        ([{"x": X}], {"stored": {"x": ("complex64",)}}, "stored of x must be like"),
+        ([{"x": X}], {"stored": {"x": ("object",)}}, "stored of x must be like"),
     ],
 )
 def test_bad_clients_leave_nothing(tmp_path, clients, options, said):

@@ -159,11 +159,12 @@ def federated_clustering(
     Returns:
       `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
       model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
-      `S − 1` gradients, and gets `S − 1` models and its centre.
+      `S − 1` gradients, and gets `S − 1` models and its centre. `nonfinite` counts clients by their own gradient and
+      model; gradients of others with NaN, which every client leaves out for itself, are not counted.
 
     Raises:
       ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
-        or of more than `N`, epochs instead of steps, a proximal term.
+        or of more than `N`, epochs instead of steps, a proximal term, `span="always"`.
 
     Warns:
       UserWarning: from `simulate`, where with this quantile every client trains alone, as with 0.2 and two to five

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.execution import hosts
@@ -81,7 +82,7 @@ class jitted:
         """Returns the arguments and options of `_run`, or None without large arrays, which `place` places."""
         traced = self._jit.trace(*args, **options)  # the same jaxpr for the same arguments
         jaxpr, arrays = traced.jaxpr.jaxpr, traced.jaxpr.consts
-        is_large = tuple(isinstance(x, jax.Array) and x.nbytes >= LARGE for x in arrays)
+        is_large = tuple(getattr(x, "nbytes", 0) >= LARGE for x in arrays)
         if not any(is_large):
             return None
         leaves = jax.tree.leaves((args, self._arrays(options)))
@@ -92,14 +93,18 @@ class jitted:
         return (place(large, _mesh_of(leaves)), given, kept, small), static
 
     def _on_devices(self, arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.Array]:
-        """Returns the arrays on every device of `mesh`, copied there once."""
-        if mesh is None:
-            return arrays
-        for x in arrays:
-            if (id(x), mesh) not in self._placed:
-                whole = hosts.replicate(x, mesh) if hosts.several() else jax.device_put(x, _everywhere(mesh))
-                self._placed[id(x), mesh] = x, whole  # with `x`, so that no other array has its id
-        return [self._placed[id(x), mesh][1] for x in arrays]
+        """Returns the arrays on every device of `mesh`, or those of NumPy on the default device, copied there once."""
+        return [x if mesh is None and isinstance(x, jax.Array) else self._copy(x, mesh) for x in arrays]
+
+    def _copy(self, x: Any, mesh: Mesh | None) -> jax.Array:
+        if (id(x), mesh) not in self._placed:
+            values = x if isinstance(x, jax.Array) else np.asarray(x)
+            if mesh is not None and hosts.several():
+                whole = hosts.replicate(values, mesh)
+            else:
+                whole = jax.device_put(values, None if mesh is None else _everywhere(mesh))
+            self._placed[id(x), mesh] = x, whole  # with `x`, so that no other array has its id
+        return self._placed[id(x), mesh][1]
 
 
 def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list]:

@@ -213,7 +213,12 @@ class Watch:
         return time.perf_counter() - self._opened - self._compiling.seconds
 
     def clock(self) -> tuple[float, float]:
-        """Returns the seconds of running and of compiling, with those of earlier calls."""
+        """Returns the seconds of running and of compiling, with those of earlier calls.
+
+        A call that resumes a finished run has no round, and adds nothing.
+        """
+        if self._resumed_at >= self._num_rounds:
+            return tuple(self._earlier)
         return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
 
     def advance(self, done: int, latest: dict[str, Any]) -> None:
