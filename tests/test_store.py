@@ -98,6 +98,24 @@ def test_it_opens_again(folder):
     assert np.load(folder / "x.npy").shape == (6, 2, 1)  # any program can read the files
 
 
+def test_a_path_that_is_taken_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    for name, words in (("link", "not there yet"), ("file", "not there yet"), ("file/s", "below a file")):
+        with pytest.raises(ValueError, match=f"path must be .*{words}"):
+            ClientStore.create(tmp_path / name, some_people([1], 0))
+
+    def meanwhile():
+        yield {"x": X}
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late" / "mine").write_text("kept")
+
+    with pytest.raises(ValueError, match="path must be a folder that is not there yet"):
+        ClientStore.create(tmp_path / "late", meanwhile())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "late", "link"]
+    assert (tmp_path / "late" / "mine").read_text() == "kept"
+
+
 @pytest.mark.parametrize("name", ["x", "y", "offsets", "cluster"])
 def test_files_cut_short_are_noticed(folder, name):
     file = folder / f"{name}.npy"

@@ -95,14 +95,24 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
       ValueError: `path` exists, or another process makes it.
     """
-    check(not path.exists(), "path", str(path), "a folder that is not there yet")
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def check_new() -> None:
+        there = path.exists() or path.is_symlink()  # also one to nothing
+        check(not there, "path", str(path), "a folder that is not there yet")
+
+    check_new()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"path must be in a folder, got {str(path)!r}, which is below a file") from None
     scratch, held = (path.with_name(f".{path.name}{ending}") for ending in (SUFFIX, ".lock"))
     with lock(held):
+        check_new()  # another process may have made it meanwhile
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
             yield scratch
+            check_new()
             os.rename(scratch, path)
             sync(path.parent)
         finally:
