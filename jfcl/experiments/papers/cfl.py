@@ -280,7 +280,7 @@ def figure_8(bench: Bench, setting: dict[str, Any]) -> Outcome:
     full=_SCHEDULE
     | {"examples_per_client": None, "vocab_size": 10000, "length": 32, "rounds": 100, "min_rounds": 30}
     | {"lr": 1.0, "gamma_max": 0.0},
-    small={"examples_per_client": 100, "vocab_size": 1000, "length": 16, "rounds": 32, "min_rounds": 8}
+    small={"examples_per_client": 250, "vocab_size": 1000, "length": 16, "rounds": 24, "min_rounds": 8}
     | {"batch_size": 20},
 )
 def figure_9(bench: Bench, setting: dict[str, Any]) -> Outcome:
