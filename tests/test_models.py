@@ -465,3 +465,12 @@ def test_refuses():
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")
     with pytest.raises(ValueError, match="half must be False for a classification"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="classification", half=True)
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])
+def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, classes)), jnp.float32)
+    labels = np.array([0, 100, 120])
+    wide, narrow = (cross_entropy(logits, labels.astype(kind)) for kind in (np.int32, dtype))
+    np.testing.assert_array_equal(wide, narrow)
+    assert jnp.isfinite(narrow).all()

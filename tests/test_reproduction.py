@@ -125,7 +125,7 @@ def test_with_ten_clients_all_adversaries_are_removed_early():
         assert r["scenario"] != "byzantine" or r["accuracy %"] < 12  # chance
         if r["scenario"] in ("byzantine", "label flip"):
             assert mine > r["accuracy %"] + 10
-        else:  # on MNIST, noise costs FedAvg nothing: 98.46 ± 0.09 % against CFL's 98.44
+        else:  # on MNIST, noise costs FedAvg nothing: 98.49 ± 0.08 % against CFL's 98.44
             assert abs(mine - r["accuracy %"]) < 1
 
 

@@ -115,6 +115,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     wanted = f"{logits.shape[:-1]}, one label for each vector of logits {logits.shape}"
     check(labels.shape == logits.shape[:-1], "the shape of the labels", labels.shape, wanted)
 
+    if jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)  # the number of classes may not fit into 8 bits
+
     def compared(logits, labels):
         chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
         return -jnp.where(chosen, jax.nn.log_softmax(logits), jnp.zeros_like(logits)).sum(axis=-1)
