@@ -153,10 +153,7 @@ def simulate_population(
     made = isinstance(store, ClientStore)
     check(made, "store", type(store), "a ClientStore, such as jfcl.data.ClientStore.from_clients(clients)")
     n = len(store)
-    seed_names([seed], 1)
-    check("cohorts" not in (config or {}), "config", "an entry 'cohorts'", "without: the run's cohorts have this name")
-    number = isinstance(rows_in_memory, (int, float, np.number)) and rows_in_memory >= 0
-    check(number, "rows_in_memory", rows_in_memory, "a number of bytes, at least 0")
+    _check_own(seed, config, rows_in_memory)
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     check_cohort(store, cohort)
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
@@ -245,6 +242,14 @@ def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.nd
     check(fits, "evaluate", evaluate, "a number of clients, or a vector of ids")
     check(ids.min() >= 0 and ids.max() < n, "evaluate", (ids.min(), ids.max()), f"ids in 0..{n - 1}")
     return ids.astype(np.int64)
+
+
+def _check_own(seed: Any, config: Any, rows_in_memory: Any) -> None:
+    """Raises `ValueError` for values of arguments that `simulate` does not have."""
+    seed_names([seed], 1)
+    check("cohorts" not in (config or {}), "config", "an entry 'cohorts'", "without: the run's cohorts have this name")
+    number = isinstance(rows_in_memory, (int, float, np.number)) and rows_in_memory >= 0
+    check(number, "rows_in_memory", rows_in_memory, "a number of bytes, at least 0")
 
 
 def _open_rows(
