@@ -232,7 +232,6 @@ def map_reduce(
       >>> float(total), squares.tolist()
       (3.0, [0.0, 1.0, 4.0])
     """
-
     if isinstance(mapping, chunked):
         return _in_chunks(mapping.size, fn, fold, zero, in_axes)
     if isinstance(mapping, (sharded, pmapped)):
@@ -249,14 +248,11 @@ def _axes_of(args: tuple, in_axes: Any) -> tuple[tuple[int | None, ...], int]:
     """Returns `in_axes` as one entry, 0 or None, for each argument, and the number of clients."""
     axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
     leaves = jax.tree.leaves([arg for arg, axis in zip(args, axes, strict=True) if axis is not None])
-    if any(axis not in (None, 0) for axis in axes) or not leaves:
-        raise ValueError(
-            f"this mapping takes leading axes: in_axes must hold 0 and None only, and one 0; got {in_axes!r}"
-        )
-    # A slice beyond the end of a shorter array would be moved to its last rows.
-    lengths = {np.shape(leaf)[:1] for leaf in leaves}
-    accepted = "the same for all, and at least one client"
-    check(len(lengths) == 1 and min(lengths) > (0,), "lengths of the stacked arguments", sorted(lengths), accepted)
+    leading = len(leaves) > 0 and all(axis in (None, 0) for axis in axes)
+    check(leading, "in_axes", in_axes, "0 and None only, and one 0: this mapping takes leading axes")
+    lengths = {np.shape(leaf)[:1] for leaf in leaves}  # a slice beyond the end of one would be moved to its last rows
+    fits = len(lengths) == 1 and min(lengths) > (0,)
+    check(fits, "stacked arguments", sorted(lengths), "of one length, at least one client")
     return axes, lengths.pop()[0]
 
 
