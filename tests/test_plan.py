@@ -214,6 +214,18 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
 
 
+def test_loops_over_batches_of_local_epochs_are_named(on_cpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    few = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--batch-size", "10"]
+    plan = ["plan", "fedavg", *few, "--target", "h100:2", "--chunk", "1", "--out", str(tmp_path)]
+    said = []
+    for steps in (["--local-epochs", "2"], ["--local-steps", "20"]):
+        assert cli.main([*plan, *steps]) == 0
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert "counted once" in said[0] and "plan with --local-steps, since all figures are too low" in said[0]
+    assert "counted once" not in said[1]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -144,6 +144,9 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 6000)
     with pytest.raises(ValueError, match=r"chunks of at most 4 clients \(--chunk 4, jfcl.chunked\(4\)\) may fit"):
         jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap, out=tmp_path / "x")
+    large = jfcl.chunked(1000)  # of all clients there are: the advice is the same
+    with pytest.raises(ValueError, match="chunks of at most 4 clients"):
+        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=large)
     assert not (tmp_path / "x").exists(), "a run that was refused leaves nothing in the way of the next"
     monkeypatch.setattr(memory, "needed_memory", lambda *_: 100)
     jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, client_axis=jax.vmap)

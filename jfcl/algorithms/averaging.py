@@ -193,8 +193,7 @@ def averaging(rules: Averaging) -> Algorithm:
     apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
     privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
     check_aggregator(rules.aggregator)
-    optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
-    rules = rules._replace(server_optimizer=optimizer, client_axis=mapping.or_auto(rules.client_axis))
+    rules = rules._replace(server_optimizer=_server(rules), client_axis=mapping.or_auto(rules.client_axis))
     return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))
 
 
@@ -245,9 +244,12 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     )
 
 
+def _server(rules: Averaging) -> optax.GradientTransformation:
+    return optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
+
+
 def _initial_server(rules: Averaging, params: PyTree) -> PyTree:
-    optimizer = optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
-    return noise.as_data(jax.vmap(optimizer.init)(trained_part(rules.task, params)))
+    return noise.as_data(jax.vmap(_server(rules).init)(trained_part(rules.task, params)))
 
 
 def with_models(
@@ -258,13 +260,13 @@ def with_models(
     The optimisers of server and clients start at these models.
     """
     cluster = cluster.astype(jnp.int32)
-    if personal:  # each client's whole model
-        models, cluster_of = joined(personal, jax.tree.map(lambda p: p[cluster], params)), jnp.arange(len(cluster))
-    else:
-        models, cluster_of = params, cluster
-    opt_states = phases.initial_optimizers(rules.task, rules.training, models, cluster_of)
-    server = _initial_server(rules, params)
-    return state._replace(params=params, cluster=cluster, personal=personal, server=server, client=opt_states)
+    state = state._replace(params=params, cluster=cluster, personal=personal, server=_initial_server(rules, params))
+    if rules.training.keep != "everything":
+        return state
+    if rules.personal is None:
+        return state._replace(client=phases.initial_optimizers(rules.task, rules.training, params, cluster))
+    models = joined(personal, jax.tree.map(lambda p: p[cluster], params))
+    return state._replace(client=phases.initial_optimizers(rules.task, rules.training, models, None))
 
 
 def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):

@@ -41,7 +41,7 @@ def initial_state(
     else:
         params = initial_models(task, key, n, init_params)
     every = jnp.arange(n, dtype=jnp.int32)
-    return PersonalState(params, every, jnp.zeros((), jnp.int32), initial_optimizers(task, training, params, every))
+    return PersonalState(params, every, jnp.zeros((), jnp.int32), initial_optimizers(task, training, params, None))
 
 
 def train_alone(

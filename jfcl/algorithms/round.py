@@ -87,16 +87,16 @@ def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree |
     return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
 
 
-def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, cluster: jax.Array) -> PyTree:
+def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, cluster: jax.Array | None) -> PyTree:
     """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`.
 
-    Some optimisers, such as schedule-free ones, keep parameters in their state: those of the client's first model,
-    `params[cluster[i]]`.
+    Some optimisers, such as schedule-free ones, keep parameters in their state: those of the first model of the client,
+    row `cluster[i]` of `params`; without clusters, row `i`.
     """
     if training.keep != "everything":
         return ()
     of_models = noise.as_data(jax.vmap(training.optimizer.init)(trained_part(task, params)))
-    return jax.tree.map(lambda x: x[cluster], of_models)
+    return of_models if cluster is None else jax.tree.map(lambda x: x[cluster], of_models)
 
 
 def initial_scopes(personal: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:

@@ -50,20 +50,15 @@ def check_form(dataset: Dataset) -> None:
         check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
         vector = dataset.num_classes is None or split["y"].ndim == 1
         check(vector, f"{where}: y", split["y"].shape, "a vector, with a label for each input")
-        ids = dataset.writer is None or (isinstance(dataset.writer, dict) and name in dataset.writer)
-        check(ids, f"{where}: writer", dataset.writer, "a dict with the writer ids of each split")
         if dataset.writer is not None:
-            writer = np.asarray(dataset.writer[name])
-            accepted = "a vector of integers, with a writer for each input"
-            check(writer.ndim == 1 and writer.dtype.kind in "iu", f"{where}: writer", writer, accepted)
+            writer, accepted = dataset.writer, 'a dict with the writer ids of each split, such as {"train": ids}'
+            check(isinstance(writer, dict) and name in writer, f"{where}: writer", type(writer).__name__, accepted)
+            ids, accepted = np.asarray(writer[name]), "a vector of integers, with a writer for each input"
+            check(ids.ndim == 1 and ids.dtype.kind in "iu", f"{where}: writer", f"{ids.dtype} {ids.shape}", accepted)
     if dataset.test is not None:
         shape, wanted = dataset.test["x"].shape[1:], dataset.train["x"].shape[1:]
-        check(
-            shape == wanted,
-            f"data set {dataset.name!r} (test): shape of an input",
-            shape,
-            f"that of training, {wanted}",
-        )
+        where = f"data set {dataset.name!r} (test): the shape of an input"
+        check(shape == wanted, where, shape, f"that of training, {wanted}")
 
 
 def check_dataset(dataset: Dataset) -> None:
