@@ -80,21 +80,67 @@ def test_tutorial_refuses_small_images():
         tutorial(jax.random.key(0), {"x": jnp.zeros((1, 8, 8, 1))})
 
 
-def test_cnn_cifar24_looks_at_the_middle_standardised():
+def tutorial_network(params, x: np.ndarray) -> np.ndarray:
+    """The logits of the authors' network for images `[B, 24, 24, C]`, in float64 by the equations."""
+
+    def windows(x, size, stride, fill):
+        """`[B, H, W, C, size, size]`, with TensorFlow's padding SAME."""
+        pads = [max((-(-n // stride) - 1) * stride + size - n, 0) for n in x.shape[1:3]]
+        x = np.pad(x, [(0, 0), *[(p // 2, p - p // 2) for p in pads], (0, 0)], constant_values=fill)
+        return np.lib.stride_tricks.sliding_window_view(x, (size, size), (1, 2))[:, ::stride, ::stride]
+
+    def convolve(x, layer):
+        summed = np.einsum("bhwcij,ijco->bhwo", windows(x, 5, 1, 0), layer["kernel"], optimize=True)
+        return np.maximum(summed + layer["bias"], 0)
+
+    def pool(x):
+        return windows(x, 3, 2, -np.inf).max(axis=(4, 5))
+
+    def normalise(x):
+        near = [np.square(x[..., max(0, c - 4) : c + 5]).sum(axis=-1) for c in range(x.shape[-1])]
+        return x / (1 + 0.001 / 9 * np.stack(near, axis=-1)) ** 0.75
+
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    std = np.maximum(x.std(axis=(1, 2, 3)), 1 / np.sqrt(24 * 24 * x.shape[-1]))[:, None, None, None]
+    x = (x - x.mean(axis=(1, 2, 3), keepdims=True)) / std
+    x = pool(normalise(convolve(normalise(pool(convolve(x, p["Conv_0"]))), p["Conv_1"])))
+    x = x.reshape(len(x), -1)
+    for name in ("Dense_0", "Dense_1"):
+        x = np.maximum(x @ p[name]["kernel"] + p[name]["bias"], 0)
+    return x @ p["Dense_2"]["kernel"] + p["Dense_2"]["bias"]
+
+
+def test_cnn_cifar24_is_the_network_of_the_authors_code():
     make = jfcl.models.MODELS["cnn_cifar24"][0]
     task = jfcl.models.classification(make(10), (32, 32, 3), 10)
-    plain = jfcl.models.classification(jfcl.models.CNNCifar(10), (24, 24, 3), 10)
     params = task.init(jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_068_298
+    for name, std, bias in (("Conv_0", 0.05, 0), ("Conv_1", 0.05, 0.1), ("Dense_0", 0.04, 0.1), ("Dense_1", 0.04, 0.1)):
+        kernel = np.asarray(params[name]["kernel"])
+        assert np.abs(kernel).max() <= 2 * std and abs(kernel.std() / (0.88 * std) - 1) < 0.03
+        np.testing.assert_array_equal(params[name]["bias"], np.float32(bias))
     x = np.random.default_rng(0).uniform(size=(3, 32, 32, 3))
     x[2] = 0.5  # without contrast: nothing is divided by zero
     middle = x[:, 4:28, 4:28]
-    std = np.maximum(middle.std(axis=(1, 2, 3)), 1 / np.sqrt(24 * 24 * 3))[:, None, None, None]
-    standard = (middle - middle.mean(axis=(1, 2, 3), keepdims=True)) / std
-    want = plain.predict(params, jnp.asarray(standard, jnp.float32))
-    np.testing.assert_allclose(task.predict(params, jnp.asarray(x, jnp.float32)), want, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(task.predict(params, jnp.asarray(middle, jnp.float32)), want, rtol=1e-3, atol=1e-4)
+    rough = jax.tree.map(lambda leaf: 3 * leaf, params)  # at larger activations, normalisation is felt
+    want = tutorial_network(rough, middle)
+    with jax.default_matmul_precision("float32"):
+        for images in (x, middle):
+            got = task.predict(rough, jnp.asarray(images, jnp.float32))
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
     with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it uses 24 x 24"):
         jfcl.models.classification(make(10), (8, 8, 1), 10)
+
+
+def test_initial_models_of_cnn_cifar24_have_about_the_same_loss():
+    """Of models with larger initial logits, all clients choose one."""
+    x, y = np.random.default_rng(0).uniform(size=(100, 24, 24, 3)).astype(np.float32), np.arange(100) % 10
+    spread = {}
+    for name in ("cnn_cifar", "cnn_cifar24"):
+        task = jfcl.models.classification(jfcl.models.MODELS[name][0](10), (24, 24, 3), 10)
+        found = [task.loss(task.init(jax.random.key(seed)), {"x": x, "y": y}).mean() for seed in range(4)]
+        spread[name] = np.ptp(found)
+    assert spread["cnn_cifar24"] < spread["cnn_cifar"] / 5
 
 
 def test_training_on_flips_alone_equals_training_on_flipped_clients():

@@ -129,6 +129,12 @@ def test_a_loop_that_may_end_early_is_uncertain():
     program = hlo.parse(text.replace("constant(5)", "constant(-5)"))
     assert hlo.trip_count(program, "main", program.computations["main"]["loop"]) == (None, False)
     assert price(program, H100).sequential_steps == 5  # once
+    loop = program.computations["main"]["loop"]
+    for name in ("at_most_7_trips/while", "while/body/vmap(vmap(at_most_7_trips))/while"):
+        named = loop._replace(attributes=f'{loop.attributes}, metadata={{op_name="jit(step)/{name}"}}')
+        assert hlo.trip_count(program, "main", named) == (7, False)
+    inside = loop._replace(attributes=f'{loop.attributes}, metadata={{op_name="at_most_7_trips/while/body/while"}}')
+    assert hlo.trip_count(program, "main", inside) == (None, False)
 
 
 def test_functions_are_those_of_the_library_or_of_the_user():

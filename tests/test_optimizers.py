@@ -74,6 +74,31 @@ def test_optimizers_are_the_equations(name):
         np.testing.assert_allclose(moved(given), by_equation(name, momentum=0.5), atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
+def test_decay_only_leaves_the_other_parameters_alone(name):
+    """Those that it selects move as with decay everywhere, the others as without."""
+    params = {"Dense_0": {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.array([0.5])}, "Dense_1": jnp.array([3.0])}
+    gradient = jax.tree.map(lambda p: 0.3 * jnp.ones_like(p), params)
+
+    def step(**options):
+        optimizer = make_training(Config("fedavg", lr=LR, optimizer=name, **options), 10).optimizer
+        return optax.apply_updates(params, optimizer.update(gradient, optimizer.init(params), params)[0])
+
+    some = step(weight_decay=DECAY, decay_only="Dense_0/kernel, Dense_1")
+    all_, none = step(weight_decay=DECAY), step(weight_decay=1e-30)
+    np.testing.assert_array_equal(some["Dense_0"]["kernel"], all_["Dense_0"]["kernel"])
+    np.testing.assert_array_equal(some["Dense_1"], all_["Dense_1"])
+    np.testing.assert_array_equal(some["Dense_0"]["bias"], none["Dense_0"]["bias"])
+    assert all_["Dense_0"]["bias"] != none["Dense_0"]["bias"]
+
+
+def test_decay_only_names_parameters_of_the_model():
+    with pytest.raises(ValueError, match="decay_only must be left out without --weight-decay, got 'Dense_0'"):
+        run(Config("fedavg", decay_only="Dense_0"))
+    with pytest.raises(ValueError, match="decay_only must be the beginning of one of the model's parameters: Dense_0"):
+        run(Config("fedavg", weight_decay=0.1, decay_only="Dense_0,kernel", rounds=1, model="linear"))
+
+
 def test_without_the_new_options_the_optimizer_is_as_it_was():
     for options, optimizer in [
         ({}, optax.sgd(LR)),

@@ -98,6 +98,14 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(targets, "only_compile", lambda: None)
 
 
+@pytest.fixture
+def names_of_loops():
+    """Programs have the names of loops, as by default; `conftest.py` leaves them out."""
+    jax.config.update("jax_include_full_tracebacks_in_locations", True)
+    yield
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+
+
 def make(axis):
     _, _, task, training = problem()
     return jfcl.ifca(task, training, num_clusters=2, client_axis=axis)
@@ -214,16 +222,16 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
 
 
-def test_loops_over_batches_of_local_epochs_are_named(on_cpu, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    few = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--batch-size", "10"]
-    plan = ["plan", "fedavg", *few, "--target", "h100:2", "--chunk", "1", "--out", str(tmp_path)]
-    said = []
-    for steps in (["--local-epochs", "2"], ["--local-steps", "20"]):
+@pytest.mark.parametrize("batch", ["10", "1000"])  # of 20 examples: two batches, and all
+@pytest.mark.parametrize("mapping", [["--chunk", "1"], ["--mapping", "vmap"]])
+def test_local_epochs_count_as_their_steps(on_cpu, names_of_loops, tmp_path, batch, mapping):
+    few = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "mlp", "--examples-per-client", "20"]
+    plan = ["plan", "fedavg", *few, "--target", "h100:2", "--batch-size", batch, *mapping, "--out", str(tmp_path)]
+    flops = []
+    for steps in (["--local-epochs", "3"], ["--local-steps", "6" if batch == "10" else "3"]):
         assert cli.main([*plan, *steps]) == 0
-        said.append(" ".join(capsys.readouterr().out.split()))
-    assert "counted once" in said[0] and "plan with --local-steps, since all figures are too low" in said[0]
-    assert "counted once" not in said[1]
+        flops.append(json.loads((tmp_path / "plan.json").read_text())["flops"])
+    assert flops[0] == flops[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def tutorial(key: jax.Array, batch: Batch) -> Batch:
     """Augments CIFAR-10 as IFCA's code: a random 24 x 24 window, mirrored or not, of random brightness and contrast.
 
     Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean, as in the
-    TensorFlow tutorial that the code follows (pixels here are in [0, 1]). For `CNNCifar(crop=24)`, which standardises
+    TensorFlow tutorial that the code follows (pixels here are in [0, 1]). For `CNNCifar24`, which standardises
     its input, and takes the middle 24 x 24 of whole images. `ValueError` for smaller images.
 
     Example:

@@ -19,6 +19,7 @@ from jfcl.core import (
     Batch,
     PyTree,
     Task,
+    at_most,
     check,
     check_choice,
     check_count,
@@ -377,7 +378,8 @@ def train(
     num_steps = steps_per_round(training, size, m)
     if full_batch:
         # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
-        carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
+        with at_most(most_steps(training, m)):
+            carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
     elif training.num_steps is not None:
         order = shuffled_rows(order_key, size, m)
         cycle = jnp.maximum(size, 1)
@@ -396,7 +398,8 @@ def train(
                 positions = b * batch_size + slots
                 return step(e * batches + b, c, order[jnp.minimum(positions, m - 1)], positions < size)
 
-            return jax.lax.fori_loop(0, batches, one, carry)
+            with at_most(-(-m // batch_size)):
+                return jax.lax.fori_loop(0, batches, one, carry)
 
         carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
     params, statistics, opt_state, total = carry

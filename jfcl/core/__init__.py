@@ -30,6 +30,7 @@ from jfcl.core.clients import (
     shape_struct,
     take_clients,
 )
+from jfcl.core.loops import at_most, most_trips
 from jfcl.core.parameters import get_parameter, is_finite, named_leaves, num_bytes, path_name, set_parameter
 from jfcl.core.platforms import by_platform, platform
 from jfcl.core.scopes import (
@@ -60,6 +61,7 @@ __all__ = [
     "PyTree",
     "Task",
     "aligned_zeros",
+    "at_most",
     "attack_key",
     "by_platform",
     "check",
@@ -87,6 +89,7 @@ __all__ = [
     "joined",
     "mask",
     "max_examples",
+    "most_trips",
     "named_leaves",
     "num_bytes",
     "num_clients",

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jfcl.core import most_trips
+
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0, "c64": 8, "c128": 16}
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
@@ -198,12 +200,16 @@ def reachable(program: Program, name: str | None) -> Iterator[Instruction]:
 def trip_count(program: Program, computation: str, loop: Instruction) -> tuple[int | None, bool]:
     """Returns how often a loop runs its body, and whether that is certain.
 
-    The compiler's own count where it notes one; else the constant that the condition compares the counter with, less
-    the counter's first value. A loop that may end earlier has that count, uncertain; any other has None.
+    The compiler's own count where it notes one; else the bound of `jfcl.core.at_most`, uncertain; else the constant
+    that the condition compares the counter with, less the counter's first value. A loop that may end earlier has that
+    count, uncertain; any other has None.
     """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1]), True
+    most = most_trips(loop.attributes)
+    if most is not None:
+        return most, False
     condition = attribute(loop, "condition")
     inside = list(reachable(program, condition))
     constants = [i for i in inside if i.op == "constant" and i.arrays and i.arrays[0].shape == ()]

@@ -139,6 +139,7 @@ class Training:
       step_factor: factor of each fall of --schedule step; default: 0.1.
       lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
       weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
+      decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
       clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
       prox: mu of FedProx.
       augment: random changes to training images; 'jfcl list augmentations' shows them.
@@ -173,6 +174,7 @@ class Training:
     step_factor: Annotated[float | None, Interval("(0, 1)")] = None
     lr_decay: Positive = 1.0
     weight_decay: NotNegativeReal = 0.0
+    decay_only: str | None = None
     clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
     prox: NotNegativeReal = 0.0
     augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None

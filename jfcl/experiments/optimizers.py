@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optax
 
 from jfcl.core import is_concrete
+from jfcl.core.scopes import path_flags
 
 Rate = Any  # a float, a tracer, or an optax schedule
 
@@ -16,7 +18,7 @@ class Optimizer(NamedTuple):
     """An optimiser of the clients.
 
     Attributes:
-      make: `(learning_rate, momentum, weight_decay) -> GradientTransformation`.
+      make: `(learning_rate, momentum, weight_decay, mask) -> GradientTransformation`.
       summary: one line for `jfcl list optimizers`.
       momentum: its default where `--momentum` applies; `None` where the optimiser takes none.
       decouples: whether its weight decay is multiplied by the learning rate alone (Loshchilov and Hutter 2019), and not
@@ -36,17 +38,17 @@ def _is_zero(value: Any) -> bool:
 
 OPTIMIZERS = {
     "sgd": Optimizer(
-        lambda lr, m, _: optax.sgd(lr, momentum=None if _is_zero(m) else m),
+        lambda lr, m, *_: optax.sgd(lr, momentum=None if _is_zero(m) else m),
         "gradient descent, with --momentum if it is given",
         0.0,
     ),
-    "momentum": Optimizer(lambda lr, m, _: optax.sgd(lr, momentum=m), "gradient descent with momentum 0.9", 0.9),
+    "momentum": Optimizer(lambda lr, m, *_: optax.sgd(lr, momentum=m), "gradient descent with momentum 0.9", 0.9),
     "nesterov": Optimizer(
-        lambda lr, m, _: optax.sgd(lr, momentum=m, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9
+        lambda lr, m, *_: optax.sgd(lr, momentum=m, nesterov=True), "with Nesterov's momentum 0.9 (Nesterov 1983)", 0.9
     ),
     "adam": Optimizer(lambda lr, *_: optax.adam(lr), "moments 0.9 and 0.999 (Kingma and Ba 2015)"),
     "adamw": Optimizer(
-        lambda lr, _, decay: optax.adamw(lr, weight_decay=decay),
+        lambda lr, _, decay, mask: optax.adamw(lr, weight_decay=decay, mask=mask),
         "Adam with decoupled --weight-decay (Loshchilov and Hutter 2019)",
         decouples=True,
     ),
@@ -55,7 +57,7 @@ OPTIMIZERS = {
         lambda lr, *_: optax.adagrad(lr), "divides by the root of the sum of squares (Duchi et al. 2011)"
     ),
     "lion": Optimizer(
-        lambda lr, _, decay: optax.lion(lr, weight_decay=decay),
+        lambda lr, _, decay, mask: optax.lion(lr, weight_decay=decay, mask=mask),
         "signs of momenta, with decoupled --weight-decay (Chen et al. 2023)",
         decouples=True,
     ),
@@ -81,7 +83,13 @@ SERVER_OPTIMIZERS = {
 
 
 def make_optimizer(
-    name: str, lr: Rate, *, momentum: float | None = None, weight_decay: Any = 0.0, clip_norm: float | None = None
+    name: str,
+    lr: Rate,
+    *,
+    momentum: float | None = None,
+    weight_decay: Any = 0.0,
+    decay_only: Callable[[str], bool] | None = None,
+    clip_norm: float | None = None,
 ) -> optax.GradientTransformation:
     """Returns an optimiser of `OPTIMIZERS`, after a clipping of the gradient's norm, and with weight decay.
 
@@ -90,6 +98,7 @@ def make_optimizer(
       lr: learning rate, or an optax schedule.
       momentum: `None`: the default of the optimiser; optimisers without one ignore it.
       weight_decay: added to the (clipped) gradient, or decoupled where the optimiser has its own.
+      decay_only: of the path of a parameter, such as `"Dense_0/kernel"`: does it decay? Default: all do.
       clip_norm: largest norm of the gradient of all parameters; a longer one is scaled down.
 
     Example:
@@ -98,11 +107,11 @@ def make_optimizer(
       >>> optimizer.update(jnp.array([6.0, 8.0]), optimizer.init(jnp.zeros(2)))[0].tolist()
       [-1.5, -2.0]
     """
-    chosen = OPTIMIZERS[name]
+    chosen, mask = OPTIMIZERS[name], None if decay_only is None else partial(path_flags, decay_only)
     parts = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
     if not (chosen.decouples or _is_zero(weight_decay)):
-        parts.append(optax.add_decayed_weights(weight_decay))
-    optimizer = chosen.make(lr, chosen.momentum if momentum is None else momentum, weight_decay)
+        parts.append(optax.add_decayed_weights(weight_decay, mask))
+    optimizer = chosen.make(lr, chosen.momentum if momentum is None else momentum, weight_decay, mask)
     return optax.chain(*parts, optimizer) if parts else optimizer
 
 

@@ -153,8 +153,7 @@ def _facts_table(found: Plan, config: Config) -> Table:
     table.add_row("in sequence", steps)
     unknown = list(dict.fromkeys(loop.function for loop in cost.loops if loop.trips is None))
     if unknown:
-        advice = "" if config.local_epochs is None else "; plan with --local-steps, since all figures are too low"
-        table.add_row("counted once", f"loops with trips that depend on the data: {', '.join(unknown)}{advice}")
+        table.add_row("counted once", f"loops with trips that depend on the data: {', '.join(unknown)}")
     for where, precisions in cost.precision.items():
         total = sum(precisions.values())
         shares = [f"{name} {100 * value / total:.3g} %" for name, value in precisions.items() if value >= total / 1000]

@@ -53,6 +53,8 @@ from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
 
+OF_PARAMETERS = ("share", "personal", "decay_only")  # beginnings of paths, comma separated
+
 
 class Setup(NamedTuple):
     """The parts of a run that a `Config` describes."""
@@ -84,6 +86,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         lr,
         momentum=None if of_method else config.momentum,
         weight_decay=config.weight_decay,
+        decay_only=None if config.decay_only is None else _starting_with(config.decay_only),
         clip_norm=config.clip_norm,
     )
     return training._replace(optimizer=optimizer)
@@ -212,6 +215,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options |= {name: value for name, value in given.items() if name in method.options}
     if of_population(config) and not config.remember:
         options.pop("cohort", None)  # all clients that are on the device
+    _check_beginnings(config, task)
     # Options that stand for an object.
     if config.track_gap:
         options["true_cluster"] = federation.cluster
@@ -222,9 +226,9 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
         options["server_optimizer"] = SERVER_OPTIMIZERS[config.server_optimizer](config.server_lr)
     if config.share is not None:
-        options["shared"] = _starting_with("share", config.share, task)
+        options["shared"] = _starting_with(config.share)
     if config.personal is not None:
-        options["personal"] = _starting_with("personal", config.personal, task)
+        options["personal"] = _starting_with(config.personal)
     if config.init_from is not None:
         options["init_params"] = _warm_start(config, task)
     if "num_clusters" in method.options:
@@ -236,14 +240,24 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     return made
 
 
-def _starting_with(option: str, beginnings: str, task: Task) -> Callable[[str], bool]:
-    """Returns the predicate of the parameters that `--share` or `--personal` selects, by beginnings of their paths."""
-    prefixes = tuple(prefix.strip() for prefix in beginnings.split(","))
-    paths = models.parameter_paths(task)
-    for prefix in prefixes:
-        known = prefix and any(path.startswith(prefix) for path in paths)
-        check(known, option, prefix, f"the beginning of one of the model's parameters: {', '.join(paths)}")
-    return lambda path: path.startswith(prefixes)
+def _beginnings(listed: str) -> tuple[str, ...]:
+    return tuple(one.strip() for one in listed.split(","))
+
+
+def _starting_with(listed: str) -> Callable[[str], bool]:
+    """Returns the predicate of the parameters that an option of `OF_PARAMETERS` selects."""
+    beginnings = _beginnings(listed)
+    return lambda path: path.startswith(beginnings)
+
+
+def _check_beginnings(config: Config, task: Task) -> None:
+    """Checks that each beginning in an option of `OF_PARAMETERS` is one of the model's parameters."""
+    for option in OF_PARAMETERS:
+        listed = getattr(config, option)
+        for beginning in () if listed is None else _beginnings(listed):
+            paths = models.parameter_paths(task)
+            known = beginning and any(path.startswith(beginning) for path in paths)
+            check(known, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
 
 
 def attack_data(config: Config, federation):

@@ -120,6 +120,8 @@ def _check_optimizer(config: Config) -> None:
     check(not (of_method and OPTIMIZERS[name].momentum), "optimizer", name, accepted)
     decays = name != "adamw" or config.weight_decay != 0
     check(decays, "weight_decay", config.weight_decay, "above 0 with --optimizer adamw, which is adam without it")
+    some = config.decay_only is None or config.weight_decay != 0
+    check(some, "decay_only", config.decay_only, "left out without --weight-decay")
     for option, (schedules, _) in SCHEDULE_OPTIONS.items():
         value = getattr(config, option)
         accepted = f"left out without --schedule {' or '.join(schedules)}"

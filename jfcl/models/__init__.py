@@ -6,7 +6,18 @@ from jfcl.models.adapters import lora
 from jfcl.models.conv import conv, max_pool
 from jfcl.models.features import cache_features
 from jfcl.models.language import check_tokens, language_model
-from jfcl.models.networks import CNN5, MLP, VGG, CNNCifar, CNNFemnist, CNNMnist, CNNMnist32, Linear, LSTMLanguageModel
+from jfcl.models.networks import (
+    CNN5,
+    MLP,
+    VGG,
+    CNNCifar,
+    CNNCifar24,
+    CNNFemnist,
+    CNNMnist,
+    CNNMnist32,
+    Linear,
+    LSTMLanguageModel,
+)
 from jfcl.models.pretrained import from_flax, frozen, merged, to_flax
 from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
@@ -23,7 +34,7 @@ MODELS = {
         "the same with that code's numbers for Fashion-MNIST",
     ),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
-    "cnn_cifar24": (partial(CNNCifar, crop=24), "the same on the middle 24x24, standardised, as IFCA's code does"),
+    "cnn_cifar24": (CNNCifar24, "2 conv 5x5x64, fc 384, 192 on the middle 24x24 (that of IFCA's code)"),
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
     "cnn5": (CNN5, "3 conv 3x3x32, 64, 64, fc 64 (for CFL's 5-layer CIFAR-10 model, of unknown widths)"),
     "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),
@@ -54,6 +65,7 @@ __all__ = [
     "MODELS",
     "VGG",
     "CNNCifar",
+    "CNNCifar24",
     "CNNFemnist",
     "CNNMnist",
     "CNNMnist32",

@@ -6,6 +6,7 @@ Language models take token ids `[B, L]` and return logits for every position, `[
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,14 +76,14 @@ class Conv(nn.Module):
       features: channels of the output.
       size: of the square kernel.
       padding: zeros at each edge, or "SAME", "VALID".
-      pool: with pooling.
+      pool: with pooling; or another pooling, a function of images that takes maxima.
       kernel_init, bias_init: flax's defaults.
     """
 
     features: int
     size: int
     padding: int | str
-    pool: bool = False
+    pool: bool | Callable[[jax.Array], jax.Array] = False
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros
 
@@ -94,12 +95,13 @@ class Conv(nn.Module):
             padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (1, 1), self.padding)
         else:
             padding = ((self.padding, self.padding),) * 2
-        if self.pool:
+        if self.pool is True:
             out = [n + low + high - self.size + 1 for n, (low, high) in zip(x.shape[1:3], padding, strict=True)]
             dropped = [n % 2 if n > 1 else 0 for n in out]
             padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
         x = conv(x, kernel, (1, 1), padding, dimension_numbers=NHWC)
-        return nn.relu((max_pool(x, 2) if self.pool else x) + bias.reshape(1, 1, 1, -1))
+        pool = self.pool if callable(self.pool) else partial(max_pool, window=2) if self.pool else lambda x: x
+        return nn.relu(pool(x) + bias.reshape(1, 1, 1, -1))
 
 
 class CNNMnist(nn.Module):
@@ -173,25 +175,69 @@ class CNNCifar(nn.Module):
     """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
     The paper has no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling, then
-    dense layers of 384 and the classes, as in the TensorFlow tutorial with the same preprocessing as the authors' code
-    (24 x 24 crops), without its second hidden dense layer.
-
-    Attributes:
-      num_outputs: logits.
-      crop: with a number, such as the code's 24, the input is the middle `crop x crop` of every image, minus its mean
-        and divided by its standard deviation (at least `1/sqrt(pixels)`). For `jfcl.augment.tutorial`.
+    dense layers of 384 and the classes. `CNNCifar24` is the network of the authors' code.
     """
 
     num_outputs: int
-    crop: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.crop is not None:
-            x = _standardised(_middle(x, self.crop))
         for _ in range(2):
             x = Conv(64, 5, "SAME", pool=True)(x)
         return _dense(x, (384,), self.num_outputs)
+
+
+def _pool_overlapping(x: jax.Array) -> jax.Array:
+    """Returns the maxima of 3 x 3 windows, two apart, with padding SAME, of images `[B, H, W, C]`."""
+    for axis in (1, 2):
+        [(low, high)] = lax.padtype_to_pads((x.shape[axis],), (3,), (2,), "SAME")
+        padding = [(low, high, 0) if a == axis else (0, 0, 0) for a in range(4)]
+        padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), padding)
+        shifted = [lax.slice_in_dim(padded, i, padded.shape[axis] - 2 + i, 2, axis) for i in range(3)]
+        x = jnp.maximum(jnp.maximum(*shifted[:2]), shifted[2])
+    return x
+
+
+def _response_normalised(x: jax.Array) -> jax.Array:
+    """Divides by a power of the sum of squares over 9 neighbouring channels, as `tf.nn.lrn(x, 4, 1, 0.001 / 9, 0.75)`.
+
+    The sum is a product with a banded matrix.
+    """
+    channel = jnp.arange(x.shape[-1])
+    band = (jnp.abs(channel[:, None] - channel[None, :]) <= 4).astype(x.dtype)
+    root = lax.rsqrt(1 + 0.001 / 9 * (jnp.square(x) @ band))
+    return x * root * jnp.sqrt(root)  # to the power of -3/4
+
+
+def _from_normal(std: float, bias: float) -> dict[str, nn.initializers.Initializer]:
+    """Returns TensorFlow's initialisers: kernels normal, without what is beyond two deviations, and a constant bias."""
+    return {"kernel_init": nn.initializers.truncated_normal(std), "bias_init": nn.initializers.constant(bias)}
+
+
+class CNNCifar24(nn.Module):
+    """The CNN of IFCA's (004) code for rotated CIFAR-10, the one of a TensorFlow tutorial: 1,068,298 parameters.
+
+    The input is the middle 24 x 24 of every image, less its mean and divided by its standard deviation (at least
+    `1/sqrt(pixels)`); images of 24 x 24, such as those of `jfcl.augment.tutorial`, are used whole. Two 5 x 5
+    convolutions of 64 channels with ReLU, overlapping 3 x 3 max-pooling and local response normalisation, then dense
+    layers of 384, 192 and the classes. The last layer begins near 0: all initial models then have about the same loss,
+    so that clients do not all choose one. The code's weight decay is of the kernels of the hidden dense layers only:
+    `--weight-decay 0.004 --decay-only Dense_0/kernel,Dense_1/kernel`.
+
+    Source: github.com/jichan3751/ifca, `cifar/cifar10.py`.
+    """
+
+    num_outputs: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = _standardised(_middle(x, 24))
+        x = _response_normalised(Conv(64, 5, "SAME", pool=_pool_overlapping, **_from_normal(0.05, 0.0))(x))
+        x = _pool_overlapping(_response_normalised(Conv(64, 5, "SAME", **_from_normal(0.05, 0.1))(x)))
+        x = x.reshape(len(x), -1)
+        for width in (384, 192):
+            x = nn.relu(nn.Dense(width, **_from_normal(0.04, 0.1))(x))
+        return nn.Dense(self.num_outputs, **_from_normal(1 / 192, 0.0))(x)
 
 
 class CNNFemnist(nn.Module):

@@ -214,7 +214,8 @@ def _cifar(method: str, setting: dict[str, Any]) -> Config:
     estimated without weight decay.
     """
     given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "cnn_cifar24", "augment": "tutorial"}
-    given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99, "weight_decay": 0.004}
+    given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99}
+    given |= {"weight_decay": 0.004, "decay_only": "Dense_0/kernel,Dense_1/kernel"}
     if method == "local":
         given |= {"rounds": setting["local_rounds"]}
     return report.configure(method, setting | given | {"min_share": 0.35})
