@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -316,3 +317,60 @@ def test_a_last_layer_that_is_called_by_name_is_found():
 def test_a_module_without_parameters_is_a_task():
     task = classification(linen(lambda self, x: x[:, :C]), (D,), C)
     assert task.init(jax.random.key(0)) == {} and task.predict({}, jnp.arange(4.0)[None]).tolist() == [[0, 1, 2]]
+
+
+class Rematerialised(nn.Module):
+    """Its last dense layer is computed again for gradients."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(nn.Dense)(3)(nn.relu(nn.Dense(8)(x)))
+
+
+class Scanned(nn.Module):
+    """Its last dense layers are three in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(module, carry, _):
+            return nn.relu(nn.Dense(5, name="layer")(carry)), None
+
+        loop = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return loop(self, x, None)[0][:, :3]
+
+
+@pytest.mark.parametrize("module", [Rematerialised(), Scanned()])
+def test_a_last_dense_layer_inside_a_transformation_has_no_inputs_outside(module):
+    """The representation is the outputs, as without a dense layer; there is no head."""
+    task = jfcl.models.classification(module, (5,), 3)
+    params, x = task.init(jax.random.key(0)), np.random.default_rng(0).standard_normal((4, 5), np.float32)
+    np.testing.assert_allclose(jax.jit(task.represent)(params, x), task.predict(params, x), rtol=1e-6, atol=1e-6)
+    assert task.head is None
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm, self.dense = nnx.BatchNorm(5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(self.norm(x))
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # in flax's nnx.BatchNorm
+@pytest.mark.parametrize("module", [LinenNorm(), NnxNorm])
+def test_statistics_keep_their_type_with_wider_inputs(module):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        task = jfcl.models.classification(module, (5,), 3)
+        x = np.random.default_rng(0).standard_normal((2, 6, 5))
+        clients = jfcl.Clients({"x": x, "y": np.zeros((2, 6), np.int32)}, np.full(2, 6, np.int32))
+        fedavg = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=2, batch_size=3))
+        state = fedavg.init(jax.random.key(0), clients)
+        after = fedavg.step(jax.random.key(1), state, clients)[0]
+        assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {np.dtype(np.float32)}
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))

@@ -524,17 +524,44 @@ def test_refuses(make, message):
         make()
 
 
-def test_adapters_of_a_kernel_with_a_second_use_are_summed():
-    class Tied(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.Dense(3, name="encoder")
-            hidden = nn.relu(layer(x))
-            return hidden @ layer.variables["params"]["kernel"].T  # the decoder
+class Decoder(nn.Module):
+    """Uses a kernel in its layer and, transposed, in the inputs of another one, or in the outputs."""
 
-    task = jfcl.models.classification(Tied(), (4,), 4)
+    last: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(3, name="encoder")
+        hidden = nn.relu(layer(x))
+        decoded = hidden @ layer.variables["params"]["kernel"].T
+        return decoded if self.last else nn.Dense(4)(jnp.concatenate([hidden, decoded], axis=1))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("first", ["predict", "represent"])
+def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):
+    """In each function of the task, whichever is called first."""
+    task = jfcl.models.classification(Decoder(last), (4,), 4)
     adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=2, spread=0.5)
     own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (5, 4))
+    merged = jfcl.models.merged(adapted, own)
+    for name in sorted(["predict", "represent"], key=lambda name: name != first):
+        got, want = getattr(adapted, name)(own, x), getattr(task, name)(merged, x)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_are_beside_a_kernel_in_one_function_and_summed_in_another():
+    class Gated(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(4, name="out", use_bias=False)
+            hidden = nn.Dense(6, name="in", use_bias=False)(x)
+            return layer(hidden) + nn.tanh(hidden) @ layer.variables["params"]["kernel"]
+
+    task = jfcl.models.classification(Gated(), (5,), 4)
+    adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=2, spread=0.5)
+    own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (3, 5))
+    adapted.represent(own, x)  # where the second kernel has no use
     np.testing.assert_allclose(
-        adapted.predict(own, x), task.predict(jfcl.models.merged(adapted, own), x), rtol=1e-4, atol=1e-6
+        adapted.predict(own, x), task.predict(jfcl.models.merged(adapted, own), x), rtol=1e-4, atol=1e-5
     )

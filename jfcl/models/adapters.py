@@ -120,10 +120,12 @@ def lora(
 
     def adapted(function):
         """Returns `function` `(params, ...)` of whole models as one of adapters."""
-        return lambda own, *rest: function(merge(own), *rest) if beside is None else beside(function, own, *rest)
+        return (lambda own, *rest: function(merge(own), *rest)) if beside is None else beside(function)
+
+    of_training = adapted(lambda params, key, *rest: base.train_loss(key, params, *rest))
 
     def train_loss(key, own, batch, real):
-        losses, new = adapted(lambda p, *rest: base.train_loss(key, p, *rest))(own, batch, real)
+        losses, new = of_training(own, key, batch, real)
         return losses, kept(own, new)
 
     before = task.merge or (lambda params: params)
@@ -162,14 +164,12 @@ def _check_numbers(rank: int, alpha: float | None, spread: float, shapes: dict[s
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
-    """Returns `(function, own, ...) -> function(model, ...)` with adapters beside the dense layers of flax.linen.
+    """Returns what makes `function(model, ...)` one of `(own, ...)`, with adapters beside dense layers of flax.linen.
 
     Args:
       shapes: of the adapted kernels, by their names.
       merge: `(own, but) -> params`, adds the other adapters to their kernels.
     """
-    found = {}  # the names of the kernels that dense layers use
-
     def name_of(layer, x):
         """Returns the name of a dense layer's kernel; None without an adapter, and for classes derived from it."""
         name = "/".join((*layer.path, "kernel"))
@@ -198,7 +198,9 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
 
         def cut(layer, call, inputs, *args, **kwargs):
             out = call(inputs, *args, **kwargs)
-            return jnp.zeros(out.shape, out.dtype) if name_of(layer, inputs) in names else out
+            if name_of(layer, inputs) not in names:
+                return out
+            return jnp.broadcast_to(inputs.sum().astype(out.dtype), out.shape)  # the inputs may use another kernel
 
         params = jax.eval_shape(lambda own: merge(own, names), own)
         with at_layers(nn.Dense, cut):
@@ -206,20 +208,25 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
         _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
         return {name for name, is_used in zip(named_parameters(params), used, strict=False) if is_used}
 
-    def run(function, own, *rest):
-        if "kernels" not in found:
-            found["kernels"] = kernels(function, own, *rest)
-        names = found["kernels"]
-        factors = named_parameters(own)
+    def of(function):
+        found = []  # the kernels that `function` uses in dense layers alone; another one may use them otherwise
 
-        def add(layer, call, inputs, *args, **kwargs):
-            out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
-            if name not in names:
-                return out
-            a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")
-            return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
+        def run(own, *rest):
+            if not found:
+                found.append(kernels(function, own, *rest))
+            [names] = found
+            factors = named_parameters(own)
 
-        with at_layers(nn.Dense, add):
-            return function(merge(own, names), *rest)
+            def add(layer, call, inputs, *args, **kwargs):
+                out, name = call(inputs, *args, **kwargs), name_of(layer, inputs)
+                if name not in names:
+                    return out
+                a, b = (factors[f"{name}/{part}"].astype(out.dtype) for part in "ab")
+                return out + scale * ((inputs.astype(out.dtype) @ a) @ b)
 
-    return run
+            with at_layers(nn.Dense, add):
+                return function(merge(own, names), *rest)
+
+        return run
+
+    return of

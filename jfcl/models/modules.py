@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import errors, traverse_util
+from jax.extend.core import get_opaque_trace_state
 
 from jfcl.core import PyTree, check
 from jfcl.models.traces import explained
@@ -124,6 +125,11 @@ def row_mask(real: jax.Array, x: jax.Array) -> jax.Array | None:
     return None if left else jnp.repeat(real, each).reshape(-1, *[1] * (x.ndim - 1))
 
 
+def in_types_of(params: PyTree, new: PyTree) -> PyTree:
+    """Returns `new` in the types of `params`: statistics of wider inputs are wider."""
+    return jax.tree.map(lambda old, x: x.astype(old.dtype), params, new)
+
+
 def _joined_collections(variables: dict[str, PyTree], name: str) -> tuple[PyTree, dict[tuple, str]]:
     """Returns all collections of a module as one nested dict, and the collection of each path."""
     flat, of = {}, {}
@@ -143,16 +149,22 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     evaluating, training = training_flag(module, name, given)
     denses = []
 
-    def note(layer, call, *args, **kwargs):
-        denses.append("/".join(layer.path))
-        return call(*args, **kwargs)
-
     def variables(key):
         return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
 
+    def noted(key):
+        outside = _current_trace()
+
+        def note(layer, call, *args, **kwargs):
+            denses.append("/".join(layer.path) if _current_trace() == outside else None)
+            return call(*args, **kwargs)
+
+        with at_layers(nn.Dense, note):
+            return variables(key)
+
     try:
-        with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)), at_layers(nn.Dense, note):
-            shapes = jax.eval_shape(variables, jax.random.key(0))
+        with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)):
+            shapes = jax.eval_shape(noted, jax.random.key(0))
     except ValueError as error:
         if not evaluating and ("deterministic" in str(error) or "use_running_average" in str(error)):
             raise ValueError(_no_flag(module, name)) from error
@@ -190,7 +202,8 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
         mutable = sorted(set(collections.values()) - {"params"})
         with at_layers(nn.BatchNorm, masked):
             outputs, state = module.apply(apart(params), x, rngs=rngs, mutable=mutable, **training)
-        return outputs, _joined_collections({"params": apart(params)["params"], **state}, name)[0]
+        new = _joined_collections({"params": apart(params)["params"], **state}, name)[0]
+        return outputs, in_types_of(params, new)
 
     return Network(
         name,
@@ -215,6 +228,11 @@ def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.Abst
         return call(*args, **kwargs)
 
     return nn.intercept_methods(intercept)
+
+
+def _current_trace() -> Any:
+    """Returns what differs inside a transformation of a layer, such as `nn.remat`."""
+    return get_opaque_trace_state(convention="flax")
 
 
 def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
@@ -256,17 +274,21 @@ def _with_running_average(layer: nn.BatchNorm, call: Callable, x: jax.Array, kwa
 
 
 def _representation(module: nn.Module, variables: Callable[[PyTree], dict], evaluating: dict[str, bool]) -> Callable:
-    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the module's last dense layer, or else its outputs."""
+    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the module's last dense layer, or else its outputs.
+
+    A layer inside a transformation of its own, as by `nn.remat` or `nn.scan`, has no inputs outside of it.
+    """
 
     def represent(params, x):
-        entered = []
+        entered, outside = [], _current_trace()
 
         def note(layer, call, inputs, *args, **kwargs):
-            entered.append(inputs)
+            entered.append(inputs if _current_trace() == outside else None)
             return call(inputs, *args, **kwargs)
 
         with at_layers(nn.Dense, note):
             outputs = module.apply(variables(params), x, **evaluating)
-        return (entered[-1] if entered else outputs).reshape(len(x), -1)
+        known = bool(entered) and entered[-1] is not None
+        return (entered[-1] if known else outputs).reshape(len(x), -1)
 
     return represent

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jfcl.core import check
-from jfcl.models.modules import FROZEN_LAYERS, Network, check_flag, module_name, row_mask, some_real, training_flag
+from jfcl.models.modules import (
+    FROZEN_LAYERS,
+    Network,
+    check_flag,
+    in_types_of,
+    module_name,
+    row_mask,
+    some_real,
+    training_flag,
+)
 
 _REAL = contextvars.ContextVar("real", default=None)  # the examples that are no padding, for `_MaskedBatchNorm`
 
@@ -141,7 +150,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
         finally:
             _REAL.reset(token)
         new = nnx.to_pure_dict(nnx.split(whole, nnx.BatchStat, ...)[1])
-        return outputs, together(params, new)
+        return outputs, in_types_of(params, together(params, new))
 
     def program(arguments):
         key, x, real = jax.random.key(0), jax.ShapeDtypeStruct((2, *input_shape), dtype), jnp.ones(2, bool)
