@@ -142,7 +142,7 @@ def test_clients_are_placed_once_with_empty_ones_behind():
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match=r"num_devices must be at most the 2 there are; more of a CPU are forced"):
         client_mesh(3)
-    with pytest.raises(ValueError, match=r"pmapped: num_devices must be at most the 2 devices"):
+    with pytest.raises(ValueError, match=r"pmapped: num_devices must be an integer, at least 1 and at most 2"):
         pmapped(3)(lambda x: x)(jnp.zeros(3))
 
 

@@ -474,3 +474,25 @@ def test_labels_of_few_bits_may_be_of_many_classes(dtype, classes):
     wide, narrow = (cross_entropy(logits, labels.astype(kind)) for kind in (np.int32, dtype))
     np.testing.assert_array_equal(wide, narrow)
     assert jnp.isfinite(narrow).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: classification(jfcl.models.MLP(3), 28, 3), r"input_shape must be a tuple of integers.* got 28"),
+        (
+            lambda: classification(jfcl.models.MLP(3), (0, 2), 3),
+            r"input_shape must be .* each at least 1.* got \(0, 2\)",
+        ),
+        (lambda: jfcl.models.regression(jfcl.models.MLP(1), (2.5,)), r"input_shape must be .* got \(2.5,\)"),
+        (lambda: classification(jfcl.models.MLP(3), (4,), "3"), "num_classes must be an integer, at least 1, got '3'"),
+        (lambda: classification(jfcl.models.ViT(3, patch=0), (8, 8, 1), 3), "ViT must map .* ZeroDivisionError"),
+        (lambda: jfcl.models.parameter_paths(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
+        (lambda: jfcl.models.in_bfloat16(jfcl.models.MLP(3)), "task must be a Task, .* got 'MLP'"),
+        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox=None), "prox must be 0 or more.* got None"),
+        (lambda: jfcl.local_training(optax.sgd(0.1), num_steps=1, prox="a"), "prox must be 0 or more.* got 'a'"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -504,6 +504,17 @@ PARAMS = pretrained(PLAIN)
             r"task must be one with all its parameters: give in_bfloat16\(task\) to frozen or lora",
         ),
         (lambda: jfcl.models.merged(PLAIN, PARAMS), "task must be made by jfcl.models.frozen or lora"),
+        (lambda: jfcl.models.lora(Net(), PARAMS, rank=1), "task must be a Task, .* got 'Net'"),
+        (lambda: jfcl.models.merged(Net(), PARAMS), "task must be a Task, .* got 'Net'"),
+        (lambda: jfcl.models.to_flax(Net(), PARAMS), "task must be a Task, .* got 'Net'"),
+        (lambda: jfcl.models.cache_features(Net(), data()), "task must be a Task, .* got 'Net'"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, alpha="3"), "alpha must be positive and finite.* got '3'"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, spread=None), "spread must be 0 or more.* got None"),
+        (
+            lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda p: p.astype(complex), PARAMS), trainable=is_head),
+            "must be real numbers, as the task's, got 'complex numbers'",
+        ),
+        (lambda: jfcl.models.from_flax({"params": np.ones(3)}), r"variables\['params'\] must be a nested dict"),
         (lambda: jfcl.models.from_flax({"Dense_0": {}}), 'variables must be a dict of flax.*"params" among'),
         (
             lambda: jfcl.simulate(

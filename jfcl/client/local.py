@@ -23,9 +23,11 @@ from jfcl.core import (
     check,
     check_choice,
     check_count,
+    check_task,
     dense_start,
     divided,
     is_concrete,
+    is_number,
     joined,
     trained_part,
 )
@@ -116,7 +118,8 @@ def local_training(
         if value is not None:
             check_count(name, value)
     if is_concrete(prox):
-        check(0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
+        known = is_number(prox) or getattr(prox, "shape", None) == ()
+        check(known and 0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
         prox = float(prox)
     check_choice("keep", keep, KEEP)
     check_choice("span", span, SPAN)
@@ -149,8 +152,7 @@ def _counts_schedule(state: Any) -> bool:
 
 def check_parts(task: Any, training: Any) -> None:
     """Checks the types of `task` and `training`, which are easily exchanged, and raises `ValueError`."""
-    accepted = "a Task, such as jfcl.models.classification and jfcl.models.task make"
-    check(isinstance(task, Task), "task", type(task).__name__, accepted)
+    check_task(task)
     accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
 

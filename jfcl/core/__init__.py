@@ -8,7 +8,9 @@ from jfcl.core.checks import (
     check_count,
     check_finite,
     check_key,
+    check_shape,
     is_concrete,
+    is_number,
     shown,
 )
 from jfcl.core.clients import (
@@ -48,7 +50,7 @@ from jfcl.core.scopes import (
     trained_part,
 )
 from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
-from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, dense_start
+from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, check_task, dense_start
 
 __all__ = [
     "INT32_MAX",
@@ -75,7 +77,9 @@ __all__ = [
     "check_labels",
     "check_made",
     "check_part",
+    "check_shape",
     "check_state",
+    "check_task",
     "client_ids",
     "client_keys",
     "client_shapes",
@@ -86,6 +90,7 @@ __all__ = [
     "in_head",
     "is_concrete",
     "is_finite",
+    "is_number",
     "joined",
     "mask",
     "max_examples",

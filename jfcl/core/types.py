@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jfcl.core.checks import check
+
 PyTree = Any
 Batch = dict[str, jax.Array]  # {"x": [B, ...], "y": [B, ...]}
 
@@ -188,6 +190,12 @@ class Adversary(NamedTuple):
 
     attack: Callable[[jax.Array, PyTree, jax.Array, jax.Array], PyTree]
     malicious: Any
+
+
+def check_task(task: Any) -> None:
+    """Raises `ValueError` unless `task` is a `Task`."""
+    accepted = "a Task, such as jfcl.models.classification and jfcl.models.task make"
+    check(isinstance(task, Task), "task", type(task).__name__, accepted)
 
 
 def dense_start(task: Task) -> DenseStart | None:

@@ -341,7 +341,7 @@ def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
         else:
             here = jax.local_devices()
             count = len(here) if mapping.num_devices is None else mapping.num_devices
-            check(count <= len(here), "pmapped: num_devices", count, f"at most the {len(here)} devices of this process")
+            check_count("pmapped: num_devices", count, most=len(here))
 
             def mapped(zero, *args):
                 def on_device(zero, *divided):  # None in in_axes of pmap fails with empty trees

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfcl.core import PyTree, Task, check, check_count, parts, path_flags, path_name, reparametrised
+from jfcl.core import PyTree, Task, check, check_count, is_number, parts, path_flags, path_name, reparametrised
 from jfcl.core.parameters import named_parameters
 from jfcl.models.modules import at_layers
 from jfcl.models.pretrained import check_trainable, fitting, with_frozen_statistics
@@ -158,9 +158,9 @@ def _check_numbers(rank: int, alpha: float | None, spread: float, shapes: dict[s
     check_count("rank", rank)
     for name, shape in shapes.items():
         check(rank <= min(shape), "rank", rank, f"at most {min(shape)}, the smaller side of {name} {shape}")
-    positive = alpha is None or (0 < alpha < math.inf)
+    positive = alpha is None or (is_number(alpha) and 0 < alpha < math.inf)
     check(positive, "alpha", alpha, "positive and finite, or left out for the rank")
-    check(0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
+    check(is_number(spread) and 0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:
@@ -170,6 +170,7 @@ def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable
       shapes: of the adapted kernels, by their names.
       merge: `(own, but) -> params`, adds the other adapters to their kernels.
     """
+
     def name_of(layer, x):
         """Returns the name of a dense layer's kernel; None without an adapter, and for classes derived from it."""
         name = "/".join((*layer.path, "kernel"))

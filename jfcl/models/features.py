@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Clients, PyTree, Task, check, check_clients, check_count, mask, parameter_names
+from jfcl.core import Clients, PyTree, Task, check, check_clients, check_count, check_task, mask, parameter_names
 from jfcl.data.store import ClientStore
 from jfcl.execution.jitted import jitted
 from jfcl.models.modules import at_layers
@@ -109,6 +109,7 @@ def cache_features(
       >>> cache_features(probe, fed.train).examples["x"].shape[2:]
       (200,)
     """
+    check_task(task)
     check(task.features is not None, "task", "one of inputs", "made by jfcl.models.frozen(..., cache_features=True)")
     check_count("batch_size", batch_size)
     is_store = isinstance(clients, ClientStore)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core import PyTree, Task, check, check_finite, shown
+from jfcl.core import PyTree, Task, check, check_finite, check_task, shown
 from jfcl.core.parameters import named_parameters
 from jfcl.core.scopes import check_predicate, joined, of_rest, parameter_names, parts, path_flags, trained_part
 from jfcl.models.features import of_features
@@ -100,6 +100,7 @@ def merged(task: Task, params: PyTree) -> PyTree:
       >>> whole["Dense_0"]["kernel"].shape, bool((whole["Dense_0"]["kernel"] == params["Dense_0"]["kernel"]).all())
       ((4, 3), True)
     """
+    check_task(task)
     check(task.merge is not None, "task", "one with all its parameters", "made by jfcl.models.frozen or lora")
     return task.merge(params)
 
@@ -125,7 +126,8 @@ def from_flax(variables: PyTree) -> PyTree:
     found = shown(list(variables)) if isinstance(variables, dict) else type(variables).__name__
     check(is_flax, "variables", found, 'a dict of flax\'s collections, with "params" among them')
     flat = {}
-    for tree in variables.values():
+    for name, tree in variables.items():
+        check(isinstance(tree, Mapping), f"variables[{name!r}]", type(tree).__name__, "a nested dict")
         for path, leaf in traverse_util.flatten_dict(tree).items():
             check(path not in flat, "variables", "/".join(path), "of one collection each")
             flat[path] = leaf
@@ -151,6 +153,7 @@ def to_flax(task: Task, params: PyTree) -> PyTree:
       >>> list(to_flax(task, task.init(jax.random.key(0))))
       ['params']
     """
+    check_task(task)
     check(isinstance(params, Mapping), "params", type(params).__name__, "a nested dict, as of a flax module")
     is_statistic = task.statistics or (lambda path: False)
     trees = {"params": {}}
@@ -168,8 +171,10 @@ def fitting(task: Task, params: PyTree) -> PyTree:
     """Returns `params` as JAX arrays of the task's types.
 
     Raises:
-      ValueError: another structure than that of the task's parameters, other shapes; NaN or infinity.
+      ValueError: no task; another structure than that of the task's parameters, other shapes; complex numbers, NaN,
+        infinity.
     """
+    check_task(task)
     params = unfreeze(params)
     like = jax.eval_shape(task.init, jax.random.key(0))
     wanted, found = ({n: np.shape(x) for n, x in named_parameters(tree).items()} for tree in (like, params))
@@ -182,6 +187,9 @@ def fitting(task: Task, params: PyTree) -> PyTree:
         hint = "; jfcl.models.from_flax(variables) makes them from flax's variables" if is_flax else ""
         what = "; ".join(wrong[:4]) or "other containers"
         raise ValueError(f"params must have the structure and shapes of the task's parameters{hint}: {what}")
+    for name, leaf in named_parameters(params).items():
+        narrows = jnp.iscomplexobj(leaf) and not jnp.issubdtype(named_parameters(like)[name].dtype, jnp.complexfloating)
+        check(not narrows, f"params: {name}", "complex numbers", "real numbers, as the task's")
     check_finite(params, "params")
     return jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), params, like)
 

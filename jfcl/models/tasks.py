@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.core import DenseStart, PyTree, Task, by_platform, check, check_choice, dense_start
+from jfcl.core import (
+    DenseStart,
+    PyTree,
+    Task,
+    by_platform,
+    check,
+    check_choice,
+    check_count,
+    check_shape,
+    check_task,
+    dense_start,
+)
 from jfcl.core.scopes import divided, joined, parameter_names
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
@@ -277,7 +288,8 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
-    options = tuple(input_shape), "classification", False, training_argument, num_classes
+    check_count("num_classes", num_classes)
+    options = check_shape("input_shape", input_shape), "classification", False, training_argument, num_classes
     return remembered(_from_module, module, *options)
 
 
@@ -300,7 +312,8 @@ def regression(
       >>> regression(jfcl.models.Linear(1, squeeze=True), (3,)).correct is None
       True
     """
-    return remembered(_from_module, module, tuple(input_shape), "regression", half, training_argument)
+    shape = check_shape("input_shape", input_shape)
+    return remembered(_from_module, module, shape, "regression", half, training_argument)
 
 
 @lru_cache(maxsize=64)
@@ -330,6 +343,7 @@ def in_bfloat16(task: Task) -> Task:
       >>> params["Dense_0"]["kernel"].dtype, task.predict(params, jnp.ones((1, 8, 8, 1))).dtype
       (dtype('float32'), dtype('float32'))
     """
+    check_task(task)
     accepted = "one with all its parameters: give in_bfloat16(task) to frozen or lora, instead of their result"
     check(task.merge is None, "task", "one with frozen parameters", accepted)
 
@@ -372,5 +386,5 @@ def parameter_paths(task: Task) -> list[str]:
       >>> parameter_paths(classification(jfcl.models.Linear(10), (4,), 10))
       ['Dense_0/bias', 'Dense_0/kernel']
     """
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    return parameter_names(shapes)
+    check_task(task)
+    return parameter_names(jax.eval_shape(task.init, jax.random.key(0)))

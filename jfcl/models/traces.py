@@ -50,7 +50,8 @@ def explained(name: str, x: Any) -> Iterator[None]:
     """Names the batch `x` in errors of the module `name`.
 
     Raises:
-      ValueError: for the type errors of JAX and the errors of flax. Others stay as they are, with a note.
+      ValueError: for the type errors of JAX, the errors of flax, and divisions by zero. Others stay as they are, with a
+        note.
     """
     batch = f"a batch of inputs [{', '.join(map(str, ('B', *x.shape[1:])))}], here {x.shape} {x.dtype}"
     try:
@@ -63,7 +64,7 @@ def explained(name: str, x: Any) -> Iterator[None]:
             f"{name} draws random numbers in evaluation, where its dropout must be off: write"
             " nn.Dropout(rate, deterministic=not train), with an argument train of its __call__"
         ) from error
-    except (TypeError, errors.FlaxError) as error:
+    except (TypeError, ZeroDivisionError, errors.FlaxError) as error:
         what = re.sub(r" \(https?://\S*\)$", "", str(error).split("\n")[0])
         raise ValueError(
             f"{name} must map {batch}, to as many rows of outputs; it fails: {type(error).__name__}: {what}"
