@@ -263,8 +263,8 @@ def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_c
         found = {}
         if 1 < num_models < num_clients and not alike and row["clusters_in_use"] == 1:
             found["collapse"] = (
-                f"all clients use one of the {num_models} models; restarts or a warm start (init_params, --init-from)"
-                " can prevent that"
+                f"all clients use one of the {num_models} models; restarts or a warm start (init_params, --init-from),"
+                " where the method has them, can prevent that"
             )
         if row.get("capacity_reached"):
             found["capacity"] = "a cluster would be split, but max_clusters are in use"
