@@ -90,8 +90,9 @@ def local_training(
       prox: FedProx's mu, 0 or more: adds `mu / 2 * ||params - start||^2` to the loss (Li et al. 2020, eq. 2).
       augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
       keep: the part of the optimiser's state that a client keeps for its next round. `"nothing"` restarts momentum and
-        schedules; `"schedule"` restarts momentum and continues a learning-rate schedule; `"everything"` keeps the
-        whole state of each client (`O(N D)` memory). A schedule that continues counts every round, also those in which
+        schedules; `"schedule"` restarts momentum and continues a learning-rate schedule, if its count is a state of its
+        own, unlike that of `optax.contrib.prodigy`; `"everything"` keeps the whole state of each client (`O(N D)`
+        memory). A schedule that continues counts every round, also those in which
         the client does not train; it begins again after rounds that are part of a method's `init`, as in
         `jfcl.one_shot`. Random keys in the state, as in that of `optax.add_noise`, are never kept: the noise
         of a client follows from the key of the run, and differs between rounds and clients.
