@@ -309,8 +309,15 @@ def test_the_commands_on_the_page_are_those_of_the_command_line(finished, copy):
         assert not repeated.resume and repeated.out != str(folder) and not Path(repeated.out).exists()
     # More rounds than a schedule is planned for are refused, and a run that ended early ends there again.
     run = read_partial(finished / "cfl")
-    for change in ({"schedule_rounds": ROUNDS}, {"num_rounds": ROUNDS + 1}):
-        assert "--resume" not in "".join(report_tables.commands(run._replace(config=run.config | change)))
+    scheduled, longer = (
+        {**run.config, **change} for change in ({"schedule_rounds": ROUNDS}, {"num_rounds": ROUNDS + 1})
+    )
+    early = run.summary | {"ended": "every cluster is final"}
+    for other in (run._replace(config=scheduled), run._replace(config=longer, summary=early)):
+        assert "--resume" not in "".join(report_tables.commands(other))
+    # One that was resumed for fewer rounds than planned goes on to these.
+    text = "".join(report_tables.commands(run._replace(config=longer)))
+    assert f"# continue to round {ROUNDS + 1}" in text and "--resume" in text and "--rounds" not in text
 
 
 def test_names_are_shown_as_they_are(copy):

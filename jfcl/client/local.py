@@ -92,10 +92,10 @@ def local_training(
       keep: the part of the optimiser's state that a client keeps for its next round. `"nothing"` restarts momentum and
         schedules; `"schedule"` restarts momentum and continues a learning-rate schedule, if its count is a state of its
         own, unlike that of `optax.contrib.prodigy`; `"everything"` keeps the whole state of each client (`O(N D)`
-        memory). A schedule that continues counts every round, also those in which
-        the client does not train; it begins again after rounds that are part of a method's `init`, as in
-        `jfcl.one_shot`. Random keys in the state, as in that of `optax.add_noise`, are never kept: the noise
-        of a client follows from the key of the run, and differs between rounds and clients.
+        memory). A schedule that continues counts every round, also those in which the client does not train; it begins
+        again after rounds that are part of a method's `init`, as in `jfcl.one_shot`. Random keys in the state, as in
+        that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the run, and differs
+        between rounds and clients.
       span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
         same but for rounding (see `jfcl.client.span`): `"auto"`, where it is possible and costs less; `"never"`;
         `"always"`, or a `ValueError` with the reason why it is not possible.

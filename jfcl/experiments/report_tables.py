@@ -14,6 +14,7 @@ from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.own import is_own
 from jfcl.experiments.partial import PartialRun, first_seed
 from jfcl.experiments.used import as_used
+from jfcl.simulation.loop import ALL_DONE
 
 WORST = 10  # clients in the table of the worst
 
@@ -115,6 +116,8 @@ def commands(run: PartialRun) -> list[str]:
         # A run that ended early ends there again, and a schedule cannot be extended.
         if planned == done and run.config.get("schedule_rounds") is None:
             more = ["# continue for as many rounds again", f"{base} --out {folder} --resume --rounds {2 * done}"]
+        elif planned > done and run.summary.get("ended") == ALL_DONE:  # it was resumed for fewer rounds
+            more = [f"# continue to round {planned}", f"{base} --out {folder} --resume"]
     else:
         more = ["# continue where it stopped", f"{base} --out {folder} --resume"]
         at = f"round {run.checkpoints[0]}" if run.checkpoints else "the beginning: there is no checkpoint yet"

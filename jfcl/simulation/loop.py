@@ -22,7 +22,7 @@ from jfcl.simulation.evaluation import EVENTS, SERVE, make_records
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_if_never_examined
 
-METHOD_ENDED = "every cluster is final"
+METHOD_ENDED, ALL_DONE = "every cluster is final", "all rounds are done"  # why runs end by themselves
 SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
 
@@ -282,7 +282,7 @@ def run_rounds(
 def _end(done: int, num_rounds: int, has_ended: bool, reason: str | None) -> End:
     """Returns why a run ended after `done` rounds without an error."""
     if has_ended or done == num_rounds:
-        return End("finished", METHOD_ENDED if has_ended else "all rounds are done", done)
+        return End("finished", METHOD_ENDED if has_ended else ALL_DONE, done)
     return End("stopped", reason or f"stop_after is {done} rounds", done)
 
 
