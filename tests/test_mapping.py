@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jfcl
 from jfcl.core import Clients
 from jfcl.execution import mapping as client_mapping
+from jfcl.execution import memory
 from jfcl.execution.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 
 
@@ -168,3 +170,19 @@ def test_all_cores_are_devices_or_the_reason_is_said(monkeypatch):
     assert client_mapping.use_all_cores() == auto()
     monkeypatch.setattr(client_mapping, "platform", lambda devices=None: "tpu")
     assert client_mapping.use_all_cores() is jax.vmap
+
+
+def test_losses_are_in_lots_on_an_accelerator(monkeypatch):
+    clients = Clients({"x": np.zeros((7, 100, 3), np.float32), "y": np.zeros((7, 100), np.int32)}, np.full(7, 100))
+    cnn = jfcl.models.classification(jfcl.models.CNNMnist(3), (12, 12, 1), 3)
+    mlp = jfcl.models.classification(jfcl.models.MLP(3), (3,), 3)
+    divided, few = sharded(client_mesh(2), jax.vmap), chunked(2)
+    for axis in (jax.vmap, divided, few):
+        assert memory.in_lots(axis, cnn, clients, 4) is axis  # on a CPU
+    monkeypatch.setattr(client_mapping, "platform_of", lambda axis: "gpu")
+    monkeypatch.setattr(memory, "LOT", 1000)
+    assert memory.in_lots(jax.vmap, cnn, clients) == chunked(10)
+    assert memory.in_lots(jax.vmap, cnn, clients, 4) == chunked(2)
+    assert memory.in_lots(jax.vmap, cnn, clients, 40) == chunked(1)
+    assert memory.in_lots(divided, cnn, clients, 4) == divided._replace(inner=chunked(2))
+    assert memory.in_lots(few, cnn, clients) is few and memory.in_lots(jax.vmap, mlp, clients) is jax.vmap

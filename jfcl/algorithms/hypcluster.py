@@ -19,6 +19,7 @@ from jfcl.client.losses import lowest_loss
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, random_order
 from jfcl.core.options import MOST_REPEATED, Range, check_options
 from jfcl.execution import mapping
+from jfcl.execution.memory import in_lots
 
 
 def hypcluster(
@@ -86,7 +87,8 @@ def hypcluster(
 
         start = warm.init(start_key, clients)
         end = jax.lax.fori_loop(0, warm_rounds, one_round, start)
-        chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=client_axis)
+        axis = in_lots(client_axis, task, clients, num_clusters)
+        chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
         return with_models(rules, start, end.params, chosen, end.personal)
 
     cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": personal_steps, "cohort": cohort}

@@ -29,6 +29,7 @@ from jfcl.core import (
 )
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range, check_options
 from jfcl.execution import mapping
+from jfcl.execution.memory import in_lots
 
 AVERAGE = ("models", "gradients")
 DIVIDE_BY = ("all", "participants")
@@ -174,7 +175,7 @@ def ifca(
 
     def start(params, clients):
         check_at_most_clients("num_clusters", num_clusters, clients)
-        return lowest_loss(task, params, clients, client_axis=client_axis)
+        return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
 
     own = {"start": start, "choose": choose, "client_axis": client_axis}
     own["divide_by"] = divide_by if average == "gradients" else "cluster"

@@ -1,4 +1,4 @@
-"""Checks of memory, before anything is computed."""
+"""Checks of memory, before anything is computed, and clients in lots that need less of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, PyTree, check, free_host_memory, num_bytes, num_clients, shape_struct
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    dense_start,
+    free_host_memory,
+    max_examples,
+    num_bytes,
+    num_clients,
+    shape_struct,
+)
 from jfcl.execution import hosts, mapping
 from jfcl.execution.jitted import jitted
 
 # Bytes of a round's temporaries for each byte of the models and examples that train at once. On a CPU, only many models
 # at once need much; on an accelerator, all layers' outputs of all clients are held, in padded layouts.
 TEMPORARIES = {"cpu": 6, "gpu": 200, "tpu": 1000}
+LOT = 2**15  # forward passes at once that keep an accelerator busy
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])(?:iB)?\b")  # in the errors of compilers
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -34,6 +47,26 @@ class Memory(NamedTuple):
     @property
     def total(self) -> int:
         return self.arguments + self.results + self.temporaries - self.aliased
+
+
+def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_models: int = 1) -> mapping.Mapping:
+    """Returns the mapping for the losses of `clients` under `num_models`: on an accelerator, of fewer clients at once.
+
+    They are of all examples of a client, so that `jax.vmap` would hold far more activations than in training, with its
+    batches. Some `LOT` forward passes are done at once. A task with a `dense_start` has few activations.
+
+    Example:
+      >>> import jax.numpy as jnp, jfcl
+      >>> task = jfcl.models.task(lambda key: {}, lambda params, x: x, kind="regression")
+      >>> in_lots(mapping.chunked(5), task, jfcl.Clients({"x": jnp.ones((2, 3))}, jnp.full(2, 3)))
+      chunked(size=5)
+    """
+    if mapping.platform_of(client_axis) == "cpu" or dense_start(task) is not None:
+        return client_axis
+    lot = mapping.chunked(max(LOT // (num_models * max_examples(clients)), 1))
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap:
+        return client_axis._replace(inner=lot)
+    return lot if client_axis is jax.vmap else client_axis
 
 
 def memory_of(compiled: Any) -> Memory:

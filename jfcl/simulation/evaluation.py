@@ -13,6 +13,7 @@ from jfcl.analysis import metrics
 from jfcl.client.losses import lowest_loss
 from jfcl.core import check, named_leaves, num_clients, personal_part
 from jfcl.execution.jitted import jitted
+from jfcl.execution.memory import in_lots
 
 # A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
 # events. Of every other metric it holds the value of the last round.
@@ -162,8 +163,10 @@ def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_n
             means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), personal)
             personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
         if learners is not None:
-            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=client_axis)
-        return metrics.evaluate(task, params, clients, cluster, personal=personal, client_axis=client_axis)
+            axis = in_lots(client_axis, task, learners, len(jax.tree.leaves(params)[0]))
+            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=axis)
+        axis = in_lots(client_axis, task, clients)
+        return metrics.evaluate(task, params, clients, cluster, personal=personal, client_axis=axis)
 
     return row_axis(one, in_axes=(0, 0, 0, None, None))(*state, clients, learners)
 
