@@ -133,7 +133,7 @@ def test_cnn_cifar24_is_the_network_of_the_authors_code():
 
 
 def test_initial_models_of_cnn_cifar24_have_about_the_same_loss():
-    """Of models with larger initial logits, all clients choose one."""
+    """Of models with larger initial logits, one may be better for all clients."""
     x, y = np.random.default_rng(0).uniform(size=(100, 24, 24, 3)).astype(np.float32), np.arange(100) % 10
     spread = {}
     for name in ("cnn_cifar", "cnn_cifar24"):

@@ -183,10 +183,28 @@ def test_ifca_is_above_one_model_and_that_above_local_models():
     assert one("ifca.figure4-small", "identity at the end") == 1
 
 
-def test_ifca_in_the_small_setting_of_cifar10_trains_one_of_its_models():
-    found = {r["method"]: r for r in rows("ifca.table1_cifar10-small")}
+def test_ifca_finds_the_clusters_of_cifar10_with_the_network_of_its_code():
+    small, first = ({r["method"]: r for r in rows(f"ifca.table1_cifar10-{n}")} for n in ("small", "first-rounds"))
+    for found in (small, first):
+        assert found["ifca"]["identity"] == 1 and found["ifca"]["clients %"] > found["fedavg"]["clients %"] + 5
+    assert small["fedavg"]["clients %"] > small["local"]["clients %"] + 10
+    assert set(first["ifca"]["identity by round"].values()) == {1}
+    for at, accuracy in first["fedavg"]["clients % by round"].items():
+        assert first["ifca"]["clients % by round"][at] > accuracy + 4
+
+
+def test_ifca_on_cifar10_with_the_usual_initialisation_trains_one_of_its_models():
+    found = {r["method"]: r for r in rows("ifca.table1_cifar10-former-network")}
     assert found["ifca"]["identity"] == 0.5  # of two clusters
-    assert found["fedavg"]["clients %"] > found["ifca"]["clients %"] > found["local"]["clients %"] + 5
+    assert found["ifca"]["clients %"] > found["fedavg"]["clients %"] > found["local"]["clients %"] + 5
+
+
+def test_cfl_keeps_its_accuracy_under_label_flips_on_cifar10():
+    found = {(r["scenario"], r["method"]): r for r in rows("byzantine_cfl.table1-cifar10-printed")}
+    flipped, clean = found["label flip", "CFL"], found["clean", "CFL"]
+    assert flipped["adversaries removed"] == "30 of 30" and flipped["benign removed"] == 0
+    assert flipped["accuracy %"] > clean["accuracy %"] - 3
+    assert found["label flip", "FL"]["accuracy %"] < flipped["accuracy %"] - 15
 
 
 # Federated-Clustering.

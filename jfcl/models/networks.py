@@ -220,8 +220,8 @@ class CNNCifar24(nn.Module):
     The input is the middle 24 x 24 of every image, less its mean and divided by its standard deviation (at least
     `1/sqrt(pixels)`); images of 24 x 24, such as those of `jfcl.augment.tutorial`, are used whole. Two 5 x 5
     convolutions of 64 channels with ReLU, overlapping 3 x 3 max-pooling and local response normalisation, then dense
-    layers of 384, 192 and the classes. The last layer begins near 0: all initial models then have about the same loss,
-    so that clients do not all choose one. The code's weight decay is of the kernels of the hidden dense layers only:
+    layers of 384, 192 and the classes. The last layer begins near 0, so that all initial models have about the same
+    loss. The code's weight decay is of the kernels of the hidden dense layers only:
     `--weight-decay 0.004 --decay-only Dense_0/kernel,Dense_1/kernel`.
 
     Source: github.com/jichan3751/ifca, `cifar/cifar10.py`.
