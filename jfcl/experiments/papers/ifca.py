@@ -212,8 +212,8 @@ def _cifar(method: str, setting: dict[str, Any]) -> Config:
 
     As in the code, initial models are drawn again until each gets 35 % of a cohort, and the kernels of the hidden dense
     layers alone decay. Unlike there, identities are estimated on whole images without changes and without the decay,
-    every image has a window of its own, and local models are those of all clients; the code's are of 20 clients, whose
-    standardised images it also cuts to [0, 1].
+    every image has a window of its own, and local models are those of all clients; the code's are of 20 clients, with
+    standardised images cut to [0, 1].
     """
     given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "cnn_cifar24", "augment": "tutorial"}
     given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99}
