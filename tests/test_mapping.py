@@ -1,6 +1,10 @@
+import sys
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from jfcl.core import Clients
 from jfcl.execution import mapping as client_mapping
 from jfcl.execution import memory
 from jfcl.execution.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
+from jfcl.simulation import evaluation
 
 
 def affine(x, shift, tree):
@@ -186,3 +191,33 @@ def test_losses_are_in_lots_on_an_accelerator(monkeypatch):
     assert memory.in_lots(jax.vmap, cnn, clients, 40) == chunked(1)
     assert memory.in_lots(divided, cnn, clients, 4) == divided._replace(inner=chunked(2))
     assert memory.in_lots(few, cnn, clients) is few and memory.in_lots(jax.vmap, mlp, clients) is jax.vmap
+
+
+def test_results_in_lots_are_those_of_all_clients_at_once(monkeypatch):
+    """IFCA's start, its choices and evaluations, with the lots of an accelerator on this CPU."""
+    federation = jfcl.data.build(
+        "digits", num_clients=5, examples_per_client=12, num_clusters=2, heterogeneity="rotation"
+    )
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+
+    def records():
+        net = nn.Sequential([nn.Conv(4, (3, 3)), nn.relu, lambda x: x.reshape(len(x), -1), nn.Dense(10)])
+        task = jfcl.models.classification(
+            net, federation.input_shape, 10
+        )  # another one in each call: nothing is cached
+        algorithm = jfcl.ifca(task, training, num_clusters=2, client_axis=jax.vmap)
+        options = {"test_clients": federation.test, "key": jax.random.key(0), "num_rounds": 1, "client_axis": jax.vmap}
+        [record] = jfcl.simulate(algorithm, federation.train, **options).records
+        return record["loss"], record["accuracy"], record["cluster"]
+
+    want, sizes = records(), []
+
+    def in_twos(axis, task, clients, num_models=1):
+        sizes.append(num_models)
+        return chunked(2)
+
+    for module in (sys.modules["jfcl.algorithms.ifca"], evaluation):
+        monkeypatch.setattr(module, "in_lots", in_twos)
+    got = records()
+    np.testing.assert_allclose(got[:2], want[:2], rtol=1e-5)
+    assert got[2] == want[2] and sizes.count(2) >= 2 and 1 in sizes

@@ -101,9 +101,10 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def names_of_loops():
     """Programs have the names of loops, as by default; `conftest.py` leaves them out."""
+    before = jax.config.jax_include_full_tracebacks_in_locations
     jax.config.update("jax_include_full_tracebacks_in_locations", True)
     yield
-    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+    jax.config.update("jax_include_full_tracebacks_in_locations", before)
 
 
 def make(axis):

@@ -54,23 +54,25 @@ def check_count(argument: str, value: Any, *, least: int = 1, most: int = INT32_
       Traceback (most recent call last):
       ValueError: num_rounds must be an integer, at least 1 and at most 2147483647, got 2147483648
     """
-    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    integer = _is_integer(value)
     above = f" and at most {most}" if integer and value > most else ""
     check(integer and least <= value <= most, argument, value, f"an integer, at least {least}{above}")
 
 
 def check_shape(argument: str, shape: Any) -> tuple[int, ...]:
     """Returns `shape` as a tuple; raises `ValueError` unless it holds counts from 1."""
-    is_shape = isinstance(shape, (tuple, list)) and all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1 for n in shape
-    )
+    is_shape = isinstance(shape, (tuple, list)) and all(_is_integer(n) and n >= 1 for n in shape)
     check(is_shape, argument, shape, "a tuple of integers, each at least 1, such as (28, 28, 1)")
     return tuple(map(int, shape))
 
 
 def is_number(value: Any) -> bool:
     """Returns whether `value` is a real number that is known; a bool is none."""
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return isinstance(value, (float, np.floating)) or _is_integer(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:

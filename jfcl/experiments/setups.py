@@ -254,8 +254,10 @@ def _check_beginnings(config: Config, task: Task) -> None:
     """Checks that each beginning in an option of `OF_PARAMETERS` is one of the model's parameters."""
     for option in OF_PARAMETERS:
         listed = getattr(config, option)
-        for beginning in () if listed is None else _beginnings(listed):
-            paths = models.parameter_paths(task)
+        if listed is None:
+            continue
+        paths = models.parameter_paths(task)
+        for beginning in _beginnings(listed):
             known = beginning and any(path.startswith(beginning) for path in paths)
             check(known, option, beginning, f"the beginning of one of the model's parameters: {', '.join(paths)}")
 

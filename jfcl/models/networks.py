@@ -100,8 +100,9 @@ class Conv(nn.Module):
             dropped = [n % 2 if n > 1 else 0 for n in out]
             padding = tuple((low, high - cut) for (low, high), cut in zip(padding, dropped, strict=True))
         x = conv(x, kernel, (1, 1), padding, dimension_numbers=NHWC)
-        pool = self.pool if callable(self.pool) else partial(max_pool, window=2) if self.pool else lambda x: x
-        return nn.relu(pool(x) + bias.reshape(1, 1, 1, -1))
+        if self.pool:
+            x = max_pool(x, 2) if self.pool is True else self.pool(x)
+        return nn.relu(x + bias.reshape(1, 1, 1, -1))
 
 
 class CNNMnist(nn.Module):
