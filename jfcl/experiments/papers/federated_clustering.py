@@ -264,7 +264,7 @@ def _distances(name: str, lr: float, num_clusters: int, each: int, seeds: int, r
     return np.asarray(jax.jit(jax.vmap(run))(clients, truth, near))
 
 
-# Figures 4, 5 and 6: ordinary runs.
+# Figures 4 and 5: ordinary runs.
 
 
 def _configure(setting: dict[str, Any], heterogeneity: str, method: str, **own: Any) -> Config:
@@ -316,27 +316,6 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
     make = partial(_configure, setting, "class")
     configs = {"global": make("fedavg"), "local": make("local"), "fc": make("federated_clustering", quantile=0.1)}
     return _compare(bench, configs, {"global": "stuck", "fc": "improves throughout"}, "labels of their own")
-
-
-@recipe(
-    "federated_clustering.figure6",
-    full=_CIFAR
-    | {"dataset": "mnist", "model": "mlp", "clients": 250, "batch_size": None, "rounds": 100}
-    | {"subgroup_size": None},
-    small={"clients": 100, "batch_size": 32, "examples_per_client": 200},
-)
-def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """FC, figure 6: hostile gradients, private labels on MNIST.
-
-    A fifth of the clients hostile, with gradients far away or opposite to a good client's.
-    """
-    configs, thresholds = {}, {"quantile": 0.2, "threshold_rounds": 10}
-    for attack in ("far", "opposite"):
-        make = partial(_configure, setting, "private_label", attack=attack, malicious=0.2)
-        configs[f"global, {attack}"] = make("fedavg")
-        configs[f"fc, {attack}"] = make("federated_clustering", **thresholds)
-    paper = {"global, far": "about 10", "global, opposite": "about 24", "fc, far": "about 55"}
-    return _compare(bench, configs, paper | {"fc, opposite": "about 55"}, "hostile gradients")
 
 
 # Figure 7: Threshold-Clustering itself.

@@ -1,6 +1,6 @@
-"""Table 1 of Federated-Clustering (Werner et al. 2023), on MNIST, as the authors' code has it and corrected.
+"""Table 1 and figure 6 of Federated-Clustering (Werner et al. 2023), on MNIST: as the authors' code, and corrected.
 
-A row is made of cells, one per seed, each of which is kept in a file of its own.
+The code is github.com/liehe/PRFL. A row is made of cells, one per seed, each of which is kept in a file of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jfcl.algorithms.federated_clustering import gradient
 from jfcl.algorithms.personal import initial_state
 from jfcl.algorithms.round import round_metrics
 from jfcl.client.local import LocalTraining, draw_batch, local_training
-from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, num_bytes, stack_clients
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY
 from jfcl.execution import mapping
 from jfcl.experiments.papers import report
@@ -69,41 +69,39 @@ def likelihood_task(column: str) -> Task:
 
 
 class CodesDitto(NamedTuple):
-    """As `DittoState`: `common` is the global model, `buffer` its momentum."""
+    """As `DittoState`: `common` is the initial model. `client` are the clients' momenta."""
 
     params: PyTree
     cluster: jax.Array
     round: jax.Array
     client: PyTree
     common: PyTree
-    buffer: PyTree
 
 
-def ditto_of_the_code(task: Task, training: LocalTraining, lam: float = 1.0) -> Algorithm:
-    """Ditto as the authors' code has it: `w` goes along the mean of gradients taken at the *personal* models `v_i`."""
-    optimizer = training.optimizer
+def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float = 1.0) -> Algorithm:
+    """Ditto as the authors' code has it: the model `w` that personal models are pulled to stays the initial one.
+
+    The code gives the mean gradient only to parameters that have a gradient already, and none was ever computed at
+    `w`. The pull is not part of the momentum `m_i`, which the optimiser of `training` returns:
+    `v_i ← v_i − η (m_i + λ (v_i − w))`.
+    """
 
     def init(key: jax.Array, clients: Clients) -> CodesDitto:
         start = initial_state(task, training, key, clients, None)
-        common = jax.tree.map(lambda p: p[0], start.params)
-        return CodesDitto(*start, common, optimizer.init(common))
+        return CodesDitto(*start, jax.tree.map(lambda p: p[0], start.params))
 
     def step(key: jax.Array, state: CodesDitto, clients: Clients):
-        def client(key, v, opt_state, examples, size):
+        def client(key, v, momentum, examples, size):
             loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size), None)
-            pulled = jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, state.common)
-            updates, opt_state = optimizer.update(pulled, opt_state, v)
-            return optax.apply_updates(v, updates), opt_state, g, loss
+            m, momentum = training.optimizer.update(g, momentum, v)
+            return jax.tree.map(lambda v, m, w: v - lr * (m + lam * (v - w)), v, m, state.common), momentum, loss
 
-        params, opt_states, gradients, loss = mapping.auto()(client)(
+        params, momenta, loss = mapping.auto()(client)(
             client_keys(key, clients), state.params, state.client, clients.examples, jnp.asarray(clients.size)
         )
-        mean = jax.tree.map(lambda g: g.mean(axis=0), gradients)
-        updates, buffer = optimizer.update(mean, state.buffer, state.common)
-        common = optax.apply_updates(state.common, updates)
-        model = num_bytes(common)
+        model = num_bytes(state.common)
         metrics = round_metrics(clients.size > 0, loss, jnp.isfinite(loss), 1, model, model)
-        return CodesDitto(params, state.cluster, state.round + 1, opt_states, common, buffer), metrics
+        return CodesDitto(params, state.cluster, state.round + 1, momenta, state.common), metrics
 
     return Algorithm(init, step, task)
 
@@ -124,7 +122,9 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
         if of_code:  # 50 steps with all 200 images
             return algorithm, setting["epochs_of_fc"], 1
     elif name == "ditto" and of_code:
-        algorithm = ditto_of_the_code(task, one)
+        algorithm = ditto_of_the_code(task, one._replace(optimizer=optax.trace(0.9)), lr=0.1)
+    elif name == "local" and of_code:
+        algorithm = algorithms.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
     else:
         gradients = {"average": "gradients", "identity_batch": 32} if of_code else {}
         make, options = {
@@ -147,12 +147,17 @@ def normalised_mnist(data_dir: str | None) -> data.Dataset:
     return dataset._replace(train=train, test=test)
 
 
-def deal_mnist(dataset, heterogeneity: str, cluster: np.ndarray, seed: int, redraw: bool) -> Iterator[Clients]:
-    """The clients of every epoch: 200 images each, all 60,000 once; drawn again each time, or always the same."""
+def deal_mnist(
+    dataset, heterogeneity: str, cluster: np.ndarray, seed: int, redraw: bool, each: int | None = None, hostile: int = 0
+) -> Iterator[Clients]:
+    """The clients of every epoch: `each` has so many images, drawn again each time, or always the same.
+
+    By default all images are dealt. Hostile clients follow, which need no data: they have those of the first.
+    """
     change = HETEROGENEITY[heterogeneity][0]
     x, y = dataset.train["x"], dataset.train["y"].astype(np.int32)
     rng = np.random.default_rng(seed)
-    each = len(y) // len(cluster)
+    each = each or len(y) // len(cluster)
 
     def client(rows, k):
         return dict(zip("xy", change(x[rows], y[rows], int(k), 4, 10), strict=True))
@@ -161,7 +166,8 @@ def deal_mnist(dataset, heterogeneity: str, cluster: np.ndarray, seed: int, redr
     while True:
         if clients is None or redraw:
             parts = rng.permutation(len(y))[: len(cluster) * each].reshape(len(cluster), each)
-            clients = stack_clients([client(rows, k) for rows, k in zip(parts, cluster, strict=True)])
+            dealt = [client(rows, k) for rows, k in zip(parts, cluster, strict=True)]
+            clients = stack_clients(dealt + dealt[:hostile])
         yield clients
 
 
@@ -230,6 +236,14 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     heterogeneity, true = TASKS[title], (np.arange(setting["clients"]) % 4).astype(np.int32)
     algorithm, epochs, rounds = table_1_method(name, column, true, setting)
     deal = deal_mnist(dataset, heterogeneity, true, seed, redraw=column == CODE)
+    for state in trained(algorithm, deal, seed, epochs, rounds):  # noqa: B007
+        pass
+    found = accuracies_on_tests(algorithm.task, state.params, state.cluster, dataset, heterogeneity, true)
+    return {"accuracy %": float(100 * found.mean()), "seconds": time.perf_counter() - started} | of
+
+
+def trained(algorithm: Algorithm, deal: Iterator[Clients], seed: int, epochs: int, rounds: int) -> Iterator[Any]:
+    """The states after each epoch of so many rounds, each with the clients that are dealt for it."""
     key = jax.random.key(seed)
     advance = jax.jit(
         lambda key, state, clients: rollout(algorithm, clients, key=key, num_rounds=rounds, state=state)[0]
@@ -240,5 +254,73 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
         if state is None:
             state = jax.jit(algorithm.init)(jax.random.fold_in(key, 0), clients)
         state = jax.block_until_ready(advance(jax.random.fold_in(key, epoch + 1), state, clients))
-    found = accuracies_on_tests(algorithm.task, state.params, state.cluster, dataset, heterogeneity, true)
-    return {"accuracy %": float(100 * found.mean()), "seconds": time.perf_counter() - started} | of
+        yield state
+
+
+ATTACKS = {"far": algorithms.attacks.far, "opposite": algorithms.attacks.opposite}
+# Read off the figure.
+PAPER_6 = {"fedavg": {"far": 10.0, "opposite": 24.0}, "federated_clustering": {"far": 55.0, "opposite": 55.0}}
+
+
+@recipe(
+    "federated_clustering.figure6",
+    full={"clients": 200, "hostile": 50, "images": 300, "subgroup_size": 25, "epochs": 100, "eval_every": 5}
+    | {"columns": [CODE, CORRECTED], "seeds": 1},
+    small={"clients": 40, "hostile": 10, "epochs": 10},
+)
+def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """FC, figure 6: hostile gradients, private labels on MNIST.
+
+    A fifth of the clients hostile, with gradients far away or opposite to a good client's; accuracy by epoch.
+    """
+    normalised_mnist(bench.data_dir)
+    calls, rows, (figure, [line]) = {}, [], report.panels(10, 3.8, 1, 2, sharey=True)
+    cells = list(product(ATTACKS, setting["columns"], PAPER_6))
+    name_of = lambda *parts: "-".join(map(str, parts)).replace(" ", "_").replace("'", "")  # noqa: E731
+    for *parts, seed in ((*cell, seed) for cell in cells for seed in range(setting["seeds"])):
+        of = dict(zip(("attack", "column", "method"), parts, strict=True)) | {"seed": seed}
+        calls[name_of(*of.values())] = _attacked, bench.data_dir, setting, of
+    kept = bench.keep_all(calls, "cells")
+    for axes, attack in zip(line, ATTACKS, strict=True):
+        axes.set(title=f"gradients {attack}", xlabel="epoch")
+    for attack, column, method in cells:
+        found = [kept[name_of(attack, column, method, seed)] for seed in range(setting["seeds"])]
+        row = {"attack": attack, "column": column, "method": method}
+        row |= report.mean_and_std([one["accuracy %"][-1] for one in found])
+        row |= {"seconds": sum(one["seconds"] for one in found)}
+        theirs = PAPER_6[method][attack] if column == CODE else None
+        rows.append(row | report.paper_columns(row["accuracy %"], theirs))
+        curve = np.mean([one["accuracy %"] for one in found], axis=0)
+        line[list(ATTACKS).index(attack)].plot(found[0]["epoch"], curve, label=f"{method}, {column}")
+    line[0].set_ylabel("test accuracy %")
+    line[1].legend(fontsize=8)
+    return Outcome(rows, figure, "good clients only; the paper's numbers are read off its figure")
+
+
+def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
+    """The good clients' accuracy in percent by epoch, the seconds with compilation, and what it is of."""
+    dataset, started = normalised_mnist(data_dir), time.perf_counter()
+    attack, column, name, seed = of.values()
+    good, hostile, of_code = setting["clients"], setting["hostile"], column == CODE
+    adversary = Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)
+    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=32, keep="everything")
+    make, options = {
+        "fedavg": (algorithms.fedavg, {"weights": "equal"}),
+        "federated_clustering": (
+            algorithms.federated_clustering,
+            {"quantile": 0.2, "quantile_rule": "index_shrunk" if of_code else "linear", "threshold_rounds": 10}
+            | {"subgroup_size": setting["subgroup_size"]},
+        ),
+    }[name]
+    algorithm = make(likelihood_task(column), one, adversary=adversary, **options)
+    true = (np.arange(good) % 4).astype(np.int32)
+    deal = deal_mnist(dataset, "private_label", true, seed, of_code, setting["images"], hostile)
+    curve = {"epoch": [], "accuracy %": []}
+    states = trained(algorithm, deal, seed, setting["epochs"], -(-setting["images"] // 32))
+    for epoch, state in enumerate(states, 1):
+        if epoch % setting["eval_every"] == 0 or epoch == setting["epochs"]:
+            model = state.cluster[:good]
+            found = accuracies_on_tests(algorithm.task, state.params, model, dataset, "private_label", true)
+            curve["epoch"].append(epoch)
+            curve["accuracy %"].append(float(100 * found.mean()))
+    return curve | {"seconds": time.perf_counter() - started} | of
