@@ -294,6 +294,19 @@ def test_centres_are_carried_over(momentum, given):
     np.testing.assert_allclose(state.params["w"], models, rtol=1e-4, atol=1e-5)
 
 
+def test_centres_are_carried_to_clients_that_begin():
+    """In a population a round may have only clients that take part for the first time."""
+    algorithm = jfcl.myopic_clustering(LINEAR, STEP, num_clusters=2, radius=1e-3, centers="carry")
+    first, step = regression(10), jax.jit(algorithm.step)
+    state, _ = step(jax.random.key(0), algorithm.init(jax.random.key(0), first), first)
+    others = regression(5)
+    fresh = algorithm.init(jax.random.key(0), others)
+    arrived = fresh._replace(centers=state.centers, chosen=state.chosen, round=state.round)
+    after, _ = step(jax.random.key(1), arrived, others)  # none has a gradient within the radius
+    assert state.chosen and not fresh.chosen
+    np.testing.assert_allclose(after.centers["w"], state.centers["w"], rtol=1e-6)
+
+
 def test_many_clients_need_no_square_array(monkeypatch):
     monkeypatch.setattr(sys.modules["jfcl.algorithms.myopic_clustering"], "DENSE_UP_TO", 40)
     rng = np.random.default_rng(0)

@@ -135,7 +135,7 @@ class Averaging(NamedTuple):
       shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those averaged over all clients.
       personal: the same; true for those that each client keeps and never sends.
       personal_steps: local steps on the personal parameters alone, before those on the others; default: all at once.
-      server_optimizer: steps along the mean update, e.g. `optax.adam(1e-2)` for FedAdam; default: applies it as it is.
+      server_optimizer: steps along the mean update; default: applies it as it is.
       cohort: clients drawn in each round; default: all.
       init_params: warm start: one model, or `K` stacked.
       adversary: hostile clients, see `jfcl.attacks`.

@@ -40,8 +40,9 @@ def fedavg(
         trains and never sends. `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
       personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
         these as they are. Default: all parameters are trained at once.
-      server_optimizer: takes the mean update as a descent direction: `optax.adam(1e-2)` is FedAdam,
-        `optax.sgd(1.0, momentum=0.9)` FedAvgM; default: the mean of the clients' models.
+      server_optimizer: takes the mean update as a descent direction: `optax.sgd(1.0, momentum=0.9)` is FedAvgM,
+        `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam, with Adam's correction of the first steps; default: the mean of
+        the clients' models.
       cohort: clients per round, drawn without replacement; default: all.
       init_params: a model to start from.
       adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.

@@ -75,8 +75,9 @@ def ifca(
       weights: the weight of a client: `"equal"` (the paper) or `"size"`.
       shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
         true are averaged over all clients.
-      stable_rounds: the shortcut of section 4.3: once no client has changed its cluster for this number of rounds,
-        clients get their own model only and no longer compare the others. Default: never.
+      stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in the last so many rounds
+        that it took part in, clients get their own model only and do not compare the others. In a population, it is
+        decided in each round for its cohort. Default: never.
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn

@@ -61,6 +61,7 @@ class CentersState(NamedTuple):
       momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
       centers: pytree of `[K, ...]`, the last round's centres, under `centers="carry"`, else `()`.
+      chosen: `[]` bool: `centers` were given, or a round has chosen them.
     """
 
     params: PyTree
@@ -71,6 +72,7 @@ class CentersState(NamedTuple):
     momentum: PyTree
     client: PyTree
     centers: PyTree = ()
+    chosen: PyTree = ()
 
 
 def myopic_clustering(
@@ -227,7 +229,9 @@ def centers_of(
         momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
         first = first_centers(start.params, init_centers, num_clusters) if carry else ()
-        return CentersState(start.params, start.cluster, group, start.round, begun, momenta, start.client, first)
+        chosen = jnp.asarray(init_centers is not None) if carry else ()
+        own = start.params, start.cluster, group, start.round, begun, momenta, start.client
+        return CentersState(*own, first, chosen)
 
     def cluster_points(stacked, usable, ids, weight, is_first):
         """Returns the centres, and the nearest one of each client."""
@@ -256,8 +260,8 @@ def centers_of(
         points, usable = attacked(adversary, attack_key(cohort.key), points, ids, finite, state.group)
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
-        is_first = jnp.zeros((), bool) if init_centers is not None else ~state.begun.any()
         server = over_columns(client_axis, cluster_points)
+        is_first = ~state.chosen if carry else jnp.ones((), bool)
         centers, group = server(stacked, usable, ids, phases.client_weight(weights, size), is_first)
 
         def move(key, params, opt_state, k):
@@ -279,6 +283,7 @@ def centers_of(
             momentum=where_rows(finite, momenta, state.momentum),
             client=where_rows(moved, opt_states, state.client),
             centers=centers if carry else (),
+            chosen=state.chosen | finite.any() if carry else (),
         )
         return new, metrics
 

@@ -409,7 +409,7 @@ def enrol(
 
     opt_states = state.client
     if jax.tree.leaves(opt_states):
-        fresh = initial_optimizers(task, training, state.params, clients)
+        fresh = initial_optimizers(task, training, state.params, cluster)
         opt_states = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), opt_states, fresh)
     sides = state.sides
     return state._replace(
