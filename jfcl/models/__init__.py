@@ -43,8 +43,8 @@ MODELS = {
         "13 conv, 2 fc 512 (for FC's VGG-16 on CIFAR-10, its dense layers made for 32x32)",
     ),
     "vgg8": (
-        partial(VGG, blocks=((64,), (128,), (256,), (512,), (512,)), dense=(512, 512)),
-        "5 conv, 2 fc 512 (for FC's VGG-8 on CIFAR-100, of unknown widths)",
+        partial(VGG, blocks=((16,), (32,), (64,), (128,), (512,)), dense=(512, 512)),
+        "5 conv 3x3x16 to 512, 2 fc 512 (that of FC's code for CIFAR-100, without dropout)",
     ),
     "resnet18_gn": (ResNet, "ResNet-18 in its CIFAR form, group norm (11.17 M parameters)"),
     "resnet18_narrow": (partial(ResNet, width=16), "the same with a quarter of the channels, for a CPU (0.70 M)"),
