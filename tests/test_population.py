@@ -653,6 +653,7 @@ def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):
     same(population(METHODS["fedavg"], test_store=None).state, resumed.state)
 
 
+@pytest.mark.filterwarnings("ignore:round 1, seed 0. 4 client update")
 def test_divergence_is_said():
     wild = jfcl.fedavg(TASK, jfcl.local_training(optax.sgd(1e20), num_steps=9))
     with pytest.raises(jfcl.DivergedError):

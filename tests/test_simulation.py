@@ -228,6 +228,44 @@ def test_updates_of_everyone_broken_is_an_error_and_of_one_a_note():
         sim(algorithm=fed, clients=Clients({"x": x, "y": CLIENTS.examples["y"]}, CLIENTS.size))
 
 
+@pytest.mark.filterwarnings("ignore:round .* client update.s. so far held NaN")
+def test_cohorts_of_hostile_clients_alone_are_no_divergence():
+    """One client in a round, of which one in seven sends NaN: the models stay as they are, at whatever evaluations."""
+    hostile = jfcl.Adversary(jfcl.attacks.nan(), np.arange(7) == 1)
+    fed = jfcl.fedavg(TASK, TRAINING, cohort=1, adversary=hostile)
+    often, rarely = (sim(algorithm=fed, num_rounds=30, eval_every=every) for every in (1, 30))
+    assert equal(often.state, rarely.state) and often.records[-1]["nonfinite"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:round .* client update.s. so far held NaN")
+def test_cohorts_without_a_finite_update_are_divergence_in_the_end(tmp_path):
+    """Seven participants in a row, as many as there are clients; those before a stop count."""
+    fed = jfcl.fedavg(TASK, TRAINING, cohort=2, adversary=jfcl.Adversary(jfcl.attacks.nan(), np.ones(7, bool)))
+    for every in (1, 20):
+        with pytest.raises(jfcl.DivergedError, match="no client sent a finite update"):
+            sim(algorithm=fed, num_rounds=20, eval_every=every)
+    assert sim(algorithm=fed, num_rounds=3).rounds == 3
+    sim(algorithm=fed, num_rounds=20, stop_after=3, out=tmp_path)
+    with pytest.raises(jfcl.DivergedError, match="by round 4"):
+        sim(algorithm=fed, num_rounds=20, out=tmp_path, resume=True)
+
+
+def test_states_have_strong_types():
+    """A weak type in the first state would make the program of a resumed run another one."""
+    for algorithm in (jfcl.cfl(TASK, TRAINING), IFCA):
+        backend = on_device.OnDevice(algorithm, CLIENTS, KEYS, [0, 1, 2], None, jax.vmap, jax.vmap)
+        assert not any(x.weak_type for x in jax.tree.leaves(backend.like))
+
+
+def test_sizes_of_other_integer_types():
+    clients = CLIENTS._replace(size=CLIENTS.size.astype(np.int64))
+    algorithm = jfcl.cfl(TASK, TRAINING, cohort=3)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = sim(algorithm=algorithm, clients=clients, test_clients=None, num_rounds=2)
+        narrow = sim(algorithm=algorithm, test_clients=None, num_rounds=2)
+    assert equal(wide.state, narrow.state)
+
+
 def test_collapse_warns_once():
     far = {"w": np.stack([np.zeros(4), np.full(4, 1e3)]).astype(np.float32), "b": np.zeros(2, np.float32)}
     algorithm = jfcl.ifca(TASK, TRAINING, num_clusters=2, init_params=far)
@@ -338,6 +376,7 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
     ],
 )
 def test_refuses_before_computing(options, words):
+    KEY[None]  # an operation of JAX's own, which may be the first of its shape
     with count_compilations() as compiled, pytest.raises(ValueError, match=words):
         sim(**options)
     assert compiled.count == 0

@@ -17,6 +17,11 @@ LARGE = 2**16  # bytes of an array from outside that becomes an argument
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
 
 
+def strong(tree: Any) -> Any:
+    """Returns `tree` with strong types: a weak type, of a Python scalar, would make the next round another program."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
+
+
 @partial(jax.jit, static_argnames=("jaxpr", "is_large", "donated", "structure"), donate_argnames="given")
 def _run(large, given, kept, small, *, jaxpr, is_large, donated, structure):
     def together(flags, yes, no):

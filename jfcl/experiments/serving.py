@@ -15,21 +15,17 @@ import numpy as np
 from jax import export
 
 from jfcl.analysis.metrics import evaluate
-from jfcl.core import Clients, PyTree, Task, check, check_choice, check_labels, path_name
+from jfcl.core import Clients, PyTree, Task, check, check_choice, check_labels
 from jfcl.core.files import write_whole
+from jfcl.core.parameters import named_parameters
 
 BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of `tree` by their paths, such as `Dense_0/kernel`."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def npz_bytes(tree: PyTree) -> bytes:
     """Returns the arrays of `tree`, under their paths, as the content of an `.npz` file; bfloat16 as float32."""
-    buffer, arrays = io.BytesIO(), {name: np.asarray(array) for name, array in by_path(tree).items()}
+    buffer, arrays = io.BytesIO(), {name: np.asarray(array) for name, array in named_parameters(tree).items()}
     np.savez(buffer, **{name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in arrays.items()})
     return buffer.getvalue()
 
@@ -38,7 +34,7 @@ def structured(arrays: PyTree, like: PyTree) -> PyTree:
     """Returns the arrays of a file in the structure and types of `like`; `()` where `like` has no leaves."""
     if not jax.tree.leaves(like):
         return ()
-    rows, wanted = by_path(arrays), by_path(like)
+    rows, wanted = named_parameters(arrays), named_parameters(like)
     found, accepted = sorted(rows), f"those of the run: {list(wanted)}"
     check(found == sorted(wanted), "the models of the folder", found, accepted)
     leaves = [np.asarray(rows[name], leaf.dtype) for name, leaf in wanted.items()]
@@ -124,7 +120,7 @@ def export_model(
     elif file.suffix == ".safetensors":
         from safetensors.numpy import save
 
-        write_whole(file, save({name: np.asarray(array, order="C") for name, array in by_path(model).items()}))
+        write_whole(file, save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()}))
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
         check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")

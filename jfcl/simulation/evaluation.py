@@ -20,6 +20,7 @@ from jfcl.execution.memory import in_lots
 SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
 EVENTS = ("split_from", "capacity_reached", "overflowed")
 SERVE = ("loss", "state")
+MOST_SILENT = 100  # so many participants in a row without a finite update, or all clients: training has diverged
 # Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS.
 OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excluded", "accuracy", "perplexity")
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
@@ -107,6 +108,14 @@ class Assessment(NamedTuple):
         held_out = dict(self.held_out or {})
         served = {"model": held_out.pop("cluster")} if held_out else {}
         return {"cluster": self.cluster} | served | held_out
+
+
+def silent_after(silent: Any, values: dict[str, Any]) -> Any:
+    """Returns how many participants in a row have sent no finite update, `[]` int32, after a round with `values`."""
+    if "nonfinite" not in values or "participants" not in values:
+        return silent
+    bad, present = (values[name].astype(np.int32) for name in ("nonfinite", "participants"))
+    return (silent + present) * (bad == present).astype(np.int32)
 
 
 def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:

@@ -160,6 +160,8 @@ class Block(NamedTuple):
       sums: sums over the rounds of metrics, one float per seed each.
       events: the largest values over the rounds of metrics, `[R, ...]` each.
       finite: `[R]` bool, whether the models are finite.
+      silent: `[R]` int32, the participants in a row, up to those of the last round, that sent no finite update.
+      most_silent: `[R]` int32, the largest of these numbers over the rounds.
     """
 
     state: Any
@@ -167,6 +169,8 @@ class Block(NamedTuple):
     sums: dict[str, list[float]]
     events: dict[str, np.ndarray]
     finite: Any
+    silent: np.ndarray
+    most_silent: np.ndarray
 
 
 def run_rounds(
@@ -196,7 +200,9 @@ def run_rounds(
         method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only.
       warn: `(records) -> None`, warns once of collapsed models and excluded updates.
       compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
-      advance: `(state, first, count) -> Block`, runs `count` rounds from round `first` on; `state` is consumed.
+      most_silent: the number of participants in a row without a finite update that shows that training has diverged.
+      advance: `(state, first, count, silent) -> Block`, runs `count` rounds from round `first` on; `state` is consumed;
+        `silent` is that of the last block.
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
@@ -204,7 +210,7 @@ def run_rounds(
         round, or None.
 
     Raises:
-      DivergedError: a model is no longer finite, or no client sent a finite update.
+      DivergedError: a model is no longer finite, or clients no longer send finite updates (`most_silent`).
       KeyboardInterrupt: on Ctrl-C, once the present block is done and saved.
       CallbackError: a callback raised; the present block is saved.
       MemoryError: the device has no memory left, although the check before the run found enough.
@@ -222,6 +228,7 @@ def run_rounds(
             has_ended = backend.resident and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, totals.pop("time", (0.0, 0.0)))
+        silent = np.array(totals.pop("silent", [0] * len(seeds)), np.int32)
         if done < until and backend.compile():
             watch.show("")
         if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
@@ -231,17 +238,16 @@ def run_rounds(
             # Train, at most up to the next evaluation.
             count = min(eval_every - done % eval_every, until - done, at_most)
             began = watch.seconds()
-            block = backend.advance(state, done + 1, count)
+            block = backend.advance(state, done + 1, count, silent)
             if backend.resident:
                 took = watch.seconds() - began
                 at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-            done, state, assessment = done + count, block.state, None
+            done, state, silent, assessment = done + count, block.state, block.silent, None
 
             # Stop where the models are lost; otherwise accept the rounds.
             is_evaluated = done % eval_every == 0 or done == num_rounds
             has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
-            is_trained = (is_evaluated or not backend.resident) and not has_ended  # no client trains after the end
-            stop_if_diverged(block.finite, block.values if is_trained else {}, done, seeds, folder)
+            stop_if_diverged(block.finite, block.most_silent >= backend.most_silent, done, seeds, folder)
             backend.commit()
             totals, callbacks.round = _add(totals, block), done
 
@@ -265,7 +271,7 @@ def run_rounds(
             if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
                 with backend.snapshot(done, state, totals) as (kept, kept_totals):
                     if folder is not None:
-                        folder.save(done, kept, kept_totals | {"time": watch.clock()})
+                        folder.save(done, kept, kept_totals | {"time": watch.clock(), "silent": silent.tolist()})
                 watch.saved()
                 callbacks.checkpoint()
             callbacks.raise_failure()

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
-from jfcl.execution.jitted import RUNS_ONCE, jitted, traced_once
+from jfcl.execution.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation.evaluation import (
     EVENTS,
     MOST_LISTED,
+    MOST_SILENT,
     SUMMED,
     Assessment,
     Subjects,
@@ -26,6 +27,7 @@ from jfcl.simulation.evaluation import (
     finite_mean,
     found_clusters,
     models_of,
+    silent_after,
 )
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
@@ -59,7 +61,7 @@ def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> N
 @partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"), compiler_options=RUNS_ONCE)
 def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     algorithm = build(algorithm, hyperparams)
-    state = seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys)
+    state = strong(seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys))
     jax.vmap(lambda s: check_state(s, clients))(state)
     return _constrained(state, clients, client_axis)
 
@@ -76,12 +78,13 @@ def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, j
 
 
 @partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
-def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed_axis, client_axis):
+def _advance(keys, state, first, count, silent, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """Runs `count` rounds from round `first` on.
 
     Returns:
-      `(state, values, sums, events, finite)`: the metrics of the last round; the sums of `SUMMED` and the largest
-      values of `EVENTS` over all rounds; whether the models are finite, `[R]`.
+      `(state, values, sums, events, finite, silent, most)`: the metrics of the last round; the sums of `SUMMED` and the
+      largest values of `EVENTS` over all rounds; whether the models are finite, `[R]`; `silent_after` the last round,
+      and its largest value, `[R]`.
     """
     algorithm = build(algorithm, hyperparams)
 
@@ -89,23 +92,25 @@ def _advance(keys, state, first, count, clients, hyperparams, *, algorithm, seed
         long = {name: v.ndim > 0 and v.shape[0] > MOST_LISTED for name, v in values.items()}
         return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
 
-    def one_seed(key, state):
+    def one_seed(key, state, silent):
         def one_round(t, carry):
-            state, _, sums, events = carry
+            state, _, sums, events, silent, most = carry
             state, values = step(jax.random.fold_in(key, t), state, clients)
+            silent = silent_after(silent, values)
             sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
             events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
-            return state, values, sums, events
+            return state, values, sums, events, silent, jnp.maximum(most, silent)
 
         step, returned = traced_once(algorithm.step, key, state, clients)
         _, like = check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
-        state, last, sums, events = jax.lax.fori_loop(first, first + count, one_round, (state, last, sums, events))
-        return state, shorten(last), sums, events, is_finite(state.params)
+        carry = state, last, sums, events, silent, silent
+        state, last, sums, events, silent, most = jax.lax.fori_loop(first, first + count, one_round, carry)
+        return state, shorten(last), sums, events, is_finite(state.params), silent, most
 
-    state, *results = seed_axis(one_seed)(keys, state)
+    state, *results = seed_axis(one_seed)(keys, state, silent)
     return _constrained(state, clients, client_axis), *results
 
 
@@ -148,7 +153,8 @@ class OnDevice:
         self._seeds, self._seed_axis, self._client_axis = seeds, seed_axis, client_axis
         self._static = {"algorithm": algorithm, "seed_axis": seed_axis, "client_axis": client_axis}
         self._n = hosts.total(num_clients(clients))
-        self._clients = layout.held(client_axis, self._made.task, clients)
+        clients = layout.held(client_axis, self._made.task, clients)
+        self._clients = clients._replace(size=clients.size.astype(np.int32))
         self._keys, self._hyperparams = keys, hyperparams
         shapes = client_shapes(self._clients, self._n)
         self.like = jax.eval_shape(partial(_init, **self._static), keys, shapes, hyperparams)
@@ -183,6 +189,7 @@ class OnDevice:
             newcomers = mapping.place(client_axis, newcomers, len(new_size))
         self._tests, self._newcomers = tests, newcomers
         self._num_rows = num_clients(self._clients)
+        self.most_silent = min(int((np.asarray(hosts.fetch(self._clients.size)) > 0).sum()), MOST_SILENT)
 
         # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one.
         num_models = jax.tree.leaves(self.like.params)[0].shape[1]
@@ -201,17 +208,21 @@ class OnDevice:
         if isinstance(client_axis, mapping.sharded):
             rows = self._num_rows
             self.whole = jax.tree.map(lambda x: x.update(sharding=_sharding(x.shape, rows, client_axis)), self.whole)
-        one = np.int32(1)
-        args = (self._keys, self.whole, one, one, self._clients, self._hyperparams)
+        one, silent = np.int32(1), np.zeros(count, np.int32)
+        args = (self._keys, self.whole, one, one, silent, self._clients, self._hyperparams)
         programs = [_advance.lower(*args, **self._static)]
         for data in (tests, newcomers) if made.task is not None else ():
             if data is not None:
                 args, how = self._evaluation(self.whole, data)
                 programs.append(evaluate_rows.lower(*args, **how))
-        self._compiling = compile_ahead(programs)
+        self._programs = programs
 
     def restore(self, restored: Restored | None) -> Restored:
-        """Returns `restored` with its state on the devices; the beginning of a run if it is None."""
+        """Returns `restored` with its state on the devices; the beginning of a run if it is None.
+
+        The programs are compiled from here on, since up to here the run may still be refused.
+        """
+        self._compiling = compile_ahead(self._programs)
         if restored is None:
             return Restored(0, _init(self._keys, self._clients, self._hyperparams, **self._static), {}, [])
         if isinstance(self._client_axis, mapping.sharded):
@@ -220,15 +231,15 @@ class OnDevice:
             state = jax.device_put(restored.state)
         return restored._replace(state=state)
 
-    def advance(self, state, first, count) -> Block:
-        args = (self._keys, state, np.int32(first), np.int32(count), self._clients, self._hyperparams)
+    def advance(self, state, first, count, silent) -> Block:
+        args = (self._keys, state, np.int32(first), np.int32(count), silent, self._clients, self._hyperparams)
         self._compiling.wait()
-        state, values, sums, events, finite = jax.block_until_ready(_advance(*args, **self._static))
-        sums, events = hosts.fetch((sums, events))
+        state, values, sums, events, finite, *silent = jax.block_until_ready(_advance(*args, **self._static))
+        sums, events, silent = hosts.fetch((sums, events, silent))
         totals = {
             name: [float(h) + float(l) for h, l in zip(high, low, strict=True)] for name, (high, low) in sums.items()
         }
-        return Block(state, values, totals, events, finite)
+        return Block(state, values, totals, events, finite, *silent)
 
     def compile(self) -> bool:
         return self._compiling.wait()

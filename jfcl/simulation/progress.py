@@ -236,17 +236,14 @@ class Watch:
         self._saved_at, self._wait = time.perf_counter(), self._checkpoint_seconds
 
 
-def stop_if_diverged(finite: Any, values: dict[str, Any], t: int, seeds: Sequence, folder: RunFolder | None) -> None:
-    """`DivergedError` if a model is not finite, or all updates of participants were not.
+def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: RunFolder | None) -> None:
+    """`DivergedError` if a model is not finite, or updates no longer are.
 
     Args:
       finite: `[R]`, whether the models of a seed are finite.
-      values: the metrics of round `t`, `[R]` each.
+      silent: `[R]`, whether too many participants in a row have sent no finite update, by round `t`.
     """
-    lost = {"a model is no longer finite": ~np.asarray(finite)}
-    if "nonfinite" in values and "participants" in values:
-        bad, present = np.asarray(values["nonfinite"]), np.asarray(values["participants"])
-        lost["no client sent a finite update"] = (bad == present) & (present > 0)
+    lost = {"a model is no longer finite": ~np.asarray(finite), "no client sent a finite update": np.asarray(silent)}
     kept = "" if folder is None else f"; give it another folder (--out), since {folder.path} keeps this run"
     if folder is not None and folder.has_checkpoint():
         kept += f" and its last good checkpoint, of round {folder.rounds()[0]}"

@@ -20,18 +20,20 @@ from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check_state, is_finite, personal_part
 from jfcl.data.store import ClientStore
 from jfcl.execution import layout
-from jfcl.execution.jitted import RUNS_ONCE, jitted
+from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort
 from jfcl.simulation.evaluation import (
     EVENTS,
     MOST_LISTED,
+    MOST_SILENT,
     SUMMED,
     Assessment,
     Subjects,
     check_clusters,
     finite_mean,
     found_clusters,
+    silent_after,
 )
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
@@ -41,11 +43,6 @@ NONE = np.zeros(0, np.int32)
 
 # ---------------------------------------------------------------------------------------------------------------
 # The compiled parts. Algorithm and split are static: a second call with the same objects compiles nothing.
-
-
-def _strong(tree: Any) -> Any:
-    """Returns `tree` with strong types: a weak type, of a Python scalar, would make the next round another program."""
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
 
 
 def _with(clients: Clients, remembered: Any) -> Clients:
@@ -67,13 +64,13 @@ def _start(key, clients, remembered, *, init, split):
     clients = _with(clients, remembered)
     state = init(jax.random.fold_in(key, 0), clients)
     check_state(state, clients)
-    return _strong(split.apart(state))
+    return strong(split.apart(state))
 
 
 @partial(jitted, static_argnames=("join", "split"))
 def _fresh(key, clients, remembered, *, join, split):
     """Returns the first rows of clients. XLA removes all other computations of `join`."""
-    return _strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
+    return strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
 @partial(jitted, static_argnames=("step", "split"), donate_argnames="common")
@@ -84,7 +81,7 @@ def _round(key, t, common, rows, clients, remembered, *, step, split):
     n = clients.size.shape[0]
     of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*EVENTS}
     values = {name: finite_mean(v) if name in of_clients else v for name, v in values.items()}
-    return *_strong(split.apart(state)), values, is_finite(state.params)
+    return *strong(split.apart(state)), values, is_finite(state.params)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -139,10 +136,11 @@ class Streamed:
         is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
         classes = None if algorithm.task is None else algorithm.task.num_classes
         self.subjects = Subjects([seed], test_size, None, true, is_listed, classes)
+        self.most_silent = min(len(store), MOST_SILENT)
         models = 1 if hasattr(self.shapes, "active") else self._num_models  # one that is never split is no collapse
         self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
 
-    def advance(self, state, first, count) -> Block:
+    def advance(self, state, first, count, silent) -> Block:
         # The cohort, the remembered clients and their rows.
         drawn = self.take(first)
         others = self._heard_last(drawn.ids) if self.remember else NONE
@@ -166,7 +164,8 @@ class Streamed:
         sums = {name: [float(v)] for name, v in values.items() if name in SUMMED}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
         events = {name: np.asarray(values[name], np.int32)[None] for name in EVENTS if name in values}
-        return Block(common, {name: v[None] for name, v in values.items()}, sums, events, finite[None])
+        silent = np.asarray(silent_after(silent[0], values))[None]
+        return Block(common, {name: v[None] for name, v in values.items()}, sums, events, finite[None], silent, silent)
 
     def compile(self) -> bool:
         return False  # the first round compiles its programs

@@ -40,7 +40,7 @@ def no_updates(sent: PyTree, count: int) -> LastUpdates:
 
 def known_size(last: Any, size: jax.Array) -> jax.Array:
     """Returns `[N]` int32: `size`, or the remembered size of clients that are absent (0). `last` may be `()`."""
-    size = jnp.asarray(size)
+    size = jnp.asarray(size, jnp.int32)
     return jnp.where(size > 0, size, last.size) if isinstance(last, LastUpdates) else size
 
 

@@ -134,7 +134,7 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
     length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
     tree = ParameterTree(
         born=jnp.zeros(capacity, jnp.int32),
-        cross_similarity=jnp.full(capacity, jnp.inf),
+        cross_similarity=jnp.full(capacity, jnp.inf, jnp.float32),
         model=params,
         side=jnp.zeros((capacity, n), jnp.int8),
         updates=jnp.zeros((capacity, n, length)),
