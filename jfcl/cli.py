@@ -88,7 +88,10 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
     except KeyboardInterrupt:
         kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
         begun = kept and any((Path(kept) / name).exists() for name in ("config.json", "setting.json"))
-        how = f"; saved in {kept}, continue with the same command and --resume" if begun else ""
+        computed = kept and any(next(Path(kept).glob(f), None) for f in ("checkpoints/*/about.json", "cells/*.json"))
+        how = f"; saved in {kept}, continue with the same command and --resume" if computed else ""
+        if begun and not computed:
+            how = f"; nothing was computed yet: the same command and --resume begins in {kept}"
         if getattr(args, "command", None) == "reproduce":
             how = "; what has run is kept, continue with the same command"
         errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)

@@ -235,3 +235,36 @@ def test_noisy_inputs_are_for_real_numbers():
     clients = Clients({"x": np.zeros((2, 3, 1), np.uint8), "y": np.zeros((2, 3), np.int32)}, np.full(2, 3))
     with pytest.raises(ValueError, match="noisy_inputs must be for inputs of floating-point numbers, got 'uint8'"):
         attacks.poison(clients, np.array([True, False]), "noisy_inputs", num_classes=2)
+
+
+def test_an_attack_changes_updates_of_hostile_clients_alone():
+    """Also where it forgets the mask."""
+    clients, _, task, training = problem()
+    malicious = np.arange(len(clients.size)) == 1
+    states = []
+    for attack in (lambda key, u, malicious, usable: jax.tree.map(jnp.negative, u), attacks.sign_flip()):
+        algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(attack, malicious))
+        states.append(jfcl.rollout(algorithm, clients, key=KEY, num_rounds=2)[0])
+    assert jax.tree.all(jax.tree.map(np.array_equal, *(state.params for state in states)))
+
+
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [
+        (lambda key, u, malicious, usable: None, "attack must be a function that returns updates .*, got"),
+        (lambda key, u, malicious, usable: jax.tree.map(lambda x: x[:3], u), "attack must be a function that returns"),
+        (lambda key, u, malicious, usable: jax.tree.map(lambda x: x.mean(0), u), "attack must be a function that"),
+    ],
+)
+def test_what_an_attack_returns_is_checked(attack, said):
+    clients, _, task, training = problem()
+    algorithm = jfcl.fedavg(task, training, adversary=jfcl.Adversary(attack, np.zeros(len(clients.size), bool)))
+    with pytest.raises(ValueError, match=said):
+        jfcl.rollout(algorithm, clients, key=KEY, num_rounds=1)
+
+
+@pytest.mark.parametrize("given", [attacks.zero(), (attacks.zero(), MALICIOUS)])
+def test_an_adversary_is_an_attack_with_its_clients(given):
+    _, _, task, training = problem()
+    with pytest.raises(ValueError, match=r"adversary must be jfcl.Adversary\(attack, malicious\), got"):
+        jfcl.fedavg(task, training, adversary=given)

@@ -13,6 +13,7 @@ from jfcl.core import (
     check_count,
     check_labels,
     client_keys,
+    concatenate_clients,
     mask,
     stack_clients,
     stacking,
@@ -45,6 +46,22 @@ def test_stack_clients_pads_with_zeros_and_keeps_order():
     assert clients.examples["x"].shape == (2, 4, 3)
     assert clients.size.tolist() == [2, 1]
     assert clients.examples["x"][1].sum() == 15 and clients.examples["x"][0, 2:].sum() == 0
+
+
+def test_concatenated_clients_are_those_that_are_stacked_together():
+    rng = np.random.default_rng(0)
+    one = [{"x": rng.normal(size=(m, 3)), "y": rng.integers(0, 2, m)} for m in (2, 5, 1, 3)]
+    parts = stack_clients(one[:1]), stack_clients(one[1:3], pad_to=7), stack_clients(one[3:])
+    found, whole = concatenate_clients(*parts), stack_clients(one, pad_to=7)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, whole)) and found.id is None
+    named = [part._replace(id=np.array(ids)) for part, ids in zip(parts, ([4], [2, 9], [0]), strict=True)]
+    assert concatenate_clients(*named).id.tolist() == [4, 2, 9, 0]
+    with pytest.raises(ValueError, match="ids must be different for all clients"):
+        concatenate_clients(named[0], named[0])
+    with pytest.raises(ValueError, match="the examples of part 1 must be those of part 0"):
+        concatenate_clients(parts[0], stack_clients([{"x": np.zeros((2, 4)), "y": np.zeros(2)}]))
+    with pytest.raises(ValueError, match="parts must be at least one"):
+        concatenate_clients()
 
 
 @pytest.mark.parametrize(

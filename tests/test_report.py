@@ -707,6 +707,16 @@ def test_pictures_of_any_width_are_drawn():
     assert picture.width < 2**16
 
 
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
+def test_plots_are_saved_in_the_format_of_their_name(name, begins, tmp_path):
+    assert plots.save(Figure(), tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_other_formats_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a name that ends in one of .png, .pdf, .svg, got 'a.jpg'"):
+        plots.save(Figure(), tmp_path / "a.jpg")
+
+
 def test_labels_of_curves_are_shown_as_they_are():
     """matplotlib hides labels that begin with an underscore, and reads dollars as mathematics."""
     curve = [{"seed": 0, "round": 1, "accuracy": 0.5}]

@@ -306,4 +306,8 @@ def test_runs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path
     for name in ("a", "b"):
         jfcl.simulate(FEDAVG, CLIENTS, key=jax.random.key(0), num_rounds=2, out=tmp_path / name)
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["methods.png", "train_loss.png"]
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
+        "methods.png",
+        "results.csv",
+        "train_loss.png",
+    ]

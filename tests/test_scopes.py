@@ -446,6 +446,10 @@ class Counter(nn.Module):
             lambda: jfcl.fedper(jfcl.models.classification(Nnx, (D,), C), TRAINING),
             "personal must be given: the last dense layer of this task's model is not known",
         ),
+        (
+            lambda: jfcl.fedrep(jfcl.models.classification(jfcl.models.Linear(C), (D,), C), TRAINING),
+            "task must be a model with a body before its last dense layer, got 'a model of one layer, Dense_0'",
+        ),
         (lambda: jfcl.cfl(NORMAL, TRAINING, privacy="sign"), "privacy must be left out where"),
         (
             lambda: jfcl.models.task(PLAIN.init, PLAIN.predict, kind="classification", statistics=is_head),

@@ -461,6 +461,7 @@ def test_restarts_are_suggested_where_seeds_differ():
 
     assert "end between 84.0 and 97.0 %" in note([0.97, 0.84]) and "--restarts 5" in note([0.97, 0.84])
     assert note([0.97, 0.94]) == note([0.97, 0.84], restarts=5) == note([0.97, 0.84], "fedavg") == note([None]) == ""
+    assert note([0.97, 0.84], num_models=1) == ""  # no clusters to find
 
 
 def test_texts_of_best_toml_are_read_back():

@@ -11,7 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Adversary, Clients, PyTree, attack_key, check, client_ids, is_finite, num_clients, path_flags
+from jfcl.core import (
+    Adversary,
+    Clients,
+    PyTree,
+    attack_key,
+    check,
+    client_ids,
+    is_finite,
+    num_clients,
+    path_flags,
+    path_name,
+)
 from jfcl.execution import mapping
 
 
@@ -161,6 +172,8 @@ def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | 
     """Returns the `Algorithm.check` of a method with this adversary: `malicious` must have an entry for each client."""
     if adversary is None:
         return None
+    kind = "jfcl.Adversary(attack, malicious)"
+    check(isinstance(adversary, Adversary), "adversary", type(adversary).__name__, kind)
     accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
     check(callable(adversary.attack), "attack", adversary.attack, accepted)
     _check_call("attack", adversary.attack, accepted, (None,) * 4, _taken(adversary.attack, cluster=None, ids=None))
@@ -215,8 +228,19 @@ def attacked(
     check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
-    updates = adversary.attack(key, updates, malicious, usable, **_taken(adversary.attack, cluster=cluster, ids=ids))
+    sent = adversary.attack(key, updates, malicious, usable, **_taken(adversary.attack, cluster=cluster, ids=ids))
+    check_sent(sent, updates)
+    updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
     return updates, usable & jax.vmap(is_finite)(updates)
+
+
+def check_sent(sent: PyTree, updates: PyTree) -> None:
+    """Raises `ValueError` unless an attack has returned updates with the shapes and types that it was given."""
+    found, given = (
+        {path_name(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (sent, updates)
+    )
+    check(found == given, "attack", f"a function that returned {found}", f"a function that returns updates {given}")
 
 
 def attacked_models(

@@ -249,6 +249,7 @@ def assign_newcomer(
     check_no_personal(state)
     check_model(task, state.params)
     check_clients(newcomers, name="newcomers")
+    _check_examples(task, newcomers)
     if privacy is not None:
         check_choice("privacy", privacy, OPERATORS)
     tree = state.tree
@@ -374,14 +375,14 @@ def enrol(
         run cannot continue, such as one of `load_tree`.
 
     Example:
-      >>> import jax, jfcl, numpy as np
+      >>> import jax, jfcl
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> algorithm = jfcl.cfl(task, training, eps_1=0.05, eps_2=0.1, max_clusters=2)
       >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
       >>> late = jax.tree.map(lambda x: x[1:2], clients)
       >>> state = enrol(state, late, task=task, training=training, key=jax.random.key(1))
-      >>> every = jax.tree.map(lambda *x: np.concatenate(x), clients, late)
+      >>> every = jfcl.concatenate_clients(clients, late)
       >>> history = jfcl.simulate(algorithm, every, key=jax.random.key(2), num_rounds=1, state=state)
       >>> history.state.cluster.tolist()
       [0, 1, 0, 0, 0, 1, 1, 1]

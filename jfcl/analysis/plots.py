@@ -14,6 +14,7 @@ from cycler import cycler
 from jfcl.algorithms.theory import SplitProbability, max_noise
 from jfcl.analysis.metrics import contingency
 from jfcl.analysis.parameter_tree import Node
+from jfcl.core import check
 from jfcl.core.files import write_whole
 
 if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
@@ -27,6 +28,7 @@ Records = Sequence[dict[str, Any]]
 # Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
 # vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+FORMATS = (".png", ".pdf", ".svg")
 MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
@@ -63,22 +65,31 @@ def png(figure: Figure) -> bytes:
       >>> png(new_figure(6, 4))[1:4]
       b'PNG'
     """
+    return _content(figure, "png")
+
+
+def _content(figure: Figure, form: str) -> bytes:
+    """Returns `figure` as the content of a file of one of `FORMATS`."""
     buffer = io.BytesIO()
     dpi = min(120, MOST_PIXELS / max(figure.get_size_inches()))
-    figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
+    figure.savefig(buffer, format=form, dpi=dpi, bbox_inches="tight")
     return buffer.getvalue()
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes `figure` as PNG, making its folder.
+    """Writes `figure` as PNG, PDF or SVG, as the name of the file ends, making its folder.
+
+    Raises:
+      ValueError: another ending.
 
     Example:
       >>> import tempfile
-      >>> save(new_figure(6, 4), Path(tempfile.mkdtemp()) / "plots" / "empty.png").name
-      'empty.png'
+      >>> save(new_figure(6, 4), Path(tempfile.mkdtemp()) / "plots" / "empty.pdf").name
+      'empty.pdf'
     """
     path = Path(path)
-    write_whole(path, png(figure))  # and its folder
+    check(path.suffix in FORMATS, "path", path.name, f"a name that ends in one of {', '.join(FORMATS)}")
+    write_whole(path, _content(figure, path.suffix[1:]))  # and its folder
     return path
 
 

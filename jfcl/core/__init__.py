@@ -49,7 +49,7 @@ from jfcl.core.scopes import (
     reparametrised,
     trained_part,
 )
-from jfcl.core.stacking import aligned_zeros, free_host_memory, stack_clients
+from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, check_task, dense_start
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "client_ids",
     "client_keys",
     "client_shapes",
+    "concatenate_clients",
     "dense_start",
     "divided",
     "free_host_memory",

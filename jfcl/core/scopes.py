@@ -83,10 +83,13 @@ def in_head(task: Task) -> Callable[[str], bool]:
     """Returns the predicate of the parameters of the model's last dense layer.
 
     Raises:
-      ValueError: the task does not know it.
+      ValueError: the task does not know it, or the model has no other layer.
     """
     accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
     check(task.head is not None, "personal", None, accepted)
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+    several = not all(name.startswith(f"{task.head}/") for name in names)
+    check(several, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
     return lambda path: path.startswith(f"{task.head}/")
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jfcl.core.checks import check, shown
+from jfcl.core.parameters import path_name
 from jfcl.core.types import Clients, PyTree
 
 
@@ -50,6 +51,50 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     memory = np.zeros(count + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + count].view(dtype).reshape(shape)
+
+
+def concatenate_clients(*parts: Clients) -> Clients:
+    """Returns the clients of all parts in one, in their order, with padding to the largest client.
+
+    Args:
+      parts: stacked clients, all with examples of the same names and shapes.
+
+    Returns:
+      `Clients` of NumPy arrays (on the host), with ids where all parts have them.
+
+    Raises:
+      ValueError: no parts; examples of different names or shapes; ids that occur twice.
+
+    Example:
+      >>> import numpy as np
+      >>> few, more = (stack_clients([{"x": np.ones((m, 3))}]) for m in (2, 5))
+      >>> together = concatenate_clients(few, more)
+      >>> together.size.tolist(), together.examples["x"].shape
+      ([2, 5], (2, 5, 3))
+    """
+    check(len(parts) > 0, "parts", parts, "at least one Clients")
+    shapes = [
+        {path_name(path): np.shape(x)[2:] for path, x in jax.tree.leaves_with_path(part.examples)} for part in parts
+    ]
+    for i, found in enumerate(shapes):
+        check(found == shapes[0], f"the examples of part {i}", found, f"those of part 0, {shapes[0]}")
+    length = max(np.shape(x)[1] for part in parts for x in jax.tree.leaves(part.examples))
+    ids = None
+    if all(part.id is not None for part in parts):
+        ids = np.concatenate([np.asarray(part.id) for part in parts])
+        check(len(set(ids.tolist())) == len(ids), "ids", ids.tolist()[:8], "different for all clients")
+
+    def join(*leaves):
+        leaves = [np.asarray(leaf) for leaf in leaves]
+        shape = sum(map(len, leaves)), length, *leaves[0].shape[2:]
+        out, row = aligned_zeros(shape, np.result_type(*leaves)), 0
+        for leaf in leaves:
+            out[row : row + len(leaf), : leaf.shape[1]] = leaf
+            row += len(leaf)
+        return out
+
+    sizes = np.concatenate([np.asarray(part.size) for part in parts])
+    return Clients(jax.tree.map(join, *(part.examples for part in parts)), sizes, ids)
 
 
 def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Clients:

@@ -157,7 +157,8 @@ class StoreWriter:
 
     def examples(self, examples: dict[str, Any], where: str) -> int:
         """Writes some examples, and returns their number."""
-        check(isinstance(examples, dict) and len(examples) > 0, where, examples, "a dict of arrays")
+        found = list(examples) if isinstance(examples, dict) else type(examples).__name__
+        check(isinstance(examples, dict) and len(examples) > 0, where, found, "a dict of arrays, {'x': ..., 'y': ...}")
         examples = {name: np.asarray(values) for name, values in examples.items()}
         for name, values in examples.items():
             fits = values.dtype.kind in "fiub" and values.ndim > 0

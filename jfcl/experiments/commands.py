@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
+from jfcl.core.files import write_whole
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, reproduce, run, sweeps, trackers
@@ -28,6 +29,7 @@ from jfcl.experiments.comparison import (
     differences_notes,
     differences_text,
     judged_by,
+    results_csv,
     results_notes,
     seeds_text,
     unused,
@@ -311,7 +313,8 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
         metric = "train_loss"
     plots.save(plots.curves(records, metric), out / f"{metric}.png")
     plots.save(plots.bars(records) if metric == "accuracy" else plots.bars(records, [metric]), out / "methods.png")
-    console.print(f"plots: {out / f'{metric}.png'}, {out / 'methods.png'}", markup=False)
+    write_whole(out / "results.csv", results_csv(summaries).encode())
+    console.print(f"plots: {out / f'{metric}.png'}, {out / 'methods.png'}; table: {out / 'results.csv'}", markup=False)
 
 
 def command_report(args: argparse.Namespace, console: Console) -> None:

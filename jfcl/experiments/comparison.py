@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,6 +91,25 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
         cells += [number(mean["clusters_in_use"], None, 1), rounds, sent, "–" if steps is None else f"{steps:,.0f}"]
         rows.append([name, *cells])
     return ["run", *(head for head, *_ in metrics), *others], rows
+
+
+def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
+    """Returns the final results of all runs as csv: each metric's mean and standard deviation over seeds.
+
+    Example:
+      >>> one = {"method": "fedavg", "per_seed": [{}, {}], "mean": {"accuracy": 0.5}, "std": {"accuracy": 0.1}}
+      >>> print(results_csv({"a": one}), end="")
+      run,method,seeds,accuracy,accuracy_std
+      a,fedavg,2,0.5,0.1
+    """
+    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["run", "method", "seeds", *(head for name in names for head in (name, f"{name}_std"))])
+    for run, summary in summaries.items():
+        cells = (summary[part].get(name) for name in names for part in ("mean", "std"))
+        table.writerow([run, summary["method"], len(summary["per_seed"]), *cells])
+    return text.getvalue()
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:

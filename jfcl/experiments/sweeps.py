@@ -226,6 +226,8 @@ def restarts_note(config: Config, found: Sweep) -> str:
     chosen, accuracy = dataclasses.replace(config, **best.values), [row.get("accuracy") for row in best.per_seed]
     if "restarts" not in find_method(config.method).options or chosen.restarts != 1 or None in accuracy:
         return ""
+    if (chosen.num_models or chosen.clusters) == 1:  # no clusters to find
+        return ""
     low, high = 100 * min(accuracy), 100 * max(accuracy)
     between = f"the seeds of the best configuration end between {low:.1f} and {high:.1f} %"
     return f"{between}: some may have found other clusters; --restarts 5 can prevent that" * (high - low > 100 * SPREAD)
