@@ -248,6 +248,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "cfl", "--privacy-seed", "3"], "privacy_seed must be left out without --privacy, got 3"),
         (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
         (["run", "fedavg", "--mapping", "auto", "--chunk", "8"], "chunk must be left out with --mapping auto"),
+        (["run", "fedavg", "--mapping", "vmap", "--devices", "2"], "devices must be left out with --mapping vmap"),
         (
             ["run", "fedavg", "--augment", "tutorial", "--model", "cnn_cifar"],
             "augment must be with --model cnn_cifar24",

@@ -80,6 +80,8 @@ def _check_run(config: Config) -> None:
         check(fits, "chunk", config.chunk, f"left out with --mapping {name}{why}")
     given = config.chunk is not None or config.mapping != "chunked"
     check(given, "chunk", config.chunk, "given with --mapping chunked")
+    one = config.devices is None or config.mapping not in ("vmap", "chunked")
+    check(one, "devices", config.devices, f"left out with --mapping {config.mapping}, which is of one device")
 
 
 def _check_data(config: Config) -> None:
