@@ -190,6 +190,7 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
     for name, part in parts.items():
         check_made(part, name)
+        check(hasattr(part.size, "shape"), f"{name}.size", type(part.size).__name__, "an array, [N]")
     n = _check_rows(client_axis, parts["clients"], "clients")
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
     for name, part in parts.items():
