@@ -56,11 +56,11 @@ def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkey
     assert cli.main(whole) == 0
     advance = OnDevice.advance
 
-    def exhausted(self, state, first, count, silent):
+    def exhausted(self, state, first, count, silence):
         if first > 2:
             text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.04GiB with allocator GPU_0_bfc"
             raise jax.errors.JaxRuntimeError(text)
-        return advance(self, state, first, count, silent)
+        return advance(self, state, first, count, silence)
 
     monkeypatch.setattr(OnDevice, "advance", exhausted)
     assert cli.main([*out, "--checkpoint-seconds", "0"]) == 2

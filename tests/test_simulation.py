@@ -18,6 +18,7 @@ import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
 from jfcl.simulation import evaluation, loop, on_device, progress
+from jfcl.simulation.evaluation import Silence, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
 
@@ -248,6 +249,15 @@ def test_cohorts_without_a_finite_update_are_divergence_in_the_end(tmp_path):
     sim(algorithm=fed, num_rounds=20, stop_after=3, out=tmp_path)
     with pytest.raises(jfcl.DivergedError, match="by round 4"):
         sim(algorithm=fed, num_rounds=20, out=tmp_path, resume=True)
+
+
+def test_small_rounds_at_the_end_are_no_silence():
+    """The most participants of a round are 6: rounds of 2 do not count, rounds of 3 do; a finite update ends it."""
+    found, silence = [], Silence(*np.zeros((2, 1), np.int32))
+    for present, bad in ((4, 0), (6, 5), (6, 6), (2, 2), (3, 3), (0, 0), (3, 2), (1, 1)):
+        silence = silence_after(silence, {"participants": np.array([present]), "nonfinite": np.array([bad])})
+        found.append((silence.count.item(), silence.widest.item()))
+    assert found == [(0, 4), (0, 6), (6, 6), (6, 6), (9, 6), (9, 6), (0, 6), (0, 6)]
 
 
 def test_states_have_strong_types():

@@ -110,12 +110,28 @@ class Assessment(NamedTuple):
         return {"cluster": self.cluster} | served | held_out
 
 
-def silent_after(silent: Any, values: dict[str, Any]) -> Any:
-    """Returns how many participants in a row have sent no finite update, `[]` int32, after a round with `values`."""
+class Silence(NamedTuple):
+    """Participants that have sent no finite update.
+
+    Attributes:
+      count: `[]` int32, so many in a row up to the last round, without rounds of less than half of `widest`: the last
+        active clients of a recursive CFL may be hostile.
+      widest: `[]` int32, the most participants of a round.
+    """
+
+    count: Any
+    widest: Any
+
+
+def silence_after(silence: Silence, values: dict[str, Any]) -> Silence:
+    """Returns the silence after a round with the metrics `values`; of NumPy's or JAX's arrays, as these are."""
     if "nonfinite" not in values or "participants" not in values:
-        return silent
+        return silence
     bad, present = (values[name].astype(np.int32) for name in ("nonfinite", "participants"))
-    return (silent + present) * (bad == present).astype(np.int32)
+    more, lost = (flag.astype(np.int32) for flag in (present > silence.widest, bad == present))
+    widest = silence.widest + (present - silence.widest) * more
+    counted = present * (2 * present >= widest).astype(np.int32)
+    return Silence((silence.count + counted) * lost, widest)
 
 
 def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients, personal_part
 from jfcl.execution import layout, mapping, memory
 from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
-from jfcl.simulation.evaluation import MOST_SILENT, evaluate_rows, models_of, silent_after
+from jfcl.simulation.evaluation import MOST_SILENT, Silence, evaluate_rows, models_of, silence_after
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
 from jfcl.simulation.run import check_method
@@ -88,8 +88,8 @@ class Group:
         one = jax.ShapeDtypeStruct((), jnp.int32)
         try:
             state = jax.eval_shape(partial(_start, **self._program), keys, values, clients)
-            silent = jax.ShapeDtypeStruct((count,), jnp.int32)
-            jax.eval_shape(partial(_advance, **self._program), keys, values, state, one, one, silent, clients)
+            silence = Silence(*[jax.ShapeDtypeStruct((count,), jnp.int32)] * 2)
+            jax.eval_shape(partial(_advance, **self._program), keys, values, state, one, one, silence, clients)
         except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]
             if not self._values or "trace" not in why.lower():
@@ -125,11 +125,12 @@ class Group:
         state = _start(keys, values, clients, **self._program)
         done, block, rounds = 0, 1, self._data.num_rounds
         diverged, ended = np.zeros(self._size, bool), np.zeros(self._size, bool)
-        silent = np.zeros(self._size, np.int32)
+        silence = Silence(*np.zeros((2, self._size), np.int32))
         while done < rounds and not (diverged | ended).all():  # rounds that are left out would change nothing
             length, started = min(block, rounds - done), time.perf_counter()
             first, number = np.int32(done + 1), np.int32(length)
-            state, silent, lost, ended = _advance(keys, values, state, first, number, silent, clients, **self._program)
+            given = keys, values, state, first, number, silence, clients
+            state, silence, lost, ended = _advance(*given, **self._program)
             lost, ended = jax.device_get((lost, ended))
             diverged |= lost
             took = time.perf_counter() - started
@@ -167,21 +168,21 @@ def _start(keys, values, clients, *, make, static, row_axis):
 
 
 @partial(jitted, static_argnames=("make", "static", "row_axis"), donate_argnames="state")
-def _advance(keys, values, state, first, count, silent, clients, *, make, static, row_axis):
-    """Returns the states after `count` rounds, `silent_after` them, and whether one diverged and the method ended."""
+def _advance(keys, values, state, first, count, silence, clients, *, make, static, row_axis):
+    """Returns the states and the silence after `count` rounds, and whether training diverged and the method ended."""
 
-    def one(key, values, state, first, count, silent, clients):
+    def one(key, values, state, first, count, silence, clients):
         algorithm = _made(make, static, values)
         most = jnp.clip((jnp.asarray(clients.size) > 0).sum(), 1, MOST_SILENT)
 
         def one_round(t, carry):
-            state, silent, lost, _ = carry
+            state, silence, lost, _ = carry
             state, found = algorithm.step(jax.random.fold_in(key, t), state, clients)
-            silent = silent_after(silent, found)
-            lost |= ~is_finite((state.params, personal_part(state))) | (silent >= most)
-            return state, silent, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
+            silence = silence_after(silence, found)
+            lost |= ~is_finite((state.params, personal_part(state))) | (silence.count >= most)
+            return state, silence, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
 
         no = jnp.zeros((), bool)
-        return jax.lax.fori_loop(first, first + count, one_round, (state, silent, no, no))
+        return jax.lax.fori_loop(first, first + count, one_round, (state, silence, no, no))
 
-    return row_axis(one, in_axes=(0, 0, 0, None, None, 0, None))(keys, values, state, first, count, silent, clients)
+    return row_axis(one, in_axes=(0, 0, 0, None, None, 0, None))(keys, values, state, first, count, silence, clients)

@@ -18,7 +18,7 @@ import numpy as np
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
-from jfcl.simulation.evaluation import EVENTS, SERVE, make_records
+from jfcl.simulation.evaluation import EVENTS, SERVE, Silence, make_records
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_if_never_examined
 
@@ -160,8 +160,8 @@ class Block(NamedTuple):
       sums: sums over the rounds of metrics, one float per seed each.
       events: the largest values over the rounds of metrics, `[R, ...]` each.
       finite: `[R]` bool, whether the models are finite.
-      silent: `[R]` int32, the participants in a row, up to those of the last round, that sent no finite update.
-      most_silent: `[R]` int32, the largest of these numbers over the rounds.
+      silence: of `[R]`, after the last round.
+      most_silent: `[R]` int32, its largest count over the rounds.
     """
 
     state: Any
@@ -169,7 +169,7 @@ class Block(NamedTuple):
     sums: dict[str, list[float]]
     events: dict[str, np.ndarray]
     finite: Any
-    silent: np.ndarray
+    silence: Silence
     most_silent: np.ndarray
 
 
@@ -201,8 +201,8 @@ def run_rounds(
       warn: `(records) -> None`, warns once of collapsed models and excluded updates.
       compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
       most_silent: the number of participants in a row without a finite update that shows that training has diverged.
-      advance: `(state, first, count, silent) -> Block`, runs `count` rounds from round `first` on; `state` is consumed;
-        `silent` is that of the last block.
+      advance: `(state, first, count, silence) -> Block`, runs `count` rounds from round `first` on; `state` is
+        consumed; `silence` is that of the last block.
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
@@ -228,7 +228,7 @@ def run_rounds(
             has_ended = backend.resident and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, totals.pop("time", (0.0, 0.0)))
-        silent = np.array(totals.pop("silent", [0] * len(seeds)), np.int32)
+        silence = Silence(*np.array(totals.pop("silence", np.zeros((2, len(seeds)))), np.int32))
         if done < until and backend.compile():
             watch.show("")
         if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
@@ -238,11 +238,11 @@ def run_rounds(
             # Train, at most up to the next evaluation.
             count = min(eval_every - done % eval_every, until - done, at_most)
             began = watch.seconds()
-            block = backend.advance(state, done + 1, count, silent)
+            block = backend.advance(state, done + 1, count, silence)
             if backend.resident:
                 took = watch.seconds() - began
                 at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
-            done, state, silent, assessment = done + count, block.state, block.silent, None
+            done, state, silence, assessment = done + count, block.state, block.silence, None
 
             # Stop where the models are lost; otherwise accept the rounds.
             is_evaluated = done % eval_every == 0 or done == num_rounds
@@ -271,7 +271,8 @@ def run_rounds(
             if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
                 with backend.snapshot(done, state, totals) as (kept, kept_totals):
                     if folder is not None:
-                        folder.save(done, kept, kept_totals | {"time": watch.clock(), "silent": silent.tolist()})
+                        more = {"time": watch.clock(), "silence": np.array(silence).tolist()}
+                        folder.save(done, kept, kept_totals | more)
                 watch.saved()
                 callbacks.checkpoint()
             callbacks.raise_failure()

@@ -20,6 +20,7 @@ from jfcl.simulation.evaluation import (
     MOST_SILENT,
     SUMMED,
     Assessment,
+    Silence,
     Subjects,
     check_clusters,
     check_step,
@@ -27,7 +28,7 @@ from jfcl.simulation.evaluation import (
     finite_mean,
     found_clusters,
     models_of,
-    silent_after,
+    silence_after,
 )
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import Block
@@ -78,13 +79,13 @@ def _add(total: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, j
 
 
 @partial(jitted, static_argnames=("algorithm", "seed_axis", "client_axis"), donate_argnames="state")
-def _advance(keys, state, first, count, silent, clients, hyperparams, *, algorithm, seed_axis, client_axis):
+def _advance(keys, state, first, count, silence, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     """Runs `count` rounds from round `first` on.
 
     Returns:
-      `(state, values, sums, events, finite, silent, most)`: the metrics of the last round; the sums of `SUMMED` and the
-      largest values of `EVENTS` over all rounds; whether the models are finite, `[R]`; `silent_after` the last round,
-      and its largest value, `[R]`.
+      `(state, values, sums, events, finite, silence, most)`: the metrics of the last round; the sums of `SUMMED` and
+      the largest values of `EVENTS` over all rounds; whether the models are finite, `[R]`; the silence after the last
+      round, and its largest count, `[R]`.
     """
     algorithm = build(algorithm, hyperparams)
 
@@ -92,25 +93,25 @@ def _advance(keys, state, first, count, silent, clients, hyperparams, *, algorit
         long = {name: v.ndim > 0 and v.shape[0] > MOST_LISTED for name, v in values.items()}
         return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
 
-    def one_seed(key, state, silent):
+    def one_seed(key, state, silence):
         def one_round(t, carry):
-            state, _, sums, events, silent, most = carry
+            state, _, sums, events, silence, most = carry
             state, values = step(jax.random.fold_in(key, t), state, clients)
-            silent = silent_after(silent, values)
+            silence = silence_after(silence, values)
             sums = {name: _add(sums[name], values[name].astype(jnp.float32)) for name in sums}
             events = {name: jnp.maximum(events[name], values[name].astype(jnp.int32)) for name in events}
-            return state, values, sums, events, silent, jnp.maximum(most, silent)
+            return state, values, sums, events, silence, jnp.maximum(most, silence.count)
 
         step, returned = traced_once(algorithm.step, key, state, clients)
         _, like = check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
         sums = {name: (jnp.zeros(()), jnp.zeros(())) for name in SUMMED if name in like}
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
-        carry = state, last, sums, events, silent, silent
-        state, last, sums, events, silent, most = jax.lax.fori_loop(first, first + count, one_round, carry)
-        return state, shorten(last), sums, events, is_finite(state.params), silent, most
+        carry = state, last, sums, events, silence, silence.count
+        state, last, sums, events, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
+        return state, shorten(last), sums, events, is_finite(state.params), silence, most
 
-    state, *results = seed_axis(one_seed)(keys, state, silent)
+    state, *results = seed_axis(one_seed)(keys, state, silence)
     return _constrained(state, clients, client_axis), *results
 
 
@@ -208,8 +209,8 @@ class OnDevice:
         if isinstance(client_axis, mapping.sharded):
             rows = self._num_rows
             self.whole = jax.tree.map(lambda x: x.update(sharding=_sharding(x.shape, rows, client_axis)), self.whole)
-        one, silent = np.int32(1), np.zeros(count, np.int32)
-        args = (self._keys, self.whole, one, one, silent, self._clients, self._hyperparams)
+        one, silence = np.int32(1), Silence(*np.zeros((2, count), np.int32))
+        args = (self._keys, self.whole, one, one, silence, self._clients, self._hyperparams)
         programs = [_advance.lower(*args, **self._static)]
         for data in (tests, newcomers) if made.task is not None else ():
             if data is not None:
@@ -231,15 +232,15 @@ class OnDevice:
             state = jax.device_put(restored.state)
         return restored._replace(state=state)
 
-    def advance(self, state, first, count, silent) -> Block:
-        args = (self._keys, state, np.int32(first), np.int32(count), silent, self._clients, self._hyperparams)
+    def advance(self, state, first, count, silence) -> Block:
+        args = (self._keys, state, np.int32(first), np.int32(count), silence, self._clients, self._hyperparams)
         self._compiling.wait()
-        state, values, sums, events, finite, *silent = jax.block_until_ready(_advance(*args, **self._static))
-        sums, events, silent = hosts.fetch((sums, events, silent))
+        state, values, sums, events, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
+        sums, events, silence = hosts.fetch((sums, events, silence))
         totals = {
             name: [float(h) + float(l) for h, l in zip(high, low, strict=True)] for name, (high, low) in sums.items()
         }
-        return Block(state, values, totals, events, finite, *silent)
+        return Block(state, values, totals, events, finite, *silence)
 
     def compile(self) -> bool:
         return self._compiling.wait()

@@ -285,7 +285,7 @@ def _open_rows(
     rows.verify(done, saved)
     folder.begin()
     rows.restore(done, saved)
-    totals = {name: value if name in ("time", "silent") else [value] for name, value in totals.items()}
+    totals = {name: value if name in ("time", "silence") else [value] for name, value in totals.items()}
     return rows, Restored(done, [jnp.asarray(x) for x in saved["common"]], totals, records)
 
 

@@ -33,7 +33,7 @@ from jfcl.simulation.evaluation import (
     check_clusters,
     finite_mean,
     found_clusters,
-    silent_after,
+    silence_after,
 )
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
@@ -140,7 +140,7 @@ class Streamed:
         models = 1 if hasattr(self.shapes, "active") else self._num_models  # one that is never split is no collapse
         self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
 
-    def advance(self, state, first, count, silent) -> Block:
+    def advance(self, state, first, count, silence) -> Block:
         # The cohort, the remembered clients and their rows.
         drawn = self.take(first)
         others = self._heard_last(drawn.ids) if self.remember else NONE
@@ -164,8 +164,9 @@ class Streamed:
         sums = {name: [float(v)] for name, v in values.items() if name in SUMMED}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
         events = {name: np.asarray(values[name], np.int32)[None] for name in EVENTS if name in values}
-        silent = np.asarray(silent_after(silent[0], values))[None]
-        return Block(common, {name: v[None] for name, v in values.items()}, sums, events, finite[None], silent, silent)
+        values = {name: v[None] for name, v in values.items()}
+        silence = silence_after(silence, values)
+        return Block(common, values, sums, events, finite[None], silence, silence.count)
 
     def compile(self) -> bool:
         return False  # the first round compiles its programs
