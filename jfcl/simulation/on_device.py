@@ -224,6 +224,7 @@ class OnDevice:
         The programs are compiled from here on, since up to here the run may still be refused.
         """
         self._compiling = compile_ahead(self._programs)
+        del self._programs
         if restored is None:
             return Restored(0, _init(self._keys, self._clients, self._hyperparams, **self._static), {}, [])
         if isinstance(self._client_axis, mapping.sharded):

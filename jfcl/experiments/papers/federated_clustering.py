@@ -296,10 +296,10 @@ def _compare(bench: Bench, configs: dict[str, Config], paper: dict[str, str], ti
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 4: private labels on CIFAR-10.
 
-    The runs compare the methods, the quantiles, and clustering every so many steps. As in the authors' code, the
-    clients cluster in groups of ten, at every tenth step, images are cropped and flipped at random, and VGG-16 has no
-    batch norm. Otherwise than there, its dense layers have no dropout, local steps have momentum, IFCA has four models
-    (there, all four are one object), and Ditto's global model is trained (there, it stays as it begins).
+    The runs compare the methods, the quantiles, and clustering every so many steps. With `--full`, as in the authors'
+    code, clients cluster in groups of ten, at every tenth step, images are cropped and flipped at random, and VGG-16
+    has no batch norm. Otherwise than there, its dense layers have no dropout, local steps have momentum, IFCA has four
+    models (there, all four are one object), and Ditto's global model is trained (there, it stays as it begins).
     """
     make = partial(_configure, setting, "private_label")
     fc = partial(_fc, setting, make)
@@ -321,8 +321,8 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
 def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 5: clusters with labels of their own.
 
-    Ten clusters with labels of their own (CIFAR-100 where there is one): global, local, Federated-Clustering. Groups of
-    twenty clients cluster at every twentieth step, as in the authors' code.
+    Ten clusters with labels of their own (CIFAR-100 where there is one): global, local, Federated-Clustering. With
+    `--full`, groups of twenty clients cluster at every twentieth step, as in the authors' code.
     """
     make = partial(_configure, setting, "class")
     configs = {"global": make("fedavg"), "local": make("local"), "fc": _fc(setting, make, 0.1)}

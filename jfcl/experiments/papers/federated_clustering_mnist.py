@@ -201,11 +201,11 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     for title, column, name in product(TASKS, setting["columns"], METHODS):
         for seed in range(setting["seeds"]):
             of = {"task": title, "column": column, "method": name, "seed": seed}
-            calls[_file(**of)] = _cell, bench.data_dir, setting, of
+            calls[_file(*of.values())] = _cell, bench.data_dir, setting, of
     kept = bench.keep_all(calls, "cells")
     for title, column, (index, name) in product(TASKS, setting["columns"], enumerate(METHODS)):
         row = {"task": title, "column": column, "method": name}
-        found = [kept[_file(**row, seed=seed)] for seed in range(setting["seeds"])]
+        found = [kept[_file(*row.values(), seed)] for seed in range(setting["seeds"])]
         row |= report.mean_and_std([one["accuracy %"] for one in found])
         row["seconds"] = sum(one.get("seconds", np.nan) for one in found)  # cells of earlier versions have none
         theirs, again = (PAPER[title][index], RERUN[title].get(name)) if column == CODE else (None, None)
@@ -225,8 +225,9 @@ def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     return Outcome(rows, figure, "corrected: log-likelihood, fixed data, cluster means, as many steps for all")
 
 
-def _file(task: str, column: str, method: str, seed: int) -> str:
-    return f"{TASKS[task]}-{column.replace(' ', '_')}-{method}-{seed}".replace("'", "")
+def _file(*parts: Any) -> str:
+    """The name of a cell's file."""
+    return "-".join(map(str, parts)).replace(" ", "_").replace("'", "")
 
 
 def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
@@ -276,15 +277,14 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     normalised_mnist(bench.data_dir)
     calls, rows, (figure, [line]) = {}, [], report.panels(10, 3.8, 1, 2, sharey=True)
     cells = list(product(ATTACKS, setting["columns"], PAPER_6))
-    name_of = lambda *parts: "-".join(map(str, parts)).replace(" ", "_").replace("'", "")  # noqa: E731
     for *parts, seed in ((*cell, seed) for cell in cells for seed in range(setting["seeds"])):
         of = dict(zip(("attack", "column", "method"), parts, strict=True)) | {"seed": seed}
-        calls[name_of(*of.values())] = _attacked, bench.data_dir, setting, of
+        calls[_file(*of.values())] = _attacked, bench.data_dir, setting, of
     kept = bench.keep_all(calls, "cells")
     for axes, attack in zip(line, ATTACKS, strict=True):
         axes.set(title=f"gradients {attack}", xlabel="epoch")
     for attack, column, method in cells:
-        found = [kept[name_of(attack, column, method, seed)] for seed in range(setting["seeds"])]
+        found = [kept[_file(attack, column, method, seed)] for seed in range(setting["seeds"])]
         row = {"attack": attack, "column": column, "method": method}
         row |= report.mean_and_std([one["accuracy %"][-1] for one in found])
         row |= {"seconds": sum(one["seconds"] for one in found)}
