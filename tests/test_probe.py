@@ -77,6 +77,23 @@ def test_mappings_that_do_not_fit_are_not_run(monkeypatch):
         probe.fastest(make, clients, candidates, show=False)
 
 
+@pytest.mark.parametrize(
+    ("stats", "free"),
+    [({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_limit": 0, "bytes_in_use": 30}, np.inf), (None, np.inf)],
+)
+def test_free_memory_of_a_device(monkeypatch, stats, free):
+    """An allocator without a limit, as cuda_async, says 0 or nothing."""
+
+    class Device:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return stats
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    assert memory.free_memory() == free
+
+
 def test_needed_memory_grows_with_the_clients_at_once():
     task = jfcl.models.classification(jfcl.models.MLP(10), (64,), 10)
     clients = jfcl.Clients({"x": np.zeros((64, 8, 64), np.float32), "y": np.zeros((64, 8), np.int32)}, np.full(64, 8))

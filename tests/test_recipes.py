@@ -29,6 +29,7 @@ from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.papers import cfl, ifca, report
+from jfcl.experiments.papers import federated_clustering_cifar as fc_cifar
 from jfcl.experiments.papers import federated_clustering_mnist as fc
 from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
@@ -388,12 +389,83 @@ def test_the_task_of_the_authors_code():
     np.testing.assert_allclose(task.loss(params, batch), -softmax[np.arange(5), np.arange(5)], rtol=1e-4)
 
 
+def test_batches_in_order_are_an_epoch():
+    """As of a PyTorch loader: the images in turn, and the last batch with what is left."""
+    size, most = np.array([70, 64, 5], np.int32), 70
+    x = np.arange(3 * most).reshape(3, most)
+    clients = Clients({"x": x}, size)
+    turns = [fc.batch_in_order(clients, turn) for turn in range(3)]
+    for i in range(3):
+        seen = [np.asarray(turn.examples["x"][i, : turn.size[i]]) for turn in turns]
+        np.testing.assert_array_equal(np.concatenate(seen), x[i, : size[i]])
+    assert [turn.size.tolist() for turn in turns] == [[32, 32, 5], [32, 32, 0], [6, 0, 0]]
+
+
+def test_an_epoch_in_order_is_gradient_descent_along_it():
+    """Each round takes the next batch of `½ mean (b − y)²`, in both forms of local training without momentum."""
+    task = models.task(lambda key: {"b": jnp.float32(0.3)}, lambda p, x: x + p["b"], kind="regression", half=True)
+    y = np.random.default_rng(0).normal(size=(2, 2, 40)).astype(np.float32)  # of two epochs
+    deal = (Clients({"x": np.zeros((2, 40), np.float32), "y": part}, np.full(2, 40, np.int32)) for part in y)
+    one = local_training(optax.sgd(0.1), num_steps=1, batch_size=fc.BATCH, keep="everything")
+    state = list(fc.trained(jfcl.local_only(task, one), deal, 0, epochs=2, rounds=2, in_order=True))[-1]
+    b = np.full(2, 0.3)
+    for part in y:
+        for batch in (part[:, :32], part[:, 32:]):
+            b = b - 0.1 * (b - batch.mean(axis=1))
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-5)
+
+
+def test_clustering_in_every_other_round():
+    """The step along the centre has the momentum of all gradients, those of rounds alone included."""
+    task = models.task(lambda key: {"b": jnp.float32(0.3)}, lambda p, x: x + p["b"], kind="regression", half=True)
+    y = np.float32([1.0, 1.2, 5.0, 5.2])
+    clients = Clients({"x": np.zeros((4, 2), np.float32), "y": np.repeat(y[:, None], 2, axis=1)}, np.full(4, 2))
+    one = local_training(fc_cifar.with_momentum(False), num_steps=1, keep="everything")
+    alone = jfcl.local_only(task, one._replace(optimizer=fc_cifar.with_momentum(True)))
+    algorithm = fc_cifar.clustering_every(jfcl.federated_clustering(task, one, radius=1.0), alone, every=2, rounds=4)
+    state = algorithm.init(jax.random.key(0), clients)
+    b, momentum = np.full(4, 0.3), np.zeros(4)
+    for t in range(8):
+        state, _ = algorithm.step(jax.random.key(t), state, clients)
+        gradient = b - y
+        if t % 2 == 0:
+            momentum = 0.9 * momentum + gradient
+            b = b - 0.1 * gradient
+            continue
+        centre = gradient.copy()  # each client's centre begins at its own gradient at its model
+        for i in range(4):
+            points = b[i] - y
+            for _ in range(10):
+                near = np.abs(points - centre[i]) <= 1.0
+                centre[i] = np.where(near, points, centre[i]).mean()
+        momentum = 0.9 * momentum + centre
+        b = b - 0.1 * momentum
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-4)
+
+
+def test_vgg_16_of_the_authors_code():
+    network = fc_cifar.VGG16()
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    assert sum(p.size for p in jax.tree.leaves(shapes)) == 14_714_688 + 2 * (512 * 512 + 512) + 5130
+    small = fc_cifar.VGG16(((4,),) * 5, 8)
+    task = models.classification(small, (32, 32, 3), 10)
+    params = task.init(jax.random.key(0))
+    kernel = np.asarray(params["Conv_1"]["kernel"])  # 3 x 3 x 4 x 4
+    assert 0.5 < kernel.std() / (2 / (9 * 4)) ** 0.5 < 1.5
+    assert np.abs(params["Dense_0"]["bias"]).max() <= 4**-0.5 and np.ptp(params["Dense_0"]["bias"]) > 0
+    x = np.random.default_rng(0).uniform(size=(3, 32, 32, 3)).astype(np.float32)
+    batch, real = {"x": x, "y": np.arange(3)}, np.ones(3, bool)
+    losses = [float(task.train_loss(jax.random.key(s), params, batch, real)[0].mean()) for s in (1, 2)]
+    assert losses[0] != losses[1]  # dropout
+    np.testing.assert_array_equal(task.predict(params, x), task.predict(params, x))
+
+
 @pytest.mark.parametrize("redraw", [False, True])
 def test_mnist_is_dealt_once_an_epoch(redraw):
     x = np.arange(40, dtype=np.float32)[:, None, None, None] * np.ones((1, 2, 2, 1), np.float32)
     dataset = data.Dataset("toy", {"x": x, "y": np.arange(40) % 10}, None, 10, None, "")
     cluster = np.array([0, 1, 2, 3])
-    deal = fc.deal_mnist(dataset, "private_label", cluster, 0, redraw)
+    deal = fc.deal_images(dataset, "private_label", cluster, 0, redraw)
     first, second = next(deal), next(deal)
     for clients in (first, second):
         number = clients.examples["x"][:, :, 0, 0, 0].astype(int)

@@ -120,12 +120,16 @@ def out_of_memory() -> Iterator[None]:
 
 
 def free_memory() -> float:
-    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known."""
+    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known.
+
+    They are not known on a GPU with an allocator without a limit, such as `XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`.
+    """
     device = jax.local_devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return free_host_memory()
+    if device.platform == "cpu":
+        return free_host_memory()
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return limit - stats["bytes_in_use"] if limit > 0 else float("inf")
 
 
 def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jfcl import algorithms, data, models
-from jfcl.algorithms.federated_clustering import gradient
+from jfcl.algorithms.federated_clustering import gradient, model_keys
 from jfcl.algorithms.personal import initial_state
 from jfcl.algorithms.round import round_metrics
 from jfcl.client.local import LocalTraining, draw_batch, local_training
@@ -34,7 +34,10 @@ PAPER = {
     "rotation": (71.3, 46.6, 62.0, 54.6, 52.1, 75.4, 84.7),
     "private label": (75.2, 22.2, 61.7, 65.4, 63.2, 77.0, 85.1),
 }
+BATCH = 32
 METHODS = ("local", "fedavg", "ditto", "ifca", "knn_per", "federated_clustering", "oracle")
+# The code has its batches in order. Federated-Clustering's are all images, and kNN-Per remembers all of a client's.
+AT_RANDOM = ("federated_clustering", "knn_per")
 RERUN = {
     "rotation": {"local": 72.4, "fedavg": 52.9, "oracle": 87.6},
     "private label": {"local": 70.4, "fedavg": 22.8, "oracle": 85.2},
@@ -92,7 +95,7 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float
 
     def step(key: jax.Array, state: CodesDitto, clients: Clients):
         def client(key, v, momentum, examples, size):
-            loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size), None)
+            loss, g = gradient(task, v, *draw_batch(task, training, key, examples, size), model_keys(task, key))
             m, momentum = training.optimizer.update(g, momentum, v)
             return jax.tree.map(lambda v, m, w: v - lr * (m + lam * (v - w)), v, m, state.common), momentum, loss
 
@@ -109,7 +112,7 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float
 def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[str, Any]) -> tuple[Algorithm, int, int]:
     """`(algorithm, epochs, rounds in each)` of one row: 7 batches of 32 make an epoch of 200 images."""
     task, of_code = likelihood_task(column), column == CODE
-    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=32, keep="everything")
+    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
     if name == "federated_clustering":
         algorithm = algorithms.federated_clustering(
             task,
@@ -126,7 +129,7 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
     elif name == "local" and of_code:
         algorithm = algorithms.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
     else:
-        gradients = {"average": "gradients", "identity_batch": 32} if of_code else {}
+        gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
         make, options = {
             "local": (algorithms.local_only, {}),
             "fedavg": (algorithms.fedavg, {"weights": "equal"}),
@@ -147,7 +150,7 @@ def normalised_mnist(data_dir: str | None) -> data.Dataset:
     return dataset._replace(train=train, test=test)
 
 
-def deal_mnist(
+def deal_images(
     dataset, heterogeneity: str, cluster: np.ndarray, seed: int, redraw: bool, each: int | None = None, hostile: int = 0
 ) -> Iterator[Clients]:
     """The clients of every epoch: `each` has so many images, drawn again each time, or always the same.
@@ -171,21 +174,22 @@ def deal_mnist(
         yield clients
 
 
-def accuracies_on_tests(task: Task, params, model_of, dataset, heterogeneity: str, true: np.ndarray) -> np.ndarray:
-    """`[N]`: each client's accuracy on all test images as its true cluster sees them."""
+def tester(task: Task, dataset, heterogeneity: str, true: np.ndarray) -> Callable[[PyTree, Any], np.ndarray]:
+    """Returns `(params, model of each client) -> [N]`: accuracies on all test images as the true clusters see them."""
     change = HETEROGENEITY[heterogeneity][0]
     sets = [change(dataset.test["x"], dataset.test["y"].astype(np.int32), k, 4, 10) for k in range(4)]
     tests = {"x": jnp.stack([s[0] for s in sets]), "y": jnp.stack([s[1] for s in sets])}
 
     @jax.jit
-    def of_all(params, tests):
+    def of_all(params, model_of, tests):
         def client(model, kind):
             mine = jax.tree.map(lambda p: p[model], params)
-            return task.correct(mine, jax.tree.map(lambda t: t[kind], tests)).mean()
+            right = lambda one: task.correct(mine, jax.tree.map(lambda t: t[None], one))[0]  # noqa: E731
+            return jax.lax.map(right, jax.tree.map(lambda t: t[kind], tests), batch_size=2000).mean()
 
-        return mapping.chunked(1)(client)(jnp.asarray(model_of), jnp.asarray(true))
+        return mapping.chunked(1)(client)(model_of, jnp.asarray(true))
 
-    return np.asarray(of_all(params, tests))
+    return lambda params, model_of: np.asarray(of_all(params, jnp.asarray(model_of), tests))
 
 
 @recipe(
@@ -236,19 +240,41 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     title, column, name, seed = of.values()
     heterogeneity, true = TASKS[title], (np.arange(setting["clients"]) % 4).astype(np.int32)
     algorithm, epochs, rounds = table_1_method(name, column, true, setting)
-    deal = deal_mnist(dataset, heterogeneity, true, seed, redraw=column == CODE)
-    for state in trained(algorithm, deal, seed, epochs, rounds):  # noqa: B007
+    deal = deal_images(dataset, heterogeneity, true, seed, redraw=column == CODE)
+    in_order = column == CODE and name not in AT_RANDOM
+    for state in trained(algorithm, deal, seed, epochs, rounds, in_order):  # noqa: B007
         pass
-    found = accuracies_on_tests(algorithm.task, state.params, state.cluster, dataset, heterogeneity, true)
+    found = tester(algorithm.task, dataset, heterogeneity, true)(state.params, state.cluster)
     return {"accuracy %": float(100 * found.mean()), "seconds": time.perf_counter() - started} | of
 
 
-def trained(algorithm: Algorithm, deal: Iterator[Clients], seed: int, epochs: int, rounds: int) -> Iterator[Any]:
-    """The states after each epoch of so many rounds, each with the clients that are dealt for it."""
+def batch_in_order(clients: Clients, turn: jax.Array) -> Clients:
+    """The clients with the images of one batch, which follow those of the turn before; the last has what is left."""
+    most = jax.tree.leaves(clients.examples)[0].shape[1]
+    rows = jnp.minimum(turn * BATCH + jnp.arange(BATCH), most - 1)
+    left = jnp.clip(jnp.asarray(clients.size) - turn * BATCH, 0, BATCH).astype(jnp.int32)
+    return clients._replace(examples=jax.tree.map(lambda part: part[:, rows], clients.examples), size=left)
+
+
+def trained(
+    algorithm: Algorithm, deal: Iterator[Clients], seed: int, epochs: int, rounds: int, in_order: bool
+) -> Iterator[Any]:
+    """The states after each epoch of so many rounds, each with the clients that are dealt for it.
+
+    `in_order`: in each round a client has the next batch of its images alone, as a PyTorch loader gives them.
+    """
     key = jax.random.key(seed)
-    advance = jax.jit(
-        lambda key, state, clients: rollout(algorithm, clients, key=key, num_rounds=rounds, state=state)[0]
-    )
+
+    @jax.jit
+    def advance(key, state, clients):
+        if not in_order:
+            return rollout(algorithm, clients, key=key, num_rounds=rounds, state=state)[0]
+
+        def one_batch(state, turn):
+            return algorithm.step(jax.random.fold_in(key, turn + 1), state, batch_in_order(clients, turn))[0], None
+
+        return jax.lax.scan(one_batch, state, jnp.arange(rounds))[0]
+
     state = None
     for epoch in range(epochs):
         clients = jax.device_put(next(deal))
@@ -303,7 +329,7 @@ def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     attack, column, name, seed = of.values()
     good, hostile, of_code = setting["clients"], setting["hostile"], column == CODE
     adversary = Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)
-    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=32, keep="everything")
+    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
     make, options = {
         "fedavg": (algorithms.fedavg, {"weights": "equal"}),
         "federated_clustering": (
@@ -314,13 +340,20 @@ def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     }[name]
     algorithm = make(likelihood_task(column), one, adversary=adversary, **options)
     true = (np.arange(good) % 4).astype(np.int32)
-    deal = deal_mnist(dataset, "private_label", true, seed, of_code, setting["images"], hostile)
+    deal = deal_images(dataset, "private_label", true, seed, of_code, setting["images"], hostile)
+    states = trained(algorithm, deal, seed, setting["epochs"], -(-setting["images"] // BATCH), in_order=of_code)
+    curve = accuracy_curve(states, tester(algorithm.task, dataset, "private_label", true), setting)
+    return curve | {"seconds": time.perf_counter() - started} | of
+
+
+def accuracy_curve(
+    states: Iterable[Any], accuracies: Callable[[PyTree, Any], np.ndarray], setting: dict[str, Any]
+) -> Row:
+    """The mean accuracy of the setting's clients in percent, after every so many epochs and after the last."""
     curve = {"epoch": [], "accuracy %": []}
-    states = trained(algorithm, deal, seed, setting["epochs"], -(-setting["images"] // 32))
     for epoch, state in enumerate(states, 1):
         if epoch % setting["eval_every"] == 0 or epoch == setting["epochs"]:
-            model = state.cluster[:good]
-            found = accuracies_on_tests(algorithm.task, state.params, model, dataset, "private_label", true)
             curve["epoch"].append(epoch)
+            found = accuracies(state.params, state.cluster[: setting["clients"]])
             curve["accuracy %"].append(float(100 * found.mean()))
-    return curve | {"seconds": time.perf_counter() - started} | of
+    return curve

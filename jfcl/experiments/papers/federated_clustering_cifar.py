@@ -1,0 +1,160 @@
+"""Figure 4 of Federated-Clustering (Werner et al. 2023) as the authors' code has it: VGG-16 on CIFAR-10.
+
+The code is github.com/liehe/PRFL. Images are drawn again in every epoch, so that a client comes to see all of them, and
+come in batches of 32, the last of an epoch with what is left. Otherwise than there, evaluation is on all test images.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from itertools import product
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import algorithms, data, models
+from jfcl.client.augment import crop_flip
+from jfcl.client.local import local_training
+from jfcl.core import Algorithm, Clients, Task
+from jfcl.experiments.papers import report
+from jfcl.experiments.papers.federated_clustering_mnist import (
+    BATCH,
+    accuracy_curve,
+    deal_images,
+    ditto_of_the_code,
+    tester,
+    trained,
+)
+from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
+from jfcl.models.networks import Conv
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of the code, the latter smaller than those of pixels
+BLOCKS = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
+METHODS = ("local", "fedavg", "ditto", "federated_clustering", "oracle")
+PAPER = {"federated_clustering": "above local", "ditto": "poor", "fedavg": "poor", "oracle": "above local"}
+LR, MOMENTUM = 0.1, 0.9
+
+
+class VGG16(nn.Module):
+    """The code's VGG-16, with dropout before both hidden dense layers, on pixels in [0, 1], which it standardises.
+
+    Attributes:
+      blocks: channels of the convolutions of each block, after which the sides are halved.
+      dense: width of the hidden dense layers.
+    """
+
+    blocks: tuple[tuple[int, ...], ...] = BLOCKS
+    dense: int = 512
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        mean, std = (jnp.asarray(each, x.dtype).reshape(1, 1, 1, 3) for each in (MEAN, STD))
+        x = (x - mean) / std
+        outgoing = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+        for block in self.blocks:
+            for place, features in enumerate(block, 1):
+                x = Conv(features, 3, 1, pool=place == len(block), kernel_init=outgoing)(x)
+        x = x.reshape(len(x), -1)
+        for width in (self.dense, self.dense, 10):
+            if width != 10:
+                x = nn.Dropout(0.5, deterministic=not train)(x)
+            reach = x.shape[1] ** -0.5
+            uniform = lambda key, shape, dtype, reach=reach: jax.random.uniform(key, shape, dtype, -reach, reach)  # noqa: E731
+            x = nn.Dense(width, kernel_init=uniform, bias_init=uniform)(x)
+            x = nn.relu(x) if width != 10 else x
+        return x
+
+
+def with_momentum(gather_only: bool) -> optax.GradientTransformation:
+    """Steps along the momentum; or, `gather_only`, along the gradients, while the momentum gathers them all the same.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> one, two = with_momentum(False), with_momentum(True)
+      >>> step, state = one.update(jnp.ones(1), one.init(jnp.zeros(1)))
+      >>> two.update(jnp.ones(1), state)[0].tolist(), one.update(jnp.ones(1), state)[0].round(2).tolist()
+      ([-0.100...], [-0.18...])
+    """
+    trace = optax.trace(MOMENTUM)
+
+    def update(gradients, state, params=None):
+        momentum, state = trace.update(gradients, state)
+        return jax.tree.map(lambda g: -LR * g, gradients if gather_only else momentum), state
+
+    return optax.GradientTransformation(trace.init, update)
+
+
+def clustering_every(clustering: Algorithm, local: Algorithm, every: int, rounds: int) -> Algorithm:
+    """Clusters in every `every`-th of an epoch's rounds; in the others clients train alone."""
+
+    def step(key: jax.Array, state: Any, clients: Clients):
+        turn = state.round % rounds % every
+        one = lambda algorithm: lambda s: algorithm.step(key, s, clients)[0]  # noqa: E731
+        return jax.lax.cond(turn == every - 1, one(clustering), one(local), state), {}
+
+    return Algorithm(clustering.init, step, clustering.task)
+
+
+def figure_4_method(task: Task, name: str, cluster: np.ndarray, rounds: int, setting: dict[str, Any]) -> Algorithm:
+    """A method as in the code: *local* steps have no momentum, nor have those of Federated-Clustering between two of
+    its own, which gather it; Ditto's global model stays as it begins; the four models of IFCA are one, so that it is
+    FedAvg."""
+    own = local_training(
+        with_momentum(False), num_steps=1, batch_size=BATCH, augment=crop_flip, keep="everything", span="never"
+    )
+    alone = algorithms.local_only(task, own._replace(optimizer=with_momentum(True)))
+    if name == "local":
+        return alone
+    if name == "ditto":
+        return ditto_of_the_code(task, own._replace(optimizer=optax.trace(MOMENTUM)), lr=LR, lam=0.1)
+    if name == "federated_clustering":
+        options = {"quantile": setting["quantile"], "quantile_rule": "index", "subgroup_size": setting["subgroup_size"]}
+        clustering = algorithms.federated_clustering(task, own, threshold_rounds=10, **options)
+        return clustering_every(clustering, alone, setting["every"], rounds)
+    make, options = {"fedavg": (algorithms.fedavg, {}), "oracle": (algorithms.oracle, {"cluster": cluster})}[name]
+    return make(task, own, weights="equal", **options)
+
+
+@functools.lru_cache(maxsize=1)
+def _cifar(data_dir: str | None) -> data.Dataset:
+    return data.load("cifar10", data_dir)
+
+
+@recipe(
+    "federated_clustering.figure4_code",
+    full={"methods": list(METHODS), "clients": 20, "images": 2500, "epochs": 60, "eval_every": 5, "seeds": 1}
+    | {"blocks": BLOCKS, "dense": 512, "quantile": 0.2, "subgroup_size": 10, "every": 10},
+    small={"images": 500, "epochs": 2, "blocks": ((8,),) * 5, "dense": 64, "eval_every": 1},
+)
+def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """FC, figure 4 as the authors' code: private labels on CIFAR-10, images drawn again in every epoch."""
+    _cifar(bench.data_dir)
+    calls, rows, (figure, [[axes]]) = {}, [], report.panels(6, 4)
+    for name, seed in product(setting["methods"], range(setting["seeds"])):
+        calls[f"{name}-{seed}"] = _cell, bench.data_dir, setting, {"method": name, "seed": seed}
+    kept = bench.keep_all(calls, "cells")
+    for name in setting["methods"]:
+        found = [kept[f"{name}-{seed}"] for seed in range(setting["seeds"])]
+        row = {"method": name} | report.mean_and_std([one["accuracy %"][-1] for one in found])
+        rows.append(row | {"paper": PAPER.get(name, ""), "seconds": sum(one["seconds"] for one in found)})
+        axes.plot(found[0]["epoch"], np.mean([one["accuracy %"] for one in found], axis=0), label=name)
+    axes.set(xlabel="epoch", ylabel="test accuracy %")
+    axes.legend(fontsize=8)
+    return Outcome(rows, figure, "the authors' IFCA is FedAvg here: its four models are one object")
+
+
+def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
+    """The accuracy in percent by epoch, the seconds with compilation, and what they are of."""
+    dataset, started = _cifar(data_dir), time.perf_counter()
+    true, rounds = (np.arange(setting["clients"]) % 4).astype(np.int32), -(-setting["images"] // BATCH)
+    network = VGG16(tuple(map(tuple, setting["blocks"])), setting["dense"])
+    algorithm = figure_4_method(models.classification(network, (32, 32, 3), 10), of["method"], true, rounds, setting)
+    deal = deal_images(dataset, "private_label", true, of["seed"], redraw=True, each=setting["images"])
+    states = trained(algorithm, deal, of["seed"], setting["epochs"], rounds, in_order=True)
+    curve = accuracy_curve(states, tester(algorithm.task, dataset, "private_label", true), setting)
+    return curve | {"seconds": time.perf_counter() - started} | of
