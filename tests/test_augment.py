@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.client.augment import AUGMENTATIONS, crop_flip, flip, tutorial
+from jfcl.client.augment import AUGMENTATIONS, crop_flip, flip, tutorial, tutorial_batch
 from jfcl.experiments import Config, run
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)
@@ -36,16 +36,17 @@ def test_crop_flip_is_a_window_of_the_padded_image():
     assert len(moves) > 25 and {i for i, _, _ in moves} >= {0, 8}  # both ends are reached
 
 
-def test_tutorial_is_a_window_of_other_brightness_and_contrast():
-    """Every result is `a * window + b`, per channel, for one window, mirrored or not, with one `a` in [0.2, 1.8]."""
-    out = np.asarray(tutorial(jax.random.key(2), BATCH)["x"], np.float64)
+def windows_of_other_light(out):
+    """`(factor, shift, row, column, mirrored)` of each image: it is `a * window + b` per channel, `a` for all alike."""
     assert out.shape == (40, 24, 24, 2)
-    factors = []
-    for o, x in zip(out, IMAGES.astype(np.float64), strict=True):
+    drawn = []
+    for o, x in zip(out.astype(np.float64), IMAGES.astype(np.float64), strict=True):
         found = []
         for i in range(5):
             for j in range(7):
-                for window in (x[i : i + 24, j : j + 24], x[i : i + 24, j : j + 24][:, ::-1]):
+                for mirrored in (False, True):
+                    window = x[i : i + 24, j : j + 24]
+                    window = window[:, ::-1] if mirrored else window
                     slopes, shifts = [], []
                     for c in range(2):
                         a, b = np.polyfit(window[..., c].ravel(), o[..., c].ravel(), 1)
@@ -56,10 +57,22 @@ def test_tutorial_is_a_window_of_other_brightness_and_contrast():
                     else:
                         assert np.ptp(slopes) < 1e-3 and np.ptp(shifts) < 1e-4  # all channels alike
                         assert abs(shifts[0]) <= 63 / 255 + 1e-6  # contrast leaves the mean as brightness made it
-                        found.append(slopes[0])
+                        found.append((round(slopes[0], 3), round(shifts[0], 3), i, j, mirrored))
         assert len(found) == 1
-        factors += found
+        drawn += found
+    return drawn
+
+
+def test_tutorial_is_a_window_of_other_brightness_and_contrast():
+    factors = [one[0] for one in windows_of_other_light(np.asarray(tutorial(jax.random.key(2), BATCH)["x"]))]
     assert 0.2 <= min(factors) < 0.5 and 1.5 < max(factors) <= 1.8
+
+
+def test_tutorial_batch_draws_once_for_all_but_the_mirror():
+    drawn = [windows_of_other_light(np.asarray(tutorial_batch(jax.random.key(k), BATCH)["x"])) for k in (2, 3)]
+    assert all(len({one[:4] for one in batch}) == 1 for batch in drawn)
+    assert drawn[0][0][:2] != drawn[1][0][:2]
+    assert all(10 <= sum(one[4] for one in batch) <= 30 for batch in drawn)
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)

@@ -129,6 +129,40 @@ def test_an_identity_batch_of_everything_is_everything(stable_rounds):
         np.testing.assert_allclose(state.params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stable_rounds", [None, 2])
+@pytest.mark.parametrize("identity_batch", [None, 3])
+def test_examples_that_do_not_change_are_no_other_ones(identity_batch, stable_rounds):
+    clients, states = regression(5), []
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=3, augment=lambda key, batch: batch)
+    for identity_augment in (False, True):
+        options = {"stable_rounds": stable_rounds, "identity_batch": identity_batch}
+        algorithm = jfcl.ifca(LINEAR, training, num_clusters=2, identity_augment=identity_augment, **options)
+        states.append(jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)[0])
+    assert (states[0].cluster == states[1].cluster).all()
+    np.testing.assert_allclose(states[1].params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_models_are_compared_on_examples_of_their_own():
+    """Between two equal models, one change of all examples of a client decides at random, for each client anew."""
+    clients = regression(4, n=400)
+    start = np.ones((2, D), np.float32)
+
+    def shift(key, batch):
+        return {**batch, "x": batch["x"] + jax.random.normal(key, (1, D))}
+
+    training = jfcl.local_training(optax.sgd(0.0), num_steps=1, augment=shift)
+    options = {"num_clusters": 2, "init_params": {"w": start}}
+    chosen = []
+    for identity_augment in (False, True):
+        algorithm = jfcl.ifca(LINEAR, training, identity_augment=identity_augment, **options)
+        state = algorithm.init(jax.random.key(0), clients)
+        for t in (1, 2):
+            state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
+            chosen.append(np.asarray(state.cluster))
+    assert (chosen[0] == 0).all() and (chosen[1] == 0).all()  # the first of equals
+    assert all(abs(c.mean() - 0.5) < 0.1 for c in chosen[2:]) and abs((chosen[2] == chosen[3]).mean() - 0.5) < 0.1
+
+
 @pytest.mark.parametrize("weights", ["equal", "size"])
 def test_fedavg_is_ifca_with_one_model(weights):
     clients = regression(3)
@@ -451,6 +485,10 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_batch=0),
             "identity_batch must be an integer, at least 1",
+        ),
+        (
+            lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_augment=True),
+            "identity_augment must be False where the training has no augment, got True",
         ),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
         (

@@ -1,11 +1,14 @@
-"""Rows of FC's table 1 "as the authors' code" in PyTorch: how far the loss on probabilities leaves them to the seed.
+"""Rows of FC's table 1 "as the authors' code" in PyTorch, with that code's own random numbers; nothing of jfcl.
 
-Where all clients of a cluster take one step a round from the same model with as many examples each, FedAvg is gradient
-descent on their batches together. That is all there is here: no federation, and nothing of jfcl.
+The code is github.com/liehe/PRFL, `mnist/`: models are drawn after `torch.manual_seed(SEED)`, and in every epoch the
+images are divided among the clients by a permutation with the epoch's number for a seed. What is here takes the same
+steps, for all clients at once.
 
     python -c "import jfcl, numpy; d = jfcl.data.load('mnist'); numpy.savez('mnist.npz', **d.train,
                **{'test_' + k: v for k, v in d.test.items()})"
-    .venv-torch/bin/python benchmarks/peers/torch_table1.py mnist.npz rotation global --seeds 8
+    .venv-torch/bin/python benchmarks/peers/torch_table1.py mnist.npz rotation global --seeds 4
+
+*Local* has no momentum there; `--momentum` gives it that of the others.
 """
 
 import argparse
@@ -13,55 +16,131 @@ import json
 
 import numpy as np
 import torch
-from torch import nn
 
-CLUSTERS, CLIENTS, EXAMPLES, BATCH, EPOCHS = 4, 300, 200, 32, 30
-
-
-def as_cluster_sees(task: str, x: np.ndarray, y: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images turned by `k` quarters, or labels moved by `k`."""
-    return (np.rot90(x, k, (1, 2)), y) if task == "rotation" else (x, (y + k) % 10)
+CLUSTERS, CLIENTS, EXAMPLES, BATCH, EPOCHS, STEP, MOMENTUM = 4, 300, 200, 32, 30, 0.1, 0.9
+OF_VALIDATION = 10_000  # added to the epoch, for the batches on which IFCA's clients compare models
+TRUE = torch.arange(CLIENTS) // (CLIENTS // CLUSTERS)
 
 
-def accuracy(arrays, task: str, method: str, seed: int) -> float:
-    """Percent of the test images that clients get right, the mean over clusters."""
-    x, test_x = ((arrays[n].reshape(-1, 28, 28) - 0.1307) / 0.3081 for n in ("x", "test_x"))
-    y, test_y = (arrays[n].astype(np.int64) for n in ("y", "test_y"))
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
+def drawn(count):
+    """`count` models as PyTorch draws linear layers, stacked."""
     models = []
-    for _ in range(1 if method == "global" else CLUSTERS):
-        net = nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10), nn.Softmax(1))
-        models.append((net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)))
-    for _ in range(EPOCHS):
-        parts = rng.permutation(len(y))[: CLIENTS * EXAMPLES].reshape(CLUSTERS, -1, EXAMPLES)
-        for start in range(0, EXAMPLES, BATCH):
-            batches = []
-            for k, mine in enumerate(parts):
-                rows = mine[:, start : start + BATCH].ravel()
-                batches.append([torch.from_numpy(a.copy()) for a in as_cluster_sees(task, x[rows], y[rows], k)])
-            if method == "global":
-                batches = [[torch.cat(parts) for parts in zip(*batches, strict=True)]]
-            for (net, optimizer), (images, labels) in zip(models, batches, strict=True):
-                optimizer.zero_grad()
-                nn.functional.nll_loss(net(images), labels).backward()
-                optimizer.step()
+    for _ in range(count):
+        layers = torch.nn.Linear(784, 200), torch.nn.Linear(200, 10)
+        models.append([p.detach() for layer in layers for p in (layer.weight, layer.bias)])
+    return [torch.stack(parts) for parts in zip(*models, strict=True)]
+
+
+def probabilities(models, x):
+    """Of models `[N, ...]` and images `[N, B, 784]`."""
+    hidden = torch.relu(x @ models[0].mT + models[1][:, None])
+    return torch.softmax(hidden @ models[2].mT + models[3][:, None], dim=-1)
+
+
+def losses(models, x, y):
+    """`[N]`: the mean of minus the label's probability."""
+    return -probabilities(models, x).gather(-1, y[..., None])[..., 0].mean(dim=-1)
+
+
+def gradients(models, x, y):
+    models = [p.detach().requires_grad_() for p in models]
+    return torch.autograd.grad(losses(models, x, y).sum(), models)
+
+
+def heavy(momenta, steps):
+    return list(steps) if momenta is None else [MOMENTUM * m + g for m, g in zip(momenta, steps, strict=True)]
+
+
+def moved(models, steps):
+    return [p - STEP * d for p, d in zip(models, steps, strict=True)]
+
+
+def deal(seed):
+    """The clients' images and labels in an epoch, `[N, 200, ...]`."""
+    rows = torch.randperm(len(Y[0]), generator=torch.Generator().manual_seed(seed))
+    parts = [rows[i::CLIENTS] for i in range(CLIENTS)]
+    return [torch.stack([of[k][rows] for rows, k in zip(parts, TRUE, strict=True)]) for of in (X, Y)]
+
+
+def batches(seed):
+    x, y = deal(seed)
+    return [(x[:, b : b + BATCH], y[:, b : b + BATCH]) for b in range(0, EXAMPLES, BATCH)]
+
+
+def personal():
+    """*Local*, and Ditto, the global model of which stays as it begins."""
+    start, momenta = drawn(1), None
+    models = [p.expand(CLIENTS, *p.shape[1:]) for p in start]
+    for epoch in range(EPOCHS):
+        for x, y in batches(epoch):
+            g = gradients(models, x, y)
+            if args.method == "ditto" or args.momentum:
+                g = momenta = heavy(momenta, g)
+            if args.method == "ditto":
+                g = [d + (v - w) for d, v, w in zip(g, models, start, strict=True)]
+            models = moved(models, g)
+    return models, torch.arange(CLIENTS)
+
+
+def of_clusters():
+    """*Global*, and the ground truth, where each cluster has a model; all begin alike."""
+    mine, momenta = TRUE if args.method == "ground_truth" else torch.zeros_like(TRUE), None
+    count = int(mine.max()) + 1
+    models = [p.expand(count, *p.shape[1:]) for p in drawn(1)]
+    for epoch in range(EPOCHS):
+        for x, y in batches(epoch):
+            own = [[part[mine == k].flatten(0, 1) for part in (x, y)] for k in range(count)]
+            momenta = heavy(momenta, gradients(models, *(torch.stack(parts) for parts in zip(*own, strict=True))))
+            models = moved(models, momenta)
+    return models, mine
+
+
+def ifca():
+    """Clients compare models on other batches; a model moves by their momenta, divided by all clients."""
+    models, momenta = drawn(CLUSTERS), None
+    for epoch in range(EPOCHS):
+        for (x, y), other in zip(batches(epoch), batches(OF_VALIDATION + epoch), strict=True):
+            of_models = [losses([p[k : k + 1] for p in models], *other) for k in range(CLUSTERS)]
+            chosen = torch.stack(of_models).argmin(dim=0)
+            momenta = heavy(momenta, gradients([p[chosen] for p in models], x, y))
+            shares = torch.nn.functional.one_hot(chosen, CLUSTERS).T.to(torch.float32) / CLIENTS
+            models = moved(models, [torch.tensordot(shares, m, dims=1) for m in momenta])
+    return models, chosen
+
+
+def accuracy(models, mine):
+    """Percent: each client has another 300th of the test images, some twice."""
+    rows = torch.cat([torch.arange(10_000), torch.arange(200)])
     right = []
-    with torch.no_grad():
-        for k in range(CLUSTERS):
-            images, labels = as_cluster_sees(task, test_x, test_y, k)
-            guesses = models[k % len(models)][0](torch.from_numpy(images.copy())).argmax(1).numpy()
-            right.append((guesses == labels).mean())
+    for i, k in enumerate(TRUE):
+        own = rows[i::CLIENTS]
+        guesses = probabilities([p[mine[i]][None] for p in models], TEST_X[k][own][None])[0].argmax(dim=1)
+        right.append((guesses == TEST_Y[k][own]).float().mean().item())
     return 100 * float(np.mean(right))
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("arrays")
 parser.add_argument("task", choices=("rotation", "private_label"))
-parser.add_argument("method", choices=("global", "ground_truth"))
-parser.add_argument("--seeds", type=int, default=3)
+parser.add_argument("method", choices=("local", "ditto", "ifca", "global", "ground_truth"))
+parser.add_argument("--seeds", type=int, default=1)
+parser.add_argument("--momentum", action="store_true")
 args = parser.parse_args()
-mnist = np.load(args.arrays)
-found = [accuracy(mnist, args.task, args.method, seed) for seed in range(args.seeds)]
-print(json.dumps({"task": args.task, "method": args.method, "accuracy %": found, "torch": torch.__version__}))
-print(f"{np.mean(found):.1f} ± {np.std(found):.1f}")
+arrays = np.load(args.arrays)
+images, tests = (
+    torch.from_numpy(((arrays[n].reshape(-1, 28, 28) - 0.1307) / 0.3081).astype(np.float32)) for n in ("x", "test_x")
+)
+labels, test_labels = (torch.from_numpy(arrays[n].astype(np.int64)) for n in ("y", "test_y"))
+turned = args.task == "rotation"
+X, TEST_X = ([torch.rot90(x, k * turned, (1, 2)).flatten(1) for k in range(CLUSTERS)] for x in (images, tests))
+Y, TEST_Y = ([y if turned else (y + k) % 10 for k in range(CLUSTERS)] for y in (labels, test_labels))
+run = {"ifca": ifca, "global": of_clusters, "ground_truth": of_clusters}.get(args.method, personal)
+for seed in range(args.seeds):
+    torch.manual_seed(seed)
+    models, mine = run()
+    row = {"task": args.task, "method": args.method, "seed": seed, "accuracy %": accuracy(models, mine)}
+    if args.method == "ifca":
+        row["models chosen by cluster"] = [
+            torch.bincount(mine[k == TRUE], minlength=CLUSTERS).tolist() for k in range(CLUSTERS)
+        ]
+    print(json.dumps(row | ({"momentum": True} if args.momentum else {}) | {"torch": torch.__version__}), flush=True)

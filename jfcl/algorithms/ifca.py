@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Annotated
 
@@ -14,8 +15,8 @@ from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.algorithms.restarts import with_balanced_start, with_restarts
 from jfcl.algorithms.round import check_at_most_clients
-from jfcl.client.local import LocalTraining, check_parts, draw_batch
-from jfcl.client.losses import blank_padding, lowest_loss, under_all
+from jfcl.client.local import LocalTraining, augmented, check_parts, draw_batch
+from jfcl.client.losses import blank_padding, lowest_loss, mean_loss, under_all
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -33,6 +34,7 @@ from jfcl.execution.memory import in_lots
 
 AVERAGE = ("models", "gradients")
 DIVIDE_BY = ("all", "participants")
+IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
 
 
 def ifca(
@@ -48,6 +50,7 @@ def ifca(
     personal_steps: PersonalSteps = None,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
     identity_batch: Annotated[int | None, Range(1)] = None,
+    identity_augment: bool = False,
     min_share: Annotated[float | None, Interval("(0, 1]")] = None,
     restarts: Rounds = 1,
     restart_rounds: Annotated[int, Range(1, MOST_REPEATED), Needs("restarts")] = 1,
@@ -80,6 +83,10 @@ def ifca(
         decided in each round for its cohort. Default: never.
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
+      identity_augment: a client compares the models on examples that `training.augment` changes, drawn again for each
+        model; default: on the examples as they are (the paper). The authors' code for CIFAR-10 has it. If all images of
+        a batch are changed alike (`jfcl.augment.tutorial_batch`), this makes choices random while the models differ
+        little, so that all go on being trained, where otherwise one may be chosen by all from then on.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
         once (the paper). The authors' code for CIFAR-10 has 0.35 (see `with_balanced_start`).
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
@@ -98,7 +105,8 @@ def ifca(
     Raises:
       ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
         `"gradients"`, a shortcut that could begin while restarts are still compared, `min_share` above `1 / K` or
-        with `init_params`, restarts, `min_share` or the shortcut with `dp`, and as in `jfcl.fedavg`.
+        with `init_params`, restarts, `min_share` or the shortcut with `dp`, `identity_augment` without an augmentation,
+        and as in `jfcl.fedavg`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -138,10 +146,14 @@ def ifca(
         both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
         check(both == (1, None), "restarts, stable_rounds", both, accepted)
         check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
+    check(
+        not identity_augment or training.augment is not None,
+        "identity_augment",
+        identity_augment,
+        "False where the training has no augment",
+    )
     client_axis = mapping.or_auto(client_axis)
-    estimate = training
-    if identity_batch is not None:
-        estimate = training._replace(batch_size=identity_batch, augment=None)
+    estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster
     # to compute them again: there the K losses then keep no products, and the large product ends in the activations.
@@ -153,19 +165,28 @@ def ifca(
         def choice(key, examples, size, cluster, quiet, own):
             find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
 
+            def on_changed(some, number):
+                def one(key, model):
+                    return mean_loss(of_rest(task, own), model, augmented(task, training, key, some), number)
+
+                keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), num_clusters)
+                losses = jax.vmap(one)(keys, params)
+                return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), None
+
             def compare():
+                losses_of = on_changed if identity_augment else find
                 if identity_batch is None:
-                    losses, products = find(examples, size)
+                    losses, products = losses_of(examples, size)
                 else:  # with the key of the training, hence its first batch under num_steps
                     batch, real = draw_batch(task, estimate, key, examples, size)
-                    losses, products = find(batch, real.sum())[0], None
+                    losses, products = losses_of(batch, real.sum())[0], None
                 best = jnp.argmin(losses).astype(jnp.int32)
                 return best, jnp.ones((), bool), None if products is None else products[:, best]
 
             def stay():
                 first = None if jax.tree.leaves(own) else dense_start(comparing)
                 products = None
-                if first is not None and identity_batch is None:
+                if first is not None and identity_batch is None and not identity_augment:
                     kernel = get_parameter(params, first.kernel)[cluster]
                     products = first.inputs(blank_padding(examples, size)).astype(kernel.dtype) @ kernel
                 return cluster, jnp.zeros((), bool), products

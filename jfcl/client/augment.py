@@ -1,7 +1,8 @@
 """Random changes to a batch of images while clients train: for `jfcl.local_training(augment=...)`.
 
-Each is `(key, batch) -> batch`, draws for every image separately, and changes `batch["x"]` `[B, H, W, C]` alone.
-Changed examples are outside of the span of a client's examples, so that training does not use the span.
+Each is `(key, batch) -> batch` and changes `batch["x"]` `[B, H, W, C]` alone, by draws for every image separately, but
+for `tutorial_batch`. Changed examples are outside of the span of a client's examples, so that training does not use the
+span.
 """
 
 from __future__ import annotations
@@ -71,27 +72,51 @@ def crop_flip(key: jax.Array, batch: Batch) -> Batch:
 
 
 def tutorial(key: jax.Array, batch: Batch) -> Batch:
-    """Augments CIFAR-10 as IFCA's code: a random 24 x 24 window, mirrored or not, of random brightness and contrast.
+    """Augments CIFAR-10 as TensorFlow's tutorial: a random 24 x 24 window, mirrored or not, its light and contrast.
 
-    Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean, as in the
-    TensorFlow tutorial that the code follows (pixels here are in [0, 1]). For `CNNCifar24`, which standardises
-    its input, and takes the middle 24 x 24 of whole images. `ValueError` for smaller images.
+    Brightness moves by up to 63/255, contrast is multiplied by 0.2 to 1.8 around each channel's mean (pixels here are
+    in [0, 1]). For `CNNCifar24`, which standardises its input, and takes the middle 24 x 24 of whole images.
+    `ValueError` for smaller images.
 
     Example:
       >>> tutorial(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3)), "y": jnp.zeros(5)})["x"].shape
       (5, 24, 24, 3)
     """
-    if batch["x"].ndim == 4 and min(batch["x"].shape[1:3]) < 24:
-        raise ValueError(f"augment tutorial needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
+    _check_24(batch)
 
     def one(key, image):
         move, turn, light, spread = jax.random.split(key, 4)
-        image = _flipped(turn, _window(move, image, 24, 24))
-        image = image + jax.random.uniform(light, minval=-63 / 255, maxval=63 / 255)
-        mean = image.mean(axis=(0, 1), keepdims=True)
-        return mean + (image - mean) * jax.random.uniform(spread, minval=0.2, maxval=1.8)
+        return _tutorial(move, turn, light, spread, image)
 
     return _images(one)(key, batch)
 
 
-AUGMENTATIONS = {"flip": flip, "crop_flip": crop_flip, "tutorial": tutorial}
+def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
+    """As `tutorial`, but with one window, brightness and contrast for all images of a batch, as IFCA's code has it.
+
+    Only whether an image is mirrored is drawn for each.
+
+    Example:
+      >>> x = jnp.broadcast_to(jax.random.uniform(jax.random.key(1), (1, 32, 32, 3)), (9, 32, 32, 3))
+      >>> found = tutorial_batch(jax.random.key(0), {"x": x})["x"]
+      >>> len({float(image.sum().round(2)) for image in found}), len({float(image[0, 0, 0]) for image in found})
+      (1, 2)
+    """
+    _check_24(batch)
+    move, turns, light, spread = jax.random.split(key, 4)
+    return _images(lambda turn, image: _tutorial(move, turn, light, spread, image))(turns, batch)
+
+
+def _check_24(batch: Batch) -> None:
+    if batch["x"].ndim == 4 and min(batch["x"].shape[1:3]) < 24:
+        raise ValueError(f"augment tutorial needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
+
+
+def _tutorial(move, turn, light, spread, image):
+    image = _flipped(turn, _window(move, image, 24, 24))
+    image = image + jax.random.uniform(light, minval=-63 / 255, maxval=63 / 255)
+    mean = image.mean(axis=(0, 1), keepdims=True)
+    return mean + (image - mean) * jax.random.uniform(spread, minval=0.2, maxval=1.8)
+
+
+AUGMENTATIONS = {"flip": flip, "crop_flip": crop_flip, "tutorial": tutorial, "tutorial_batch": tutorial_batch}
