@@ -207,7 +207,7 @@ def _mnist(method: str, setting: dict[str, Any], m: int, n: int) -> Config:
     return report.configure(method, setting | given)
 
 
-def _cifar(method: str, setting: dict[str, Any]) -> Config:
+def cifar_config(method: str, setting: dict[str, Any]) -> Config:
     """The code's setting, with its crops, flips and colours.
 
     As in the code, initial models are drawn again until each gets 35 % of a cohort, and the kernels of the hidden dense
@@ -271,7 +271,7 @@ def table_1_cifar10(bench: Bench, setting: dict[str, Any]) -> Outcome:
     title = f"cifar10 {setting['clients']} x {setting['examples_per_client']}"
     full = (setting["clients"], setting["cohort"], setting["rounds"]) == (200, 20, 600)
     notes = "" if full else "the paper's: 200 clients, 20 in a round, 600 rounds"
-    return _table_1(bench, [(title, 3, partial(_cifar, setting=setting))], notes)
+    return _table_1(bench, [(title, 3, partial(cifar_config, setting=setting))], notes)
 
 
 @recipe(
