@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--changed", action="store_true")
     args = parser.parse_args()
     config = cifar_config("ifca", SETTING)
-    changed = {"augment": "tutorial_batch", "identity_augment": True} if args.changed else {}
+    changed = {} if args.changed else {"augment": "tutorial", "identity_augment": False}
     parts = [dataclasses.replace(config, min_share=None), dataclasses.replace(config, **changed)]
     plain, balanced = (setup(part, data_dir=args.data_dir) for part in parts)
     for seed in range(args.seed, args.seed + args.seeds):

@@ -522,6 +522,8 @@ TINY = {
     | {"newcomers": 8, "min_rounds": 1, "eps_1": 2.0, "eps_2": 0.1},
     "cfl.figure8": _FEW | {"min_rounds": 1, "gamma_max": 0.0},
     "cfl.figure9": _FEW | {"min_rounds": 1, "vocab_size": 50, "length": 6},
+    "federated_clustering.figure4_code": {"clients": 8, "images": 40, "epochs": 2, "eval_every": 1, "every": 2}
+    | {"blocks": [[2]] * 5, "dense": 4, "subgroup_size": 4},
     "federated_clustering.figure6": {"clients": 8, "hostile": 2, "images": 33, "subgroup_size": 5, "epochs": 2},
     "federated_clustering.table1": {"clients": 20, "subgroup_size": 4, "epochs": 1, "epochs_of_fc": 1},
     "ifca.figure4": {"mnist": [(8, 20)], "rounds": 2},

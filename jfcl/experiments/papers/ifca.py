@@ -208,14 +208,14 @@ def _mnist(method: str, setting: dict[str, Any], m: int, n: int) -> Config:
 
 
 def cifar_config(method: str, setting: dict[str, Any]) -> Config:
-    """The code's setting, with its crops, flips and colours.
+    """The code's setting, with its crops, flips and colours, by which clients also compare IFCA's models.
 
     As in the code, initial models are drawn again until each gets 35 % of a cohort, and the kernels of the hidden dense
-    layers alone decay. Unlike there, identities are estimated on whole images without changes and without the decay,
-    every image has a window of its own, and local models are those of all clients; the code's are of 20 clients, with
-    standardised images cut to [0, 1].
+    layers alone decay. Unlike there, these draws are compared on images without changes, no comparison has the decay,
+    and local models are those of all clients; the code's are of 20 clients, with standardised images cut to [0, 1].
     """
-    given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "cnn_cifar24", "augment": "tutorial"}
+    given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "cnn_cifar24"}
+    given |= {"augment": "tutorial_batch", "identity_augment": True}
     given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99}
     given |= {"weight_decay": 0.004, "decay_only": "Dense_0/kernel,Dense_1/kernel"}
     if method == "local":
