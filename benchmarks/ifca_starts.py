@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jfcl.algorithms.restarts import MOST_DRAWS
 from jfcl.algorithms.round import select_cohort
 from jfcl.experiments.papers.ifca import cifar_config
 from jfcl.experiments.recipes import RECIPES
@@ -33,14 +34,15 @@ def draws(plain: Setup, key: jax.Array) -> Iterator[dict[str, Any]]:
     """The draws of `with_balanced_start` in a run with this key; `plain` draws once."""
     clients, true = jax.device_put(plain.federation.train), np.asarray(plain.federation.cluster)
     cohort_key, models_key = jax.random.split(jax.random.fold_in(key, 0))
-    few = select_cohort(cohort_key, clients, SETTING["cohort"]).clients
-    choose = jax.jit(lambda key: plain.algorithm.init(key, few).cluster)
-    of, share, draw = true[np.asarray(few.id)], 0.0, 0
-    while share < MIN_SHARE:
+    cohort = select_cohort(cohort_key, clients, SETTING["cohort"]).clients
+    choose = jax.jit(lambda key: plain.algorithm.init(key, cohort).cluster)
+    true = true[np.asarray(cohort.id)]
+    for draw in range(MOST_DRAWS):
         chosen = np.asarray(choose(jax.random.fold_in(models_key, draw)))
-        share, same = float(min(np.mean(chosen == 0), np.mean(chosen == 1))), float(np.mean(chosen == of))
-        yield {"draw": draw, "share": round(share, 2), "as clusters": round(max(same, 1 - same), 2)}
-        draw += 1
+        share, agree = float(min(np.mean(chosen == 0), np.mean(chosen == 1))), float(np.mean(chosen == true))
+        yield {"draw": draw, "share": round(share, 2), "as clusters": round(max(agree, 1 - agree), 2)}
+        if share >= MIN_SHARE:
+            return
 
 
 def rounds(balanced: Setup, key: jax.Array, num_rounds: int) -> Iterator[dict[str, Any]]:
@@ -51,8 +53,8 @@ def rounds(balanced: Setup, key: jax.Array, num_rounds: int) -> Iterator[dict[st
     for t in range(1, num_rounds + 1):
         state, metrics = step(jax.random.fold_in(key, t), state, clients)
         chosen, took_part = np.asarray(state.cluster), np.isfinite(np.asarray(metrics["loss"]))
-        of = [[int((took_part & (true == z) & (chosen == k)).sum()) for k in (0, 1)] for z in (0, 1)]
-        yield {"round": t, "chosen": of, "loss": round(float(np.nanmean(metrics["loss"])), 3)}
+        counts = [[int((took_part & (true == z) & (chosen == k)).sum()) for k in (0, 1)] for z in (0, 1)]
+        yield {"round": t, "chosen": counts, "loss": round(float(np.nanmean(metrics["loss"])), 3)}
 
 
 def main() -> None:
@@ -63,9 +65,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--changed", action="store_true")
     args = parser.parse_args()
-    config = cifar_config("ifca", SETTING)
-    changed = {} if args.changed else {"augment": "tutorial", "identity_augment": False}
-    parts = [dataclasses.replace(config, min_share=None), dataclasses.replace(config, **changed)]
+    config = cifar_config("ifca", SETTING | {"changed": args.changed})
+    parts = dataclasses.replace(config, min_share=None), config
     plain, balanced = (setup(part, data_dir=args.data_dir) for part in parts)
     for seed in range(args.seed, args.seed + args.seeds):
         key = jax.random.key(seed)

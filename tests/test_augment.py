@@ -88,9 +88,11 @@ def test_refuses_what_is_no_image(name):
         AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((3, 4))})
 
 
-def test_tutorial_refuses_small_images():
-    with pytest.raises(ValueError, match=r"images of 24 x 24 or more, got x of shape \(1, 8, 8, 1\)"):
-        tutorial(jax.random.key(0), {"x": jnp.zeros((1, 8, 8, 1))})
+@pytest.mark.parametrize("name", ["tutorial", "tutorial_batch"])
+def test_tutorial_refuses_small_images(name):
+    words = rf"augment {name} needs images of 24 x 24 or more, got x of shape \(1, 8, 8, 1\)"
+    with pytest.raises(ValueError, match=words):
+        AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((1, 8, 8, 1))})
 
 
 def tutorial_network(params, x: np.ndarray) -> np.ndarray:

@@ -131,7 +131,7 @@ def test_an_identity_batch_of_everything_is_everything(stable_rounds):
 
 @pytest.mark.parametrize("stable_rounds", [None, 2])
 @pytest.mark.parametrize("identity_batch", [None, 3])
-def test_examples_that_do_not_change_are_no_other_ones(identity_batch, stable_rounds):
+def test_an_augmentation_that_changes_nothing_changes_no_choice(identity_batch, stable_rounds):
     clients, states = regression(5), []
     training = jfcl.local_training(optax.sgd(0.1), num_steps=3, augment=lambda key, batch: batch)
     for identity_augment in (False, True):
@@ -140,6 +140,26 @@ def test_examples_that_do_not_change_are_no_other_ones(identity_batch, stable_ro
         states.append(jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)[0])
     assert (states[0].cluster == states[1].cluster).all()
     np.testing.assert_allclose(states[1].params["w"], states[0].params["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e3, np.nan])
+def test_padding_changes_no_changed_examples(padding):
+    """An augmentation that mixes examples, such as one that subtracts their mean, sees blank padding."""
+    x = np.full((2, 4, 1), padding, np.float32)
+    x[:, :2] = 1.0
+    y = np.float32([[1, 1, 0, 0], [5, 5, 0, 0]])
+    task = jfcl.models.task(lambda key: {"w": jnp.ones(1)}, lambda p, x: x @ p["w"], kind="regression")
+
+    def shift(key, batch):
+        return {**batch, "x": batch["x"] + jnp.max(batch["x"]) - 1.0}
+
+    training = jfcl.local_training(optax.sgd(0.0), num_steps=1, augment=shift)
+    start = {"w": np.float32([[1.0], [5.0]])}
+    algorithm = jfcl.ifca(task, training, num_clusters=2, identity_augment=True, init_params=start)
+    clients = Clients({"x": x, "y": y}, np.full(2, 2, np.int32))
+    state = algorithm.init(jax.random.key(0), Clients({"x": np.nan_to_num(x), "y": y}, clients.size))
+    state, _ = algorithm.step(jax.random.key(1), state, clients)
+    assert state.cluster.tolist() == [0, 1]
 
 
 def test_models_are_compared_on_examples_of_their_own():
@@ -488,7 +508,7 @@ FIVE = jfcl.local_training(optax.sgd(0.1), num_steps=5)
         ),
         (
             lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, identity_augment=True),
-            "identity_augment must be False where the training has no augment, got True",
+            "identity_augment must be False for a training without an augmentation .augment., got True",
         ),
         (lambda: jfcl.ifca(LINEAR, ONE, num_clusters=2, average="model"), "did you mean 'models'"),
         (

@@ -253,6 +253,10 @@ def test_list_and_help_name_everything(capsys):
             ["run", "fedavg", "--augment", "tutorial", "--model", "cnn_cifar"],
             "augment must be with --model cnn_cifar24",
         ),
+        (
+            ["run", "fedavg", "--augment", "tutorial_batch", "--model", "cnn_cifar"],
+            "augment must be with --model cnn_cifar24",
+        ),
         (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
         (["run", "ditto", "--lam", "-1"], "lam must be 0 or more, got -1.0"),

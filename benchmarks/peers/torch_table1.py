@@ -68,7 +68,7 @@ def batches(seed):
 
 
 def personal():
-    """*Local*, and Ditto, the global model of which stays as it begins."""
+    """After every epoch: *local*, and Ditto, the global model of which stays as it begins."""
     start, momenta = drawn(1), None
     models = [p.expand(CLIENTS, *p.shape[1:]) for p in start]
     for epoch in range(EPOCHS):
@@ -79,20 +79,20 @@ def personal():
             if args.method == "ditto":
                 g = [d + (v - w) for d, v, w in zip(g, models, start, strict=True)]
             models = moved(models, g)
-    return models, torch.arange(CLIENTS)
+        yield models, torch.arange(CLIENTS)
 
 
 def of_clusters():
     """*Global*, and the ground truth, where each cluster has a model; all begin alike."""
-    mine, momenta = TRUE if args.method == "ground_truth" else torch.zeros_like(TRUE), None
-    count = int(mine.max()) + 1
+    model_of, momenta = TRUE if args.method == "ground_truth" else torch.zeros_like(TRUE), None
+    count = int(model_of.max()) + 1
     models = [p.expand(count, *p.shape[1:]) for p in drawn(1)]
     for epoch in range(EPOCHS):
         for x, y in batches(epoch):
-            own = [[part[mine == k].flatten(0, 1) for part in (x, y)] for k in range(count)]
+            own = [[part[model_of == k].flatten(0, 1) for part in (x, y)] for k in range(count)]
             momenta = heavy(momenta, gradients(models, *(torch.stack(parts) for parts in zip(*own, strict=True))))
             models = moved(models, momenta)
-    return models, mine
+        yield models, model_of
 
 
 def ifca():
@@ -105,16 +105,16 @@ def ifca():
             momenta = heavy(momenta, gradients([p[chosen] for p in models], x, y))
             shares = torch.nn.functional.one_hot(chosen, CLUSTERS).T.to(torch.float32) / CLIENTS
             models = moved(models, [torch.tensordot(shares, m, dims=1) for m in momenta])
-    return models, chosen
+        yield models, chosen
 
 
-def accuracy(models, mine):
+def accuracy(models, model_of):
     """Percent: each client has another 300th of the test images, some twice."""
     rows = torch.cat([torch.arange(10_000), torch.arange(200)])
     right = []
     for i, k in enumerate(TRUE):
         own = rows[i::CLIENTS]
-        guesses = probabilities([p[mine[i]][None] for p in models], TEST_X[k][own][None])[0].argmax(dim=1)
+        guesses = probabilities([p[model_of[i]][None] for p in models], TEST_X[k][own][None])[0].argmax(dim=1)
         right.append((guesses == TEST_Y[k][own]).float().mean().item())
     return 100 * float(np.mean(right))
 
@@ -126,6 +126,8 @@ parser.add_argument("method", choices=("local", "ditto", "ifca", "global", "grou
 parser.add_argument("--seeds", type=int, default=1)
 parser.add_argument("--momentum", action="store_true")
 args = parser.parse_args()
+if args.momentum and args.method != "local":
+    parser.error("--momentum is of local alone: the others have it")
 arrays = np.load(args.arrays)
 images, tests = (
     torch.from_numpy(((arrays[n].reshape(-1, 28, 28) - 0.1307) / 0.3081).astype(np.float32)) for n in ("x", "test_x")
@@ -137,10 +139,11 @@ Y, TEST_Y = ([y if turned else (y + k) % 10 for k in range(CLUSTERS)] for y in (
 run = {"ifca": ifca, "global": of_clusters, "ground_truth": of_clusters}.get(args.method, personal)
 for seed in range(args.seeds):
     torch.manual_seed(seed)
-    models, mine = run()
-    row = {"task": args.task, "method": args.method, "seed": seed, "accuracy %": accuracy(models, mine)}
+    curve = []
+    for models, model_of in run():
+        curve.append(round(accuracy(models, model_of), 2))
+    row = {"task": args.task, "method": args.method, "seed": seed, "accuracy %": curve[-1], "by epoch": curve}
     if args.method == "ifca":
-        row["models chosen by cluster"] = [
-            torch.bincount(mine[k == TRUE], minlength=CLUSTERS).tolist() for k in range(CLUSTERS)
-        ]
+        chosen = [torch.bincount(model_of[k == TRUE], minlength=CLUSTERS).tolist() for k in range(CLUSTERS)]
+        row["models chosen by cluster"] = chosen
     print(json.dumps(row | ({"momentum": True} if args.momentum else {}) | {"torch": torch.__version__}), flush=True)

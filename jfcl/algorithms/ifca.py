@@ -83,10 +83,10 @@ def ifca(
         decided in each round for its cohort. Default: never.
       identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
         its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
-      identity_augment: a client compares the models on examples that `training.augment` changes, drawn again for each
-        model; default: on the examples as they are (the paper). The authors' code for CIFAR-10 has it. If all images of
-        a batch are changed alike (`jfcl.augment.tutorial_batch`), this makes choices random while the models differ
-        little, so that all go on being trained, where otherwise one may be chosen by all from then on.
+      identity_augment: a client compares the models on examples that the training's augmentation changes, with other
+        random numbers for each model; default: on the examples as they are (the paper). The authors' code for CIFAR-10
+        has it. With `jfcl.augment.tutorial_batch`, which changes all images alike, choices are partly random while the
+        models differ little: clients that all chose one model may come to choose another again.
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
         once (the paper). The authors' code for CIFAR-10 has 0.35 (see `with_balanced_start`).
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
@@ -150,7 +150,7 @@ def ifca(
         not identity_augment or training.augment is not None,
         "identity_augment",
         identity_augment,
-        "False where the training has no augment",
+        "False for a training without an augmentation (augment)",
     )
     client_axis = mapping.or_auto(client_axis)
     estimate = training._replace(batch_size=identity_batch, augment=None)
@@ -166,6 +166,8 @@ def ifca(
             find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
 
             def on_changed(some, number):
+                some = blank_padding(some, number)
+
                 def one(key, model):
                     return mean_loss(of_rest(task, own), model, augmented(task, training, key, some), number)
 

@@ -82,7 +82,7 @@ def tutorial(key: jax.Array, batch: Batch) -> Batch:
       >>> tutorial(jax.random.key(0), {"x": jnp.ones((5, 32, 32, 3)), "y": jnp.zeros(5)})["x"].shape
       (5, 24, 24, 3)
     """
-    _check_24(batch)
+    _check_24("tutorial", batch)
 
     def one(key, image):
         move, turn, light, spread = jax.random.split(key, 4)
@@ -92,9 +92,10 @@ def tutorial(key: jax.Array, batch: Batch) -> Batch:
 
 
 def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
-    """As `tutorial`, but with one window, brightness and contrast for all images of a batch, as IFCA's code has it.
+    """As `tutorial`, but with one window, brightness and contrast for all images of a batch, as in IFCA's code.
 
-    Only whether an image is mirrored is drawn for each.
+    Only whether an image is mirrored is drawn for each. (In that code, brightness moves by up to 63, which its network
+    cancels: it subtracts each image's mean.) For `CNNCifar24`; `ValueError` for images smaller than 24 x 24.
 
     Example:
       >>> x = jnp.broadcast_to(jax.random.uniform(jax.random.key(1), (1, 32, 32, 3)), (9, 32, 32, 3))
@@ -102,14 +103,14 @@ def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
       >>> len({float(image.sum().round(2)) for image in found}), len({float(image[0, 0, 0]) for image in found})
       (1, 2)
     """
-    _check_24(batch)
+    _check_24("tutorial_batch", batch)
     move, turns, light, spread = jax.random.split(key, 4)
     return _images(lambda turn, image: _tutorial(move, turn, light, spread, image))(turns, batch)
 
 
-def _check_24(batch: Batch) -> None:
+def _check_24(name: str, batch: Batch) -> None:
     if batch["x"].ndim == 4 and min(batch["x"].shape[1:3]) < 24:
-        raise ValueError(f"augment tutorial needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
+        raise ValueError(f"augment {name} needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
 
 
 def _tutorial(move, turn, light, spread, image):

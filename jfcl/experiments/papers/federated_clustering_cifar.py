@@ -1,7 +1,9 @@
 """Figure 4 of Federated-Clustering (Werner et al. 2023) as the authors' code has it: VGG-16 on CIFAR-10.
 
 The code is github.com/liehe/PRFL. Images are drawn again in every epoch, so that a client comes to see all of them, and
-come in batches of 32, the last of an epoch with what is left. Otherwise than there, evaluation is on all test images.
+come in batches of 32, the last of an epoch with what is left. Otherwise than there, evaluation is on all test images,
+and crops, mirrors and dropout are drawn anew in each step and for each client: that code sets its random numbers back
+after each call of a client.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.models.networks import Conv
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of the code, the latter smaller than those of pixels
-BLOCKS = ((64, 64), (128, 128), (256,) * 3, (512,) * 3, (512,) * 3)
+BLOCKS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # convolutions, and their channels in multiples of the first's
 METHODS = ("local", "fedavg", "ditto", "federated_clustering", "oracle")
 PAPER = {"federated_clustering": "above local", "ditto": "poor", "fedavg": "poor", "oracle": "above local"}
 LR, MOMENTUM = 0.1, 0.9
@@ -44,11 +46,11 @@ class VGG16(nn.Module):
     """The code's VGG-16, with dropout before both hidden dense layers, on pixels in [0, 1], which it standardises.
 
     Attributes:
-      blocks: channels of the convolutions of each block, after which the sides are halved.
+      channels: of the first convolutions.
       dense: width of the hidden dense layers.
     """
 
-    blocks: tuple[tuple[int, ...], ...] = BLOCKS
+    channels: int = 64
     dense: int = 512
 
     @nn.compact
@@ -56,9 +58,9 @@ class VGG16(nn.Module):
         mean, std = (jnp.asarray(each, x.dtype).reshape(1, 1, 1, 3) for each in (MEAN, STD))
         x = (x - mean) / std
         outgoing = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        for block in self.blocks:
-            for place, features in enumerate(block, 1):
-                x = Conv(features, 3, 1, pool=place == len(block), kernel_init=outgoing)(x)
+        for count, width in BLOCKS:  # after each, the sides are halved
+            for place in range(1, count + 1):
+                x = Conv(width * self.channels, 3, 1, pool=place == count, kernel_init=outgoing)(x)
         x = x.reshape(len(x), -1)
         for width in (self.dense, self.dense, 10):
             if width != 10:
@@ -128,8 +130,8 @@ def _cifar(data_dir: str | None) -> data.Dataset:
 @recipe(
     "federated_clustering.figure4_code",
     full={"methods": list(METHODS), "clients": 20, "images": 2500, "epochs": 60, "eval_every": 5, "seeds": 1}
-    | {"blocks": BLOCKS, "dense": 512, "quantile": 0.2, "subgroup_size": 10, "every": 10},
-    small={"images": 500, "epochs": 2, "blocks": ((8,),) * 5, "dense": 64, "eval_every": 1},
+    | {"channels": 64, "dense": 512, "quantile": 0.2, "subgroup_size": 10, "every": 10},
+    small={"images": 500, "epochs": 2, "channels": 4, "dense": 64, "eval_every": 1},
 )
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 4 as the authors' code: private labels on CIFAR-10, images drawn again in every epoch."""
@@ -152,7 +154,7 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     """The accuracy in percent by epoch, the seconds with compilation, and what they are of."""
     dataset, started = _cifar(data_dir), time.perf_counter()
     true, rounds = (np.arange(setting["clients"]) % 4).astype(np.int32), -(-setting["images"] // BATCH)
-    network = VGG16(tuple(map(tuple, setting["blocks"])), setting["dense"])
+    network = VGG16(setting["channels"], setting["dense"])
     algorithm = figure_4_method(models.classification(network, (32, 32, 3), 10), of["method"], true, rounds, setting)
     deal = deal_images(dataset, "private_label", true, of["seed"], redraw=True, each=setting["images"])
     states = trained(algorithm, deal, of["seed"], setting["epochs"], rounds, in_order=True)
