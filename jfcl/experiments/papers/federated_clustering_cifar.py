@@ -2,7 +2,7 @@
 
 The code is github.com/liehe/PRFL. Images are drawn again in every epoch, so that a client comes to see all of them, and
 come in batches of 32, the last of an epoch with what is left. Otherwise than there, evaluation is on all test images,
-and crops, mirrors and dropout are drawn anew in each step and for each client: that code sets its random numbers back
+and crops, mirrors and dropout are drawn again in each step and for each client: that code sets its random numbers back
 after each call of a client.
 """
 

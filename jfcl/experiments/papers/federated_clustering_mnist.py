@@ -201,8 +201,8 @@ def tester(task: Task, dataset, heterogeneity: str, true: np.ndarray) -> Callabl
 def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, table 1: seven methods on MNIST, 300 clients, as the authors' code and corrected.
 
-    As the code, but for kNN-Per, whose batches are at random, and IFCA, whose clients compare models on the batch that
-    they train on. With `batches="at random"`, all are.
+    As the code, but for kNN-Per, with batches at random, and IFCA, where clients compare models on the batch that they
+    train on. With `batches="at random"`, all are drawn at random.
     """
     check_choice("batches", setting["batches"], BATCHES)
     normalised_mnist(bench.data_dir)  # before any process starts
