@@ -20,6 +20,7 @@ from jfcl.client.losses import blank_padding, lowest_loss, mean_loss, under_all
 from jfcl.core import (
     Adversary,
     Algorithm,
+    Batch,
     PyTree,
     Task,
     check,
@@ -128,15 +129,7 @@ def ifca(
     check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
-        check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
-        check(
-            num_clusters * min_share <= 1,
-            "min_share",
-            min_share,
-            f"at most 1 / {num_clusters}, an equal share for each model",
-        )
-        enough = cohort is None or cohort >= num_clusters
-        check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
+        check_min_share(min_share, num_clusters, cohort, init_params)
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
@@ -146,12 +139,8 @@ def ifca(
         both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
         check(both == (1, None), "restarts, stable_rounds", both, accepted)
         check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
-    check(
-        not identity_augment or training.augment is not None,
-        "identity_augment",
-        identity_augment,
-        "False for a training without an augmentation (augment)",
-    )
+    possible = not identity_augment or training.augment is not None
+    check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
     client_axis = mapping.or_auto(client_axis)
     estimate = training._replace(batch_size=identity_batch, augment=None)
 
@@ -166,14 +155,7 @@ def ifca(
             find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
 
             def on_changed(some, number):
-                some = blank_padding(some, number)
-
-                def one(key, model):
-                    return mean_loss(of_rest(task, own), model, augmented(task, training, key, some), number)
-
-                keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), num_clusters)
-                losses = jax.vmap(one)(keys, params)
-                return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), None
+                return losses_when_changed(of_rest(task, own), training, params, key, some, number), None
 
             def compare():
                 losses_of = on_changed if identity_augment else find
@@ -209,3 +191,29 @@ def ifca(
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)
+
+
+def check_min_share(min_share: float, num_clusters: int, cohort: int | None, init_params: PyTree | None) -> None:
+    """Raises `ValueError` for a share that no draw of initial models can reach, or where none are drawn."""
+    check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
+    most = f"at most 1 / {num_clusters}, an equal share for each model"
+    check(num_clusters * min_share <= 1, "min_share", min_share, most)
+    enough = cohort is None or cohort >= num_clusters
+    check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
+
+
+def losses_when_changed(
+    task: Task, training: LocalTraining, params: PyTree, key: jax.Array, examples: Batch, size: jax.Array
+) -> jax.Array:
+    """Returns one client's mean loss under each of `K` models, `[K]`, each on examples that are changed for it alone.
+
+    `key` is that of the client's training. The loss of a model is infinite where it is not finite.
+    """
+    examples = blank_padding(examples, size)
+
+    def one(key, model):
+        return mean_loss(task, model, augmented(task, training, key, examples), size)
+
+    keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), len(jax.tree.leaves(params)[0]))
+    losses = jax.vmap(one)(keys, params)
+    return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))

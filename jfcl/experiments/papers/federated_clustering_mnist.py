@@ -6,6 +6,7 @@ The code is github.com/liehe/PRFL. A row is made of cells, one per seed, each of
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
@@ -178,14 +179,18 @@ def tester(task: Task, dataset, heterogeneity: str, true: np.ndarray) -> Callabl
     """Returns `(params, model of each client) -> [N]`: accuracies on all test images as the true clusters see them."""
     change = HETEROGENEITY[heterogeneity][0]
     sets = [change(dataset.test["x"], dataset.test["y"].astype(np.int32), k, 4, 10) for k in range(4)]
-    tests = {"x": jnp.stack([s[0] for s in sets]), "y": jnp.stack([s[1] for s in sets])}
+    count = math.gcd(len(sets[0][1]), 10)  # lots of one size, so that activations take less memory
+    tests = {
+        name: jnp.stack([s[part].reshape(count, -1, *s[part].shape[1:]) for s in sets])
+        for part, name in enumerate("xy")
+    }
 
     @jax.jit
     def of_all(params, model_of, tests):
         def client(model, kind):
-            mine = jax.tree.map(lambda p: p[model], params)
-            right = lambda one: task.correct(mine, jax.tree.map(lambda t: t[None], one))[0]  # noqa: E731
-            return jax.lax.map(right, jax.tree.map(lambda t: t[kind], tests), batch_size=2000).mean()
+            own = jax.tree.map(lambda p: p[model], params)
+            right = lambda lot: task.correct(own, lot).mean()  # noqa: E731
+            return mapping.chunked(1)(right)(jax.tree.map(lambda t: t[kind], tests)).mean()
 
         return mapping.chunked(1)(client)(model_of, jnp.asarray(true))
 
