@@ -22,7 +22,7 @@ import optax
 from jfcl import algorithms, data, models
 from jfcl.client.augment import crop_flip
 from jfcl.client.local import local_training
-from jfcl.core import Algorithm, Clients, Task
+from jfcl.core import Algorithm, Clients, Task, check_choice
 from jfcl.experiments.papers import report
 from jfcl.experiments.papers.federated_clustering_mnist import (
     BATCH,
@@ -103,9 +103,11 @@ def clustering_every(clustering: Algorithm, local: Algorithm, every: int, rounds
 
 
 def figure_4_method(task: Task, name: str, cluster: np.ndarray, rounds: int, setting: dict[str, Any]) -> Algorithm:
-    """A method as in the code: *local* steps have no momentum, nor have those of Federated-Clustering between two of
-    its own, which gather it; Ditto's global model stays as it begins; the four models of IFCA are one, so that it is
-    FedAvg."""
+    """A method as in the code.
+
+    *Local* steps have no momentum, nor have those between two of Federated-Clustering's, which gather it. Ditto's
+    global model stays as it begins. The four models of IFCA are one, so that it is FedAvg.
+    """
     own = local_training(
         with_momentum(False), num_steps=1, batch_size=BATCH, augment=crop_flip, keep="everything", span="never"
     )
@@ -135,7 +137,9 @@ def _cifar(data_dir: str | None) -> data.Dataset:
 )
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 4 as the authors' code: private labels on CIFAR-10, images drawn again in every epoch."""
-    _cifar(bench.data_dir)
+    for name in setting["methods"]:
+        check_choice("methods", name, METHODS)
+    _cifar(bench.data_dir)  # before any process starts
     calls, rows, (figure, [[axes]]) = {}, [], report.panels(6, 4)
     for name, seed in product(setting["methods"], range(setting["seeds"])):
         calls[f"{name}-{seed}"] = _cell, bench.data_dir, setting, {"method": name, "seed": seed}
