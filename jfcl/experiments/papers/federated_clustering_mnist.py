@@ -130,7 +130,7 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
     elif name == "local" and of_code:
         algorithm = algorithms.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
     else:
-        gradients = {"average": "gradients"} if of_code else {}
+        gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
         make, options = {
             "local": (algorithms.local_only, {}),
             "fedavg": (algorithms.fedavg, {"weights": "equal"}),
