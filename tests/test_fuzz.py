@@ -6,6 +6,7 @@ anything compiles; the slow tests try twelve values for every flag, and random p
 
 import argparse
 import faulthandler
+import functools
 import gzip
 import json
 import math
@@ -95,6 +96,7 @@ def flags() -> list[tuple[str, argparse.Action]]:
 
 
 FLAGS = flags()
+PARSER = functools.cache(cli.build_parser)  # without names of a user's own it is always the same
 NAMES = [f"{command}:{action.dest}" for command, action in FLAGS]
 
 
@@ -194,6 +196,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
     monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
+    monkeypatch.setattr(cli, "build_parser", PARSER)
 
 
 @pytest.fixture(scope="module")

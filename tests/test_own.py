@@ -10,7 +10,7 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.experiments import Config, flags, load_run, read_run
+from jfcl.experiments import Config, flags, load_run, read_run, run
 from jfcl.experiments.config import all_options, takes
 from jfcl.experiments.own import find_method, find_model
 from jfcl.experiments.setups import setup
@@ -156,12 +156,79 @@ def needs(task, training, *, quantile: str, num_clusters: int, client_axis=None)
     return jfcl.fedavg(task, training, client_axis=client_axis)
 '''
 
+HOSTILE = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def negated(key, updates, malicious, usable):
+    return jax.tree.map(jnp.negative, updates)
+
+
+def of_cluster(key, updates, malicious, usable, cluster, ids):
+    return jax.tree.map(lambda x: x * (1 + cluster.max() + ids.max()).astype(x.dtype), updates)
+
+
+def reverse(rng, x, y, num_classes):
+    return x, num_classes - 1 - y
+
+
+def no_labels(rng, x, y, num_classes):
+    return x
+
+
+def shorter(rng, x, y, num_classes):
+    return x[:-1], y[:-1]
+
+
+def beyond(rng, x, y, num_classes):
+    return x, y + 10
+
+
+def too_few(key, updates):
+    return updates
+
+
+def one_row(key, updates, malicious, usable):
+    return jax.tree.map(lambda x: x[:1], updates)
+
+
+def counted_mean(updates, *, mask, num_malicious):
+    assert num_malicious == 2
+    row = lambda x: mask.reshape(-1, *[1] * (x.ndim - 1))
+    return jax.tree.map(lambda x: jnp.where(row(x), x, 0).sum(0) / jnp.maximum(mask.sum(), 1).astype(x.dtype), updates)
+
+
+def halved(updates, *, mask):
+    return jax.tree.map(lambda x: x / 2, updates), mask
+
+
+def no_mask(updates):
+    return jax.tree.map(lambda x: x.mean(0), updates)
+
+
+def needs_more(updates, *, mask, temperature):
+    return no_mask(updates)
+
+
+def whole(updates, *, mask):
+    return updates
+"""
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The current folder, with the modules of a user."""
     skeleton = Path(__file__).with_name("skeleton_method.py").read_text()
-    texts = {"method": skeleton, "models": MODELS, "factories": FACTORIES, "syntax": "x = (1", "exit": "exit(3)"}
+    texts = {
+        "method": skeleton,
+        "models": MODELS,
+        "factories": FACTORIES,
+        "hostile": HOSTILE,
+        "syntax": "x = (1",
+        "exit": "exit(3)",
+    }
     texts |= {"name": "import jax\n\ny = undefined\n", "import": "import not_there\n"}
     for name, text in texts.items():
         (tmp_path / f"mine_{name}.py").write_text(text)
@@ -236,6 +303,64 @@ def test_a_run_on_an_own_store_says_what_is_known_of_it(folder, capsys):
     assert cli.main(["compare", "own"]) == 0 and cli.main(["report", "own"]) == 0
 
 
+FEW = {"clients": 8, "clusters": 2, "rounds": 2, "model": "linear", "malicious": 0.25, "examples_per_client": 5}
+
+
+@pytest.mark.parametrize(
+    ("own", "known"),
+    [
+        ({"attack": "mine_hostile:negated"}, {"attack": "sign_flip"}),
+        ({"attack": "mine_hostile:reverse"}, {"attack": "label_reverse"}),
+        ({"aggregator": "mine_hostile:counted_mean"}, {"aggregator": "mean"}),
+        ({"aggregator": "nnm+mine_hostile:counted_mean"}, {"aggregator": "nnm+mean"}),
+    ],
+    ids=["on updates", "on data", "aggregator", "after a pre-aggregator"],
+)
+def test_own_attacks_and_aggregators_are_as_those_of_the_library(own, known):
+    models = [
+        run(Config("fedavg", **FEW | {"attack": "ipm", "devices": 1} | options))[1].state.params["Dense_0"]["kernel"]
+        for options in (own, known)
+    ]
+    np.testing.assert_allclose(*models, atol=1e-6)
+    assert np.abs(models[0]).max() > 0.01
+
+
+def test_own_attacks_and_aggregators_on_the_command_line(folder, capsys):
+    command = [
+        "run",
+        "fedavg",
+        "--clients",
+        "8",
+        "--rounds",
+        "1",
+        "--model",
+        "linear",
+        "--malicious",
+        "0.25",
+        "--quiet",
+    ]
+    own = {"attack": "mine_hostile:of_cluster", "aggregator": "mine_hostile:halved+mean"}
+    flags = ["--attack", own["attack"], "--aggregator", own["aggregator"], "--devices", "1"]
+    assert cli.main([*command, *flags, "--out", "own"]) == 0, capsys.readouterr().err
+    saved = json.loads((folder / "own" / "config.json").read_text())
+    assert {name: saved[name] for name in own} == own
+    assert cli.main(["sweep", *command[1:], *flags, "--seeds", "1", "--grid", "lr=0.1,0.2"]) == 0
+    forget()
+    (folder / "mine_hostile.py").unlink()
+    assert cli.main(["compare", "own"]) == 0 and cli.main(["report", "own", "--out", "page.html"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, *flags]) == 2 and "there is no module 'mine_hostile'" in capsys.readouterr().err
+
+
+def test_an_own_attack_on_the_data_of_a_population():
+    few = FEW | {"population": 12, "cohort": 4, "malicious": 0.5, "devices": 1, "clients": Config.clients}
+    models = [
+        run(Config("fedavg", **few, attack=attack))[1].state.params["Dense_0"]["kernel"]
+        for attack in ("mine_hostile:reverse", "label_reverse")
+    ]
+    np.testing.assert_array_equal(*models)
+
+
 def test_a_regression_is_shown_by_its_loss(folder, capsys):
     command = ["--dataset", "mine_models:line", "--model", "mine_models:slope", "--heterogeneity", "none", "--quiet"]
     command += ["--clients", "2", "--clusters", "1", "--rounds", "2", "--local-steps", "1", "--devices", "1"]
@@ -302,6 +427,9 @@ def test_models_of_a_class_or_function(name):
     assert jax.eval_shape(lambda key: task.predict(task.init(key), x), jax.random.key(0)).shape == (3, 10)
 
 
+ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-client", "5", "--model", "linear"]
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -345,6 +473,25 @@ def test_models_of_a_class_or_function(name):
          " 'y', got {'x': 'list', 'y': 'list'}"),
         (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
          "dataset must be one of classes for model 'linear'; a regression needs a MODULE:NAME that returns a Task"),
+        ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function (key, updates, "
+         "malicious, usable) -> updates, or (rng, x, y, num_classes) -> (x, y) for an attack on data, got 'mine"),
+        ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function (key, updates, malic"),
+        ([*ATTACKED, "--attack", "mine_hostile:negate"], "has no 'negate': did you mean 'negated'?"),
+        ([*ATTACKED, "--attack", "sign_flp"], "unknown attack 'sign_flp': did you mean 'sign_flip'? Accepted: gau"),
+        ([*ATTACKED, "--attack", "sign_flp"], "backdoor, or MODULE:NAME for one of your own"),
+        ([*ATTACKED, "--attack", "mine_hostile:one_row"], "attack must be a function that returns updates {"),
+        ([*ATTACKED, "--attack", "mine_hostile:no_labels"], "attack must be a function that returns (x, y), float32"
+         " [5, 8, 8, 1] and int32 [5], got 'one that returned ndarray'"),
+        ([*ATTACKED, "--attack", "mine_hostile:shorter"], "got 'one that returned float32 [4, 8, 8, 1] and int32 [4"),
+        ([*ATTACKED, "--attack", "mine_hostile:beyond"], "attack must be one with labels in 0..9, got 'one that re"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no_mask"], "aggregator must be the name of a"
+         " function (updates, *, mask) -> update that takes, if anything else, num_malicious, radius, key, got 'mine"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:needs_more"], "missing a required argument:"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole"], "aggregator must be a function that"
+         " returns one update, {"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "unknown aggregator 'krmu': did you mean 'krum'?"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "nnm, or MODULE:NAME for one of your own"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no+krum"], "has no 'no'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

@@ -115,7 +115,7 @@ import sys, jax, jfcl
 from jfcl.testing import problem
 clients, cluster, task, training = problem()
 algorithm = jfcl.ifca(task, training, num_clusters=2)
-history = jfcl.simulate(algorithm, clients, key=jax.random.key(3), num_rounds=2000, eval_every=1, test_clients=clients,
+history = jfcl.simulate(algorithm, clients, key=jax.random.key(3), num_rounds=600, eval_every=1, test_clients=clients,
                         out=sys.argv[1], resume=sys.argv[2] == "resume", checkpoint_seconds=0.2)
 print(repr(jax.tree.map(lambda x: x.tolist(), history.state.params)), len(history.records))
 """
@@ -133,14 +133,14 @@ def test_kill_minus_nine_and_resume(tmp_path):
     first.send_signal(signal.SIGKILL)
     first.wait()
     done = len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
-    assert 0 < done < 2000, "it should have been killed on the way"
+    assert 0 < done < 600, "it should have been killed on the way"
     outputs = [
         subprocess.run(
             [*start, str(tmp_path / folder), how], env=env, capture_output=True, text=True, check=True
         ).stdout
         for folder, how in (("a", "resume"), ("b", "new"))
     ]
-    assert outputs[0] == outputs[1] and outputs[0].endswith(" 2000\n")
+    assert outputs[0] == outputs[1] and outputs[0].endswith(" 600\n")
 
 
 def test_records_leave_out_the_clients_that_fill_up_devices():

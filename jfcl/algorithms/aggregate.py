@@ -176,13 +176,19 @@ def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | 
     check(isinstance(adversary, Adversary), "adversary", type(adversary).__name__, kind)
     accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
     check(callable(adversary.attack), "attack", adversary.attack, accepted)
-    _check_call("attack", adversary.attack, accepted, (None,) * 4, _taken(adversary.attack, cluster=None, ids=None))
+    taken = taken_arguments(adversary.attack, cluster=None, ids=None)
+    _check_call("attack", adversary.attack, accepted, (None,) * 4, taken)
     return partial(check_entries, "malicious", adversary.malicious)
 
 
-def _taken(attack: Callable, **offered: Any) -> dict[str, Any]:
-    """Returns those of the offered arguments that an attack takes: `cluster` if it is aimed at clustering, `ids`."""
-    return {name: value for name, value in offered.items() if name in inspect.signature(attack).parameters}
+def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
+    """Returns those of the offered arguments that a function takes.
+
+    Example:
+      >>> taken_arguments(lambda key, updates, malicious, usable, cluster: updates, cluster=None, ids=None)
+      {'cluster': None}
+    """
+    return {name: value for name, value in offered.items() if name in inspect.signature(function).parameters}
 
 
 def check_entries(argument: str, entries: Any, clients: Clients) -> None:
@@ -228,10 +234,19 @@ def attacked(
     check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
     malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
-    sent = adversary.attack(key, updates, malicious, usable, **_taken(adversary.attack, cluster=cluster, ids=ids))
+    taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
+    sent = adversary.attack(key, updates, malicious, usable, **taken)
     check_sent(sent, updates)
     updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
     return updates, usable & jax.vmap(is_finite)(updates)
+
+
+def _check_mean(found: PyTree, updates: PyTree) -> None:
+    """Raises `ValueError` unless an aggregator has returned one update of the shapes `[...]` of those in `updates`."""
+    found = {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(found)}
+    given = {path_name(path): list(jnp.shape(x)[1:]) for path, x in jax.tree.leaves_with_path(updates)}
+    accepted = f"a function that returns one update, {given}"
+    check(found == given, "aggregator", f"a function that returned {found}", accepted)
 
 
 def check_sent(sent: PyTree, updates: PyTree) -> None:
@@ -266,7 +281,9 @@ def robust_cluster_mean(
     """Returns `aggregator(updates, mask=members)` of each cluster, computed one after the other: `[K, ...]`."""
 
     def one(k):
-        return aggregator(updates, mask=usable & (cluster == k))
+        mean = aggregator(updates, mask=usable & (cluster == k))
+        _check_mean(mean, updates)
+        return mean
 
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
 

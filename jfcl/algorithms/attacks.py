@@ -331,13 +331,16 @@ DATA_ATTACKS: dict[str, DataAttack] = {
 }
 
 
-def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: int, seed: int = 0) -> Clients:
+def poison(
+    clients: Clients, malicious: np.ndarray, attack: str | DataAttack, *, num_classes: int, seed: int = 0
+) -> Clients:
     """Returns `clients` after an attack on the real examples of the malicious ones.
 
     Args:
       clients: with examples `{"x": inputs, "y": labels}`, on the host.
       malicious: `[N]` bool.
-      name: one of `DATA_ATTACKS`.
+      attack: a name in `DATA_ATTACKS`, or a function `(rng, x [n, ...], y [n], num_classes) -> (x, y)` of the real
+        examples of one client.
       num_classes: of the labels.
       seed: for attacks that draw.
 
@@ -345,7 +348,7 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
       New `Clients`; the arrays of `clients` are not changed.
 
     Raises:
-      ValueError: an unknown attack, `malicious` of another length.
+      ValueError: an unknown attack, `malicious` of another length, a function that returns other shapes.
 
     Example:
       >>> import numpy as np
@@ -353,7 +356,9 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
       >>> poison(clients, np.array([False, True]), "label_reverse", num_classes=10).examples["y"].tolist()
       [[1, 2, 3], [5, 4, 6]]
     """
-    check_choice("attack", name, DATA_ATTACKS)
+    if not callable(attack):
+        check_choice("attack", attack, DATA_ATTACKS)
+        attack = DATA_ATTACKS[attack]
     malicious = np.asarray(malicious)
     n = num_clients(clients)
     check(malicious.shape == (n,), "malicious", malicious.shape, f"of shape ({n},)")
@@ -361,5 +366,23 @@ def poison(clients: Clients, malicious: np.ndarray, name: str, *, num_classes: i
     ids = np.asarray(client_ids(clients))
     for i in np.flatnonzero(malicious):
         m, rng = int(clients.size[i]), np.random.default_rng([seed, int(ids[i])])
-        x[i, :m], y[i, :m] = DATA_ATTACKS[name](rng, x[i, :m], y[i, :m], num_classes)
+        x[i, :m], y[i, :m] = _poisoned(attack, rng, x[i, :m], y[i, :m], num_classes)
     return clients._replace(examples={**clients.examples, "x": x, "y": y})
+
+
+def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np.ndarray, num_classes: int):
+    """Returns `attack(...)`; raises `ValueError` for a result of other shapes or types, or labels of no class."""
+
+    def form(array):
+        return f"{array.dtype} {list(array.shape)}"
+
+    found = attack(rng, x, y, num_classes)
+    returned = f"one that returned {type(found).__name__}"
+    accepted = f"a function that returns (x, y), {form(x)} and {form(y)}"
+    check(isinstance(found, tuple) and len(found) == 2, "attack", returned, accepted)
+    new_x, new_y = map(np.asarray, found)
+    fits = (new_x.dtype, new_x.shape, new_y.dtype, new_y.shape) == (x.dtype, x.shape, y.dtype, y.shape)
+    check(fits, "attack", f"one that returned {form(new_x)} and {form(new_y)}", accepted)
+    known = ((new_y >= 0) & (new_y < num_classes)).all()
+    check(known, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")
+    return new_x, new_y

@@ -20,7 +20,7 @@ from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from jfcl.experiments.own import Named, find_method, find_model, is_own
+from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own
 from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
@@ -197,15 +197,15 @@ class Attack:
     """Attack: malicious clients, and aggregators that withstand them.
 
     Attributes:
-      attack: attack of the malicious clients; 'jfcl list attacks' shows them.
+      attack: attack of the malicious clients; 'jfcl list attacks' shows them, MODULE:NAME is one of your own.
       malicious: share of the clients that are malicious.
       aggregator: robust aggregator in place of the mean, also after pre-aggregators as in nnm+krum; 'jfcl list
-        aggregators' shows them.
+        aggregators' shows them, MODULE:NAME is one of your own.
       radius: of --aggregator centered_clip or clip_norms+..., or instead of --quantile (*_clustering).
       bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
     """
 
-    attack: Annotated[str | None, OneOf({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS})] = None
+    attack: Annotated[str | None, Named({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, find_attack)] = None
     malicious: Share = 0.0
     aggregator: str | None = None
     radius: Annotated[Real | None, Interval("(0, inf]")] = None

@@ -1,4 +1,4 @@
-"""Methods, models and data sets by name: those of the library, and a user's own as `MODULE:NAME`.
+"""Methods, models, data sets, attacks and aggregators by name: those of the library, and a user's own as `MODULE:NAME`.
 
 A module is imported as `python -m` does: the current folder comes first.
 """
@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from jfcl import data
+from jfcl import data, kernels
 from jfcl.algorithms import METHODS, Method
+from jfcl.algorithms.aggregate import taken_arguments
+from jfcl.algorithms.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
 from jfcl.data.dataset import check_form
@@ -30,6 +32,7 @@ from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 ALWAYS_GIVEN = ("client_axis", "num_clusters", "cluster")  # to factories that take them
+OF_AGGREGATORS = ("num_malicious", "radius", "key")  # given to those that take them
 
 
 class Named(NamedTuple):
@@ -123,6 +126,77 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     return found
 
 
+def find_attack(name: str) -> UpdateAttack | DataAttack:
+    """Returns the attack of a name in `UPDATE_ATTACKS` or `DATA_ATTACKS`, or of `MODULE:NAME`.
+
+    Raises:
+      ValueError: an unknown name; a module that cannot be imported; no function of the arguments of an attack.
+
+    Example:
+      >>> find_attack("label_reverse") is find_attack("jfcl.algorithms.attacks:label_reverse")
+      True
+    """
+    if name in UPDATE_ATTACKS:
+        return UPDATE_ATTACKS[name]()
+    if name in DATA_ATTACKS:
+        return DATA_ATTACKS[name]
+    _check_known("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS), "MODULE:NAME")
+    attack = _find("attack", name)
+    accepted = (
+        "the name of a function (key, updates, malicious, usable) -> updates, or (rng, x, y, num_classes) -> (x, y)"
+        " for an attack on data"
+    )
+    check(callable(attack), "attack", name, accepted)
+    _check_takes("attack", name, attack, (None,) * 4, accepted, taken_arguments(attack, cluster=None, ids=None))
+    return attack
+
+
+def is_on_data(attack: str | None) -> bool:
+    """Returns whether an attack changes examples: its first argument is `rng`, where that of others is `key`.
+
+    Example:
+      >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)
+      (True, False, False)
+    """
+    if not is_own(attack):
+        return attack in DATA_ATTACKS
+    return next(iter(inspect.signature(find_attack(attack)).parameters)) == "rng"
+
+
+def is_on_updates(attack: str | None) -> bool:
+    """Returns whether an attack changes updates."""
+    return attack is not None and not is_on_data(attack)
+
+
+def find_aggregator(name: str) -> list[str | Callable[..., Any]]:
+    """Returns the parts of an aggregator, as `jfcl.kernels.make_aggregator` takes them: `MODULE:NAME` as functions.
+
+    Raises:
+      ValueError: an unknown name; a module that cannot be imported; no function `(updates, *, mask)`, or one with an
+        argument that nothing gives.
+
+    Example:
+      >>> find_aggregator("nnm+krum"), find_aggregator("nnm+jfcl.kernels:krum")[1] is kernels.krum
+      (['nnm', 'krum'], True)
+    """
+    parts = [_find_part(part) if is_own(part) else part for part in name.split("+")]
+    try:
+        kernels.aggregator_options(parts)
+    except ValueError as error:
+        raise ValueError(f"{error}, or MODULE:NAME for one of your own") from None
+    return parts
+
+
+def _find_part(name: str) -> Callable[..., Any]:
+    part = _find("aggregator", name)
+    further = ", ".join(OF_AGGREGATORS)
+    accepted = f"the name of a function (updates, *, mask) -> update that takes, if anything else, {further}"
+    check(callable(part), "aggregator", name, accepted)
+    given = dict.fromkeys(("mask", *taken_arguments(part, **dict.fromkeys(OF_AGGREGATORS))))
+    _check_takes("aggregator", name, part, (None,), accepted, given)
+    return part
+
+
 def required(method: Method) -> list[str]:
     """Returns the keyword-only arguments of a factory that have no default."""
     parameters = inspect.signature(method.make).parameters
@@ -138,11 +212,13 @@ def _check_known(what: str, name: str, known: Collection[str], form: str) -> Non
         raise ValueError(f"{error}, or {form} for one of your own") from None
 
 
-def _check_takes(what: str, name: str, make: Any, arguments: tuple, accepted: str) -> None:
-    """Raises `ValueError` for what cannot be called with `arguments`."""
+def _check_takes(
+    what: str, name: str, make: Any, arguments: tuple, accepted: str, keywords: Collection[str] = ()
+) -> None:
+    """Raises `ValueError` for what cannot be called with `arguments` and `keywords`."""
     check(callable(make), what, name, accepted)
     try:
-        inspect.signature(make).bind(*arguments)
+        inspect.signature(make).bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         raise ValueError(f"{what} must be {accepted}, got {name!r}: {error}") from None
 

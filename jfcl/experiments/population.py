@@ -21,7 +21,7 @@ from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, to_resume
-from jfcl.experiments.own import is_own
+from jfcl.experiments.own import find_attack, is_on_data, is_own
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.experiments.used import COHORT
@@ -109,10 +109,10 @@ def run_population(
 
 def _attack(config: Config, malicious: np.ndarray, num_classes: int | None) -> Callable[[Clients], Clients] | None:
     """Returns the change that an attack on data makes to a cohort; None for other attacks."""
-    if config.attack not in attacks.DATA_ATTACKS:
+    if not is_on_data(config.attack):
         return None
-    options = {"num_classes": num_classes, "seed": config.data_seed}
-    return lambda clients: attacks.poison(clients, malicious[clients.id], config.attack, **options)
+    attack, options = find_attack(config.attack), {"num_classes": num_classes, "seed": config.data_seed}
+    return lambda clients: attacks.poison(clients, malicious[clients.id], attack, **options)
 
 
 def _scratch() -> tempfile.TemporaryDirectory:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.algorithms import attacks
 from jfcl.algorithms.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
 from jfcl.core import check
 from jfcl.experiments.config import Config, groups, of_population
-from jfcl.experiments.own import find_method
+from jfcl.experiments.own import find_method, is_on_updates
 from jfcl.experiments.private_options import Privacy
 
 
@@ -39,7 +38,7 @@ def check_private_run(config: Config) -> None:
     accepted = "left out without --dp-noise above 0: without noise there is no epsilon"
     check(config.dp_delta is None or config.dp_noise, "dp_delta", config.dp_delta, accepted)
     accepted = "left out with --dp-clip: the updates of hostile clients are functions of those of the others"
-    check(config.attack not in attacks.UPDATE_ATTACKS, "attack", config.attack, accepted)
+    check(not is_on_updates(config.attack), "attack", config.attack, accepted)
     accepted = "left out with --dp-clip: the guarantee is that of a mean"
     check(config.aggregator is None, "aggregator", config.aggregator, accepted)
     accepted = "left out with --dp-clip: the round in which it ends a run follows from results without noise"

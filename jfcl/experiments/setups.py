@@ -46,7 +46,16 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
-from jfcl.experiments.own import find_dataset, find_method, find_model, is_own
+from jfcl.experiments.own import (
+    find_aggregator,
+    find_attack,
+    find_dataset,
+    find_method,
+    find_model,
+    is_on_data,
+    is_on_updates,
+    is_own,
+)
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps
 from jfcl.experiments.validation import validate
@@ -178,10 +187,11 @@ def make_aggregator(config: Config) -> Callable:
         "bucket_size": config.bucket_size or BUCKET_SIZE,
         "key": jax.random.key(config.data_seed),
     }
-    taken = kernels.aggregator_options(config.aggregator)
+    parts = find_aggregator(config.aggregator)
+    taken = kernels.aggregator_options(parts)
     given = config.radius is not None or "radius" not in taken
     check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
-    return kernels.make_aggregator(config.aggregator, **{name: v for name, v in options.items() if name in taken})
+    return kernels.make_aggregator(parts, **{name: v for name, v in options.items() if name in taken})
 
 
 def _warm_start(config: Config, task: Task) -> PyTree:
@@ -219,8 +229,8 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     # Options that stand for an object.
     if config.track_gap:
         options["true_cluster"] = federation.cluster
-    if config.attack in attacks.UPDATE_ATTACKS and config.method != "local":
-        options["adversary"] = Adversary(attacks.UPDATE_ATTACKS[config.attack](), malicious_clients(config))
+    if is_on_updates(config.attack) and config.method != "local":
+        options["adversary"] = Adversary(find_attack(config.attack), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)
     if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
@@ -266,10 +276,9 @@ def attack_data(config: Config, federation):
     """Returns `federation` with the attack on the malicious clients' data, if it is one, and without their tests."""
     train, test = federation.train, federation.test
     malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
-    if config.attack in attacks.DATA_ATTACKS:
-        train = attacks.poison(
-            train, malicious, config.attack, num_classes=federation.num_classes, seed=config.data_seed
-        )
+    if is_on_data(config.attack):
+        attack = find_attack(config.attack)
+        train = attacks.poison(train, malicious, attack, num_classes=federation.num_classes, seed=config.data_seed)
     return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
 
 
@@ -286,7 +295,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     kinds = ("none", *SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"
     check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
-    check(config.attack not in attacks.DATA_ATTACKS, "attack", config.attack, "one on updates for texts")
+    check(not is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
     return dataset, len(vocabulary)
 

@@ -89,10 +89,12 @@ def lists() -> dict[str, dict[str, str]]:
         "optimizers": {name: optimizer.summary for name, optimizer in OPTIMIZERS.items()},
         "schedules": SCHEDULES,
         "augmentations": first_lines(AUGMENTATIONS),
-        "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS),
+        "attacks": first_lines(attacks.UPDATE_ATTACKS | attacks.DATA_ATTACKS)
+        | {"MODULE:NAME": "an attack of your own: (key, updates, malicious, usable), or (rng, x, y, num_classes)"},
         "aggregators": first_lines(kernels.AGGREGATORS)
         | {f"{name}+...": text for name, text in first_lines(kernels.PRE_AGGREGATORS).items()}
-        | {"nnm+...": "as nearest_neighbour_mixing+..."},
+        | {"nnm+...": "as nearest_neighbour_mixing+..."}
+        | {"MODULE:NAME": "an aggregator of your own: a function (updates, *, mask) -> update"},
         "recipes": {name: recipe.title for name, recipe in RECIPES.items()},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from jfcl import data, kernels
+from jfcl import data
 from jfcl.algorithms import METHODS
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import (
@@ -78,8 +78,8 @@ def used_options(config: Config) -> dict[str, Any]:
     dealing = inspect.signature(data.build).parameters
     own |= {name: dealing[name].default for name, takers in OF_PARTITION.items() if config.partition in takers}
     if config.aggregator is not None:
-        sizes = "bucket_size" in kernels.aggregator_options(config.aggregator)
-        own |= {"weights": "equal"} | ({"bucket_size": BUCKET_SIZE} if sizes else {})
+        own |= {"weights": "equal"}
+        own |= {"bucket_size": BUCKET_SIZE} if "bucketing" in config.aggregator.split("+") else {}
     if config.dp_clip is not None:
         dp = mechanism(config)
         own |= {"weights": "equal", "dp_noise": dp.noise, "dp_min_size": dp.min_size, "dp_sampling": dp.sampling}

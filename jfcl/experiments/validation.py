@@ -20,7 +20,7 @@ from jfcl.experiments.config import (
     takes,
 )
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
-from jfcl.experiments.own import find_method, required
+from jfcl.experiments.own import find_aggregator, find_method, is_on_data, required
 from jfcl.experiments.privacy import check_private_run
 
 
@@ -144,7 +144,7 @@ def _check_attack(config: Config) -> None:
         accepted = f"enough for one of the {config.clients} clients, and not for all"
         check(0 < some < config.clients, "malicious", config.malicious, accepted)
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
-        attacked = "adversary" in options or config.method == "local" or config.attack in attacks.DATA_ATTACKS
+        attacked = "adversary" in options or config.method == "local" or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
         accepted = f"one on data ({on_data}): {config.method} has no argument adversary"
         check(attacked, "attack", config.attack, accepted)
@@ -153,7 +153,7 @@ def _check_attack(config: Config) -> None:
     if config.aggregator is not None:
         weights = config.options.get("weights")
         check(weights is None, "weights", weights, "left out with --aggregator, which counts all clients alike")
-        options |= set(kernels.aggregator_options(config.aggregator))
+        options |= set(kernels.aggregator_options(find_aggregator(config.aggregator)))
     for name in ("radius", "bucket_size"):
         fits = getattr(config, name) is None or name in options
         check(fits, name, getattr(config, name), "left out: neither method nor aggregator has one")

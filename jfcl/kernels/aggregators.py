@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,21 +37,25 @@ PRE_AGGREGATORS = {
     "bucketing": bucketing,
 }
 SHORT_NAMES = {"nnm": "nearest_neighbour_mixing"}
+Parts = str | Sequence[str | Callable[..., Any]]
 
 
-def _parts(name: str) -> list[Callable[..., Any]]:
-    """Returns the functions that `name` joins by `+`."""
+def _parts(named: Parts) -> list[Callable[..., Any]]:
+    """Returns the functions of the names that are joined by `+`, or listed."""
     known = AGGREGATORS | PRE_AGGREGATORS
-    parts = [SHORT_NAMES.get(part, part) for part in name.split("+")]
+    listed = named.split("+") if isinstance(named, str) else named
+    parts = [part if callable(part) else SHORT_NAMES.get(part, part) for part in listed]
     for part in parts:
-        check_choice("aggregator", part, [*known, *SHORT_NAMES])
+        if not callable(part):
+            check_choice("aggregator", part, [*known, *SHORT_NAMES])
     accepted = (
         f"any of the pre-aggregators ({', '.join([*PRE_AGGREGATORS, *SHORT_NAMES])}) and at the end one aggregator"
         f" ({', '.join(AGGREGATORS)}), joined by +"
     )
-    fits = parts[-1] in AGGREGATORS and all(part in PRE_AGGREGATORS for part in parts[:-1])
-    check(fits, "aggregator", name, accepted)
-    return [known[part] for part in parts]
+    *before, last = [*parts] or [""]
+    fits = (callable(last) or last in AGGREGATORS) and all(callable(part) or part in PRE_AGGREGATORS for part in before)
+    check(fits, "aggregator", named, accepted)
+    return [part if callable(part) else known[part] for part in parts]
 
 
 def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -59,7 +63,7 @@ def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: option for name, option in found.items() if name not in ("updates", "mask", "return_excluded")}
 
 
-def aggregator_options(name: str) -> list[str]:
+def aggregator_options(name: Parts) -> list[str]:
     """Returns the names of the options that `make_aggregator(name, ...)` takes.
 
     Raises:
@@ -72,13 +76,14 @@ def aggregator_options(name: str) -> list[str]:
     return list(dict.fromkeys(option for part in _parts(name) for option in _options(part)))
 
 
-def make_aggregator(name: str, **options: Any) -> Callable[..., Any]:
+def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
     """Returns the aggregator of that name with its options, after any number of pre-aggregators.
 
     Args:
       name: an aggregator of `AGGREGATORS`, or pre-aggregators of `PRE_AGGREGATORS` and an aggregator joined by `+`, in
         the order in which they are applied: `"krum"`, `"nnm+krum"`, `"clip_norms+bucketing+geometric_median"`. `nnm` is
-        short for `nearest_neighbour_mixing`.
+        short for `nearest_neighbour_mixing`. Or a list of them, in which functions of your own may stand:
+        `["nnm", my_aggregator]`. One before the end returns `(updates, mask)`.
       options: each goes to every part that has an option of that name: `num_malicious=2` to both parts of `"nnm+krum"`.
         The `key` of `bucketing` is fixed, so that its buckets are the same in every call.
 
