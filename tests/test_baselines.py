@@ -175,6 +175,23 @@ def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     np.testing.assert_array_equal(found.argmax(axis=1), truth)
 
 
+@pytest.mark.parametrize("far", ["one", "all"])
+def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
+    """In float32, squares of 5,000 leave no digit of distances below 1."""
+    rng = np.random.default_rng(0)
+    centers = np.repeat(rng.uniform(-5000, 5000, (20, 1)), 5, axis=0) if far == "all" else np.zeros((100, 1))
+    memory, x = ((centers + rng.normal(size=(100, 1))).astype(np.float32) for _ in range(2))
+    memory[0] = 5000.0
+    label = rng.integers(0, 2, 100)
+    squares = (x.astype(np.float64) - memory[None, :, 0]) ** 2
+    near = np.argsort(squares, axis=1)[:, :3]
+    weight = np.exp(-np.take_along_axis(squares, near, axis=1))
+    truth = (weight * label[near]).sum(axis=1) / weight.sum(axis=1)
+    method = Mixture(LABELS, LABELS.predict, 3, 0.5, jnp.zeros(1), 0.2, None)
+    found = neighbours(method, jnp.asarray(memory), jnp.asarray(label), jnp.int32(100), jnp.asarray(x), 2)
+    np.testing.assert_allclose(found[:, 1], truth, atol=1e-4)
+
+
 def test_knn_per_chooses_the_weight_on_examples_kept_aside():
     clients, task = classification(2)
     mixings = (0.0, 0.4, 1.0)

@@ -89,7 +89,7 @@ def test_by_label_law(labels, clients, per_client, seed):
 @given(
     labels=labelled,
     clients=st.integers(1, 30),
-    alpha=st.sampled_from([1e-300, 1e-12, 1e-3, 0.1, 1.0, 1e6]),
+    alpha=st.sampled_from([1e-300, 1e-12, 1e-3, 0.1, 1.0, 1e6, 1.7e308]),
     least=st.integers(1, 4),
     seed=seeds,
 )
@@ -99,6 +99,13 @@ def test_dirichlet_law(labels, clients, alpha, least, seed):
     clients = 1 + clients % (len(labels) // least)
     parts = dirichlet(labels, clients, alpha=alpha, seed=seed, min_size=least)
     assert_partition(parts, clients, len(labels), least=least)
+
+
+def test_the_largest_alpha_gives_equal_shares():
+    labels = np.arange(1000) % 10
+    assert {len(part) for part in dirichlet(labels, 10, alpha=1.7e308, seed=0)} == {100}
+    counts = [np.bincount(labels[part], minlength=10) for part in inner_dirichlet(labels, 10, alpha=1.7e308, seed=0)]
+    assert np.max(counts) <= 30  # draws about 10 of each
 
 
 @given(

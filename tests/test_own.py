@@ -13,7 +13,7 @@ from jfcl import cli
 from jfcl.experiments import Config, flags, load_run, read_run, run
 from jfcl.experiments.config import all_options, takes
 from jfcl.experiments.own import find_method, find_model
-from jfcl.experiments.setups import setup
+from jfcl.experiments.setups import make_aggregator, setup
 
 METHOD = "mine_method:server_momentum"
 # The names of the modules begin with mine: no other test has them.
@@ -171,7 +171,7 @@ def of_cluster(key, updates, malicious, usable, cluster, ids):
 
 
 def reverse(rng, x, y, num_classes):
-    return x, num_classes - 1 - y
+    return x.astype(np.float64), (num_classes - 1 - y).astype(np.int64)  # as NumPy often makes them
 
 
 def no_labels(rng, x, y, num_classes):
@@ -188,6 +188,18 @@ def beyond(rng, x, y, num_classes):
 
 def too_few(key, updates):
     return updates
+
+
+def swapped(key, updates, usable, malicious):
+    return updates
+
+
+def unnamed(generator, x, y, num_classes):
+    return x, y
+
+
+class Unsigned(dict):
+    pass
 
 
 def one_row(key, updates, malicious, usable):
@@ -210,6 +222,11 @@ def no_mask(updates):
 
 def needs_more(updates, *, mask, temperature):
     return no_mask(updates)
+
+
+def with_defaults(updates, *, mask, bucket_size=7, radius=5.0, **others):
+    assert (bucket_size, radius, others) in ((7, 5.0, {}), (3, 2.0, {}))
+    return counted_mean(updates, mask=mask, num_malicious=2)
 
 
 def whole(updates, *, mask):
@@ -352,13 +369,23 @@ def test_own_attacks_and_aggregators_on_the_command_line(folder, capsys):
     assert cli.main([*command, *flags]) == 2 and "there is no module 'mine_hostile'" in capsys.readouterr().err
 
 
-def test_an_own_attack_on_the_data_of_a_population():
+@pytest.mark.parametrize("given", [{}, {"bucket_size": 3, "radius": 2.0}])
+def test_defaults_of_an_own_aggregator_hold_unless_an_option_is_given(given):
+    config = Config("fedavg", **FEW, attack="ipm", aggregator="mine_hostile:with_defaults", **given)
+    made = make_aggregator(config)({"w": np.ones((8, 2), np.float32)}, mask=np.ones(8, bool))  # checks what it gets
+    assert made["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_own_attack_on_the_data_of_a_population(folder, capsys):
     few = FEW | {"population": 12, "cohort": 4, "malicious": 0.5, "devices": 1, "clients": Config.clients}
     models = [
         run(Config("fedavg", **few, attack=attack))[1].state.params["Dense_0"]["kernel"]
         for attack in ("mine_hostile:reverse", "label_reverse")
     ]
     np.testing.assert_array_equal(*models)
+    command = ["run", "fedavg", "--population", "12", "--cohort", "4", "--malicious", "0.5", "--out", "pop", "--quiet"]
+    assert cli.main([*command, "--attack", "mine_hostile:beyond"]) == 2
+    assert "attack must be one with labels in 0..9" in capsys.readouterr().err and not (folder / "pop").exists()
 
 
 def test_a_regression_is_shown_by_its_loss(folder, capsys):
@@ -473,9 +500,12 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
          " 'y', got {'x': 'list', 'y': 'list'}"),
         (["fedavg", "--dataset", "mine_models:line", "--heterogeneity", "none", "--model", "linear", "--clients", "4"],
          "dataset must be one of classes for model 'linear'; a regression needs a MODULE:NAME that returns a Task"),
-        ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function (key, updates, "
-         "malicious, usable) -> updates, or (rng, x, y, num_classes) -> (x, y) for an attack on data, got 'mine"),
-        ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function (key, updates, malic"),
+        ([*ATTACKED, "--attack", "mine_hostile:too_few"], "attack must be the name of a function with the arguments"
+         " (key, updates, malicious, usable), or (rng, x, y, num_classes) for an attack on data, got 'mine_hostile:t"),
+        ([*ATTACKED, "--attack", "mine_models:VALUE"], "attack must be the name of a function with the arguments"),
+        ([*ATTACKED, "--attack", "mine_hostile:swapped"], "for an attack on data, got 'mine_hostile:swapped(key, u"),
+        ([*ATTACKED, "--attack", "mine_hostile:unnamed"], "got 'mine_hostile:unnamed(generator, x, y, num_classes)'"),
+        ([*ATTACKED, "--attack", "mine_hostile:Unsigned"], "got 'mine_hostile:Unsigned', which has no signature"),
         ([*ATTACKED, "--attack", "mine_hostile:negate"], "has no 'negate': did you mean 'negated'?"),
         ([*ATTACKED, "--attack", "sign_flp"], "unknown attack 'sign_flp': did you mean 'sign_flip'? Accepted: gau"),
         ([*ATTACKED, "--attack", "sign_flp"], "backdoor, or MODULE:NAME for one of your own"),
@@ -485,12 +515,16 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         ([*ATTACKED, "--attack", "mine_hostile:shorter"], "got 'one that returned float32 [4, 8, 8, 1] and int32 [4"),
         ([*ATTACKED, "--attack", "mine_hostile:beyond"], "attack must be one with labels in 0..9, got 'one that re"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no_mask"], "aggregator must be the name of a"
-         " function (updates, *, mask) -> update that takes, if anything else, num_malicious, radius, key, got 'mine"),
+         " function (updates, *, mask, ...); further arguments may be num_malicious, radius, bucket_size, key, got 'm"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:needs_more"], "missing a required argument:"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole"], "aggregator must be a function that"
          " returns one update, {"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:whole+krum"], "aggregator 'whole+krum' must be of"
+         " functions that return (updates, mask) before the last one, which returns one update, got 'whole, which r"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "krum+mine_hostile:whole"], "joined by +, got 'krum+whole'; M"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:Unsigned"], "mine_hostile:Unsigned', which has "),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "unknown aggregator 'krmu': did you mean 'krum'?"),
-        ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "nnm, or MODULE:NAME for one of your own"),
+        ([*ATTACKED, "--attack", "ipm", "--aggregator", "krmu"], "nnm; MODULE:NAME is one of your own"),
         ([*ATTACKED, "--attack", "ipm", "--aggregator", "mine_hostile:no+krum"], "has no 'no'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

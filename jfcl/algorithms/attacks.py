@@ -371,7 +371,7 @@ def poison(
 
 
 def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np.ndarray, num_classes: int):
-    """Returns `attack(...)`; raises `ValueError` for a result of other shapes or types, or labels of no class."""
+    """Returns `attack(...)`; raises `ValueError` for results of other shapes or kinds, or labels of no class."""
 
     def form(array):
         return f"{array.dtype} {list(array.shape)}"
@@ -381,7 +381,8 @@ def _poisoned(attack: DataAttack, rng: np.random.Generator, x: np.ndarray, y: np
     accepted = f"a function that returns (x, y), {form(x)} and {form(y)}"
     check(isinstance(found, tuple) and len(found) == 2, "attack", returned, accepted)
     new_x, new_y = map(np.asarray, found)
-    fits = (new_x.dtype, new_x.shape, new_y.dtype, new_y.shape) == (x.dtype, x.shape, y.dtype, y.shape)
+    alike = all(np.can_cast(new.dtype, old.dtype, "same_kind") for new, old in ((new_x, x), (new_y, y)))
+    fits = alike and (new_x.shape, new_y.shape) == (x.shape, y.shape)
     check(fits, "attack", f"one that returned {form(new_x)} and {form(new_y)}", accepted)
     known = ((new_y >= 0) & (new_y < num_classes)).all()
     check(known, "attack", f"one that returned labels {np.unique(new_y)}", f"one with labels in 0..{num_classes - 1}")

@@ -201,13 +201,21 @@ def num_training(method: Mixture, size: jax.Array) -> jax.Array:
 def neighbours(
     method: Mixture, memory: jax.Array, label: jax.Array, size: jax.Array, x: jax.Array, num_classes: int
 ) -> jax.Array:
-    """Returns `[B, C]`: the label probabilities of `x` `[B, H]` by the `k` nearest of the first `size` of `memory`."""
+    """Returns `[B, C]`: the label probabilities of `x` `[B, H]` by the `k` nearest of the first `size` of `memory`.
+
+    A matrix product finds the `4 k` nearest. Of examples that are far apart its distances have few digits, so theirs
+    are computed again, from differences.
+    """
     x, memory = (part.astype(sum_dtype(part)) for part in (x, memory))
-    x, memory = x - memory[:1], memory - memory[:1]  # else far from zero the differences of squares have no digits
-    squares = jnp.square(x).sum(axis=1)[:, None] + jnp.square(memory).sum(axis=1)[None, :]
-    squares = jnp.maximum(squares - 2.0 * jnp.matmul(x, memory.T, precision=jax.lax.Precision.HIGHEST), 0.0)
-    squares = jnp.where(jnp.arange(len(memory))[None, :] < size, squares, jnp.inf)
-    near, rows = jax.lax.top_k(-squares, min(method.num_neighbours, len(memory)))
+    there, count = jnp.arange(len(memory)) < size, min(method.num_neighbours, len(memory))
+    center = jnp.where(there[:, None], memory, 0.0).sum(axis=0) / jnp.maximum(size, 1).astype(memory.dtype)
+    around, of_x = memory - center[None], x - center[None]
+    squares = jnp.square(of_x).sum(axis=1)[:, None] + jnp.square(around).sum(axis=1)[None, :]
+    squares = jnp.maximum(squares - 2.0 * jnp.matmul(of_x, around.T, precision=jax.lax.Precision.HIGHEST), 0.0)
+    _, rows = jax.lax.top_k(-jnp.where(there, squares, jnp.inf), min(4 * count, len(memory)))
+    squares = mapping.chunked(1)(lambda row: jnp.square(x - memory[row]).sum(axis=1))(rows.T).T  # a [B, H] at a time
+    near, places = jax.lax.top_k(-jnp.where(there[rows], squares, jnp.inf), count)
+    rows = jnp.take_along_axis(rows, places, axis=1)
     width = float(memory.shape[1]) if method.scale is None else method.scale
     shares = jax.nn.softmax(jnp.maximum(near / width, jnp.finfo(near.dtype).min), axis=1)  # finite without examples
     return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)

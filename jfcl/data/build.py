@@ -10,7 +10,7 @@ import numpy as np
 
 from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
 from jfcl.data.dataset import Dataset
-from jfcl.data.heterogeneity import SELECTIVE
+from jfcl.data.heterogeneity import RELABELLING, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
 from jfcl.data.split import (
     NEWCOMERS,
@@ -170,7 +170,7 @@ def build(
         num_classes=dataset.num_classes,
         input_shape=tuple(dataset.train["x"].shape[1:]),
         split_hash=split_hash(
-            [dataset.name, heterogeneity, num_clusters, seed],
+            [dataset.name, heterogeneity, num_clusters, seed, *_unseen_classes(dataset, heterogeneity)],
             train.cluster,
             [*train.rows, *test.rows, *(new.rows if new else [])],
         ),
@@ -254,6 +254,12 @@ def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clie
         for name, values in plan.transform(take(examples, rows), int(cluster[i])).items():
             stacked[name][i, : size[i]] = values
     return Clients(stacked, size, None if len(ids) == count else ids)
+
+
+def _unseen_classes(dataset: Dataset, heterogeneity: str) -> list[int]:
+    """Returns the number of classes where it decides new labels and does not follow from those of the examples."""
+    follows = heterogeneity not in RELABELLING or int(dataset.train["y"].max()) + 1 == dataset.num_classes
+    return [] if follows else [dataset.num_classes]
 
 
 def split_hash(settings: list, cluster, parts) -> str:

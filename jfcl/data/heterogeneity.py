@@ -229,3 +229,4 @@ HETEROGENEITY = {
 }
 # These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")
+RELABELLING = ("label_swap", "label_permutation", "private_label")  # by the number of classes

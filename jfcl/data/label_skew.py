@@ -7,6 +7,8 @@ import numpy as np
 from jfcl.core import check, check_count
 from jfcl.data.parts import Seed, apportioned, as_labels, check_enough, equal_sizes, parts_of, sorted_by
 
+LARGEST = 1e290  # alpha of Dirichlet: all shares are equal long before, and beyond it their sum overflows in the draw
+
 
 def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
     """Cuts the examples, sorted by label, into `N * labels_per_client` equal shards, and deals those to clients.
@@ -121,7 +123,7 @@ def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_s
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
         of_label = rng.permutation(np.flatnonzero(labels == label))
-        share = rng.dirichlet(np.full(num_clients, float(alpha)))
+        share = rng.dirichlet(np.full(num_clients, min(alpha, LARGEST)))
         if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one client
             share = np.eye(num_clients)[rng.integers(num_clients)]
         cuts = np.floor(np.cumsum(share) * len(of_label) + 1e-9).astype(np.int64)
@@ -190,7 +192,7 @@ def inner_dirichlet(
     rng = np.random.default_rng(seed)
     label = np.unique(labels, return_inverse=True)[1]
     left = np.bincount(label)
-    share = rng.dirichlet(np.full(len(left), float(alpha)), size=num_clients)
+    share = rng.dirichlet(np.full(len(left), min(alpha, LARGEST)), size=num_clients)
     lost = ~np.isfinite(share).all(axis=1)  # alpha so small that the draw underflows: the limit is one label
     share[lost] = np.eye(len(left))[rng.integers(len(left), size=lost.sum())]
     client = rng.permutation(np.repeat(np.arange(num_clients), sizes))

@@ -210,7 +210,8 @@ def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
     """Splits indices into train and test, stratified by `kind`.
 
     Of every kind with `n > 1` examples, `round(fraction n)` are held out, at least 1 and at most `n - 1`. The only
-    example of a kind stays in training; where every kind has only one, all together are divided as one kind.
+    example of a kind stays in training; where every kind has only one, all together are divided as one kind. A single
+    example is held out.
 
     Args:
       kind: `[n]` integers (labels or writers).

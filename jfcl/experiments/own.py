@@ -32,7 +32,8 @@ from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 ALWAYS_GIVEN = ("client_axis", "num_clusters", "cluster")  # to factories that take them
-OF_AGGREGATORS = ("num_malicious", "radius", "key")  # given to those that take them
+OF_ATTACKS = {"updates": ["key", "updates", "malicious", "usable"], "data": ["rng", "x", "y", "num_classes"]}
+OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key")  # given to those that take them
 
 
 class Named(NamedTuple):
@@ -143,24 +144,29 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
     _check_known("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS), "MODULE:NAME")
     attack = _find("attack", name)
     accepted = (
-        "the name of a function (key, updates, malicious, usable) -> updates, or (rng, x, y, num_classes) -> (x, y)"
-        " for an attack on data"
+        "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y, num_classes) for"
+        " an attack on data"
     )
-    check(callable(attack), "attack", name, accepted)
+    given = _signature("attack", name, attack, accepted)
+    check(_first_four(attack) in OF_ATTACKS.values(), "attack", f"{name}{given}", accepted)
     _check_takes("attack", name, attack, (None,) * 4, accepted, taken_arguments(attack, cluster=None, ids=None))
     return attack
 
 
+def _first_four(attack: Callable) -> list[str]:
+    """Returns the names of the first four positional arguments."""
+    parameters = inspect.signature(attack).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:4]
+
+
 def is_on_data(attack: str | None) -> bool:
-    """Returns whether an attack changes examples: its first argument is `rng`, where that of others is `key`.
+    """Returns whether an attack changes examples, by the names of its arguments.
 
     Example:
       >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)
       (True, False, False)
     """
-    if not is_own(attack):
-        return attack in DATA_ATTACKS
-    return next(iter(inspect.signature(find_attack(attack)).parameters)) == "rng"
+    return (is_own(attack) and _first_four(find_attack(attack)) == OF_ATTACKS["data"]) or attack in DATA_ATTACKS
 
 
 def is_on_updates(attack: str | None) -> bool:
@@ -183,17 +189,16 @@ def find_aggregator(name: str) -> list[str | Callable[..., Any]]:
     try:
         kernels.aggregator_options(parts)
     except ValueError as error:
-        raise ValueError(f"{error}, or MODULE:NAME for one of your own") from None
+        raise ValueError(f"{error}; MODULE:NAME is one of your own") from None
     return parts
 
 
 def _find_part(name: str) -> Callable[..., Any]:
     part = _find("aggregator", name)
-    further = ", ".join(OF_AGGREGATORS)
-    accepted = f"the name of a function (updates, *, mask) -> update that takes, if anything else, {further}"
-    check(callable(part), "aggregator", name, accepted)
-    given = dict.fromkeys(("mask", *taken_arguments(part, **dict.fromkeys(OF_AGGREGATORS))))
-    _check_takes("aggregator", name, part, (None,), accepted, given)
+    accepted = f"the name of a function (updates, *, mask, ...); further arguments may be {', '.join(OF_AGGREGATORS)}"
+    _signature("aggregator", name, part, accepted)
+    given = taken_arguments(part, **dict.fromkeys(OF_AGGREGATORS))
+    _check_takes("aggregator", name, part, (None,), accepted, ("mask", *given))
     return part
 
 
@@ -216,11 +221,20 @@ def _check_takes(
     what: str, name: str, make: Any, arguments: tuple, accepted: str, keywords: Collection[str] = ()
 ) -> None:
     """Raises `ValueError` for what cannot be called with `arguments` and `keywords`."""
-    check(callable(make), what, name, accepted)
+    signature = _signature(what, name, make, accepted)
     try:
-        inspect.signature(make).bind(*arguments, **dict.fromkeys(keywords))
+        signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         raise ValueError(f"{what} must be {accepted}, got {name!r}: {error}") from None
+
+
+def _signature(what: str, name: str, made: Any, accepted: str) -> inspect.Signature:
+    """Returns the signature of what can be called; raises `ValueError` for anything else."""
+    check(callable(made), what, name, accepted)
+    try:
+        return inspect.signature(made)
+    except ValueError:  # of some classes and builtins Python knows none
+        raise ValueError(f"{what} must be {accepted}, got {name!r}, which has no signature") from None
 
 
 def _find(what: str, name: str) -> Any:

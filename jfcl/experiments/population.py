@@ -81,6 +81,9 @@ def run_population(
         good = np.flatnonzero(~malicious)
         evaluated = np.sort(rng.choice(good, min(EVALUATED, len(good)), replace=False))
         parts, join = _setup(config, store, tests, evaluated, vocab_size)
+        change = _attack(config, malicious, parts.federation.num_classes)
+        if change is not None:  # what it refuses, it refuses before the run begins
+            change(store.gather(np.flatnonzero(malicious)[:1]))
         history = simulate_population(
             parts.algorithm,
             store,
@@ -88,7 +91,7 @@ def run_population(
             num_rounds=config.rounds,
             **{name: getattr(config, name) for name in ("cohort", *OF_COHORTS)},
             join=join,
-            change=_attack(config, malicious, parts.federation.num_classes),
+            change=change,
             test_store=tests,
             evaluate=evaluated,
             seed=parts.seeds[0],

@@ -176,7 +176,8 @@ class LoadedRun(NamedTuple):
           ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
             of which a new client has none.
         """
-        check(not jax.tree.leaves(self.personal), "folder", "a run with personal parameters", "one without, to choose")
+        accepted = "a run without personal parameters, of which a new client has none"
+        check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
         train = self.setup.federation.train
         return serving.choose(self.setup.task, self.params, self.cluster, train, examples, by)
 

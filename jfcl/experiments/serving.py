@@ -96,7 +96,7 @@ def export_model(
         float32. `.safetensors`: the same in their own types. `.jax`: the compiled prediction with the arrays inside,
         for any batch size, on CPU, GPU and TPU. Without jfcl and flax,
         `jax.export.deserialize(bytearray(file.read_bytes())).call(x)` runs it.
-      input_shape: of one input, for `.jax`; default: the task's.
+      input_shape: of one input, for `.jax`; default: the task's. That of a language model is `(length,)`.
       dtype: of the inputs, for `.jax`; default: int32 for a language model, else float32.
 
     Raises:
@@ -123,7 +123,9 @@ def export_model(
         write_whole(file, save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()}))
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
-        check(shape is not None, "input_shape", None, "given: the task does not know the shape of its inputs")
+        check(
+            shape is not None, "input_shape", None, "given: the task does not know it (a language model's is (length,))"
+        )
         (batch,) = export.symbolic_shape("b")
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((batch, *shape), dtype)

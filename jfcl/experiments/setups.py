@@ -36,6 +36,7 @@ from jfcl.core import (
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.execution import mapping
+from jfcl.experiments import own
 from jfcl.experiments.config import (
     AS_DECLARED,
     PRECISIONS,
@@ -46,16 +47,6 @@ from jfcl.experiments.config import (
     partition_options,
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
-from jfcl.experiments.own import (
-    find_aggregator,
-    find_attack,
-    find_dataset,
-    find_method,
-    find_model,
-    is_on_data,
-    is_on_updates,
-    is_own,
-)
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps
 from jfcl.experiments.validation import validate
@@ -89,7 +80,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
         keep=keep(config),
     )
     lr = _learning_rate(config, training, largest)
-    of_method = "momentum" in find_method(config.method).options  # the method's, not the optimiser's
+    of_method = "momentum" in own.find_method(config.method).options  # the method's, not the optimiser's
     optimizer = make_optimizer(
         config.optimizer or "sgd",
         lr,
@@ -181,17 +172,18 @@ def true_clusters(config: Config) -> int:
 
 def make_aggregator(config: Config) -> Callable:
     """Returns the aggregator of `config`, with the number of malicious clients in a cohort and its other options."""
+    parts = own.find_aggregator(config.aggregator)
+    taken, required = kernels.aggregator_options(parts), kernels.aggregator_options(parts, required=True)
+    given = config.radius is not None or "radius" not in required
+    check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
     options = {
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
-        "bucket_size": config.bucket_size or BUCKET_SIZE,
+        "bucket_size": config.bucket_size or (BUCKET_SIZE if "bucket_size" in required else None),
         "key": jax.random.key(config.data_seed),
     }
-    parts = find_aggregator(config.aggregator)
-    taken = kernels.aggregator_options(parts)
-    given = config.radius is not None or "radius" not in taken
-    check(given, "radius", config.radius, f"given with --aggregator {config.aggregator}")
-    return kernels.make_aggregator(parts, **{name: v for name, v in options.items() if name in taken})
+    options = {name: value for name, value in options.items() if name in taken and value is not None}
+    return kernels.make_aggregator(parts, **options)
 
 
 def _warm_start(config: Config, task: Task) -> PyTree:
@@ -214,7 +206,7 @@ def _warm_start(config: Config, task: Task) -> PyTree:
 
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
     """Returns the method of `config`, with those of its options that are given."""
-    method = find_method(config.method)
+    method = own.find_method(config.method)
     options: dict[str, Any] = {"client_axis": client_axis}
     # Options with the same name and type in the factory.
     common = {name: getattr(config, name) for name in AS_DECLARED}
@@ -229,8 +221,8 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     # Options that stand for an object.
     if config.track_gap:
         options["true_cluster"] = federation.cluster
-    if is_on_updates(config.attack) and config.method != "local":
-        options["adversary"] = Adversary(find_attack(config.attack), malicious_clients(config))
+    if own.is_on_updates(config.attack) and config.method != "local":
+        options["adversary"] = Adversary(own.find_attack(config.attack), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)
     if config.server_optimizer != "average" or not (is_concrete(config.server_lr) and config.server_lr == 1):
@@ -276,15 +268,15 @@ def attack_data(config: Config, federation):
     """Returns `federation` with the attack on the malicious clients' data, if it is one, and without their tests."""
     train, test = federation.train, federation.test
     malicious = malicious_clients(config)[np.asarray(client_ids(train))]  # of this process's clients
-    if is_on_data(config.attack):
-        attack = find_attack(config.attack)
+    if own.is_on_data(config.attack):
+        attack = own.find_attack(config.attack)
         train = attacks.poison(train, malicious, attack, num_classes=federation.num_classes, seed=config.data_seed)
     return federation._replace(train=train, test=test._replace(size=np.where(malicious, 0, test.size).astype(np.int32)))
 
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    dataset = find_dataset(config.dataset, data_dir)
+    dataset = own.find_dataset(config.dataset, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
@@ -295,14 +287,14 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     kinds = ("none", *SELECTIVE)
     accepted = f"{', '.join(kinds[:-1])} or {kinds[-1]} for texts, as model {config.model!r} does not use labels"
     check(config.heterogeneity in kinds, "heterogeneity", config.heterogeneity, accepted)
-    check(not is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
+    check(not own.is_on_data(config.attack), "attack", config.attack, "one on updates for texts")
     dataset, vocabulary = data.tokenize(dataset, vocab_size=config.vocab_size, length=config.length)
     return dataset, len(vocabulary)
 
 
 def check_model_reads(config: Config, texts: bool) -> None:
     """Raises `ValueError` for a model of images on `texts`, or a model of texts on images; a user's own may be both."""
-    if is_own(config.model):
+    if own.is_own(config.model):
         check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
     elif texts != (config.model in models.LANGUAGE_MODELS):
         holds, reads = ("texts", "images") if texts else ("images", "texts")
@@ -334,7 +326,7 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
     if vocab_size is not None:
         models.check_tokens(federation.train, vocab_size)
         models.check_tokens(federation.test, vocab_size, name="test clients")
-    made = find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
+    made = own.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
     if isinstance(made, Task):
         return made
     if vocab_size is None:

@@ -146,7 +146,7 @@ def _check_attack(config: Config) -> None:
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
         attacked = "adversary" in options or config.method == "local" or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
-        accepted = f"one on data ({on_data}): {config.method} has no argument adversary"
+        accepted = f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
         check(attacked, "attack", config.attack, accepted)
     else:
         check(config.malicious == 0, "malicious", config.malicious, "left out without --attack")

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jfcl.core.checks import check, check_choice
 from jfcl.kernels.clipping import centered_clip
 from jfcl.kernels.geometric_median import geometric_median
@@ -54,17 +57,31 @@ def _parts(named: Parts) -> list[Callable[..., Any]]:
     )
     *before, last = [*parts] or [""]
     fits = (callable(last) or last in AGGREGATORS) and all(callable(part) or part in PRE_AGGREGATORS for part in before)
-    check(fits, "aggregator", named, accepted)
+    check(fits, "aggregator", _shown(named), accepted)
     return [part if callable(part) else known[part] for part in parts]
 
 
+def _shown(named: Parts) -> str:
+    """Returns the parts of an aggregator as one name."""
+    if isinstance(named, str):
+        return named
+    return "+".join(getattr(p, "__name__", type(p).__name__) if callable(p) else str(p) for p in named)
+
+
 def _options(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    found = inspect.signature(part).parameters
-    return {name: option for name, option in found.items() if name not in ("updates", "mask", "return_excluded")}
+    of_parts, found = ("updates", "mask", "return_excluded"), {}
+    for place, (name, option) in enumerate(inspect.signature(part).parameters.items()):
+        if place > 0 and name not in of_parts and option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL):
+            found[name] = option
+    return found
 
 
-def aggregator_options(name: Parts) -> list[str]:
+def aggregator_options(name: Parts, *, required: bool = False) -> list[str]:
     """Returns the names of the options that `make_aggregator(name, ...)` takes.
+
+    Args:
+      name: as in `make_aggregator`.
+      required: only those without a default in one of the parts.
 
     Raises:
       ValueError: an unknown name, or parts in another order than `make_aggregator` accepts.
@@ -73,7 +90,13 @@ def aggregator_options(name: Parts) -> list[str]:
       >>> aggregator_options("nnm+krum"), aggregator_options("bucketing+mean")
       (['num_malicious'], ['bucket_size', 'key', 'weights'])
     """
-    return list(dict.fromkeys(option for part in _parts(name) for option in _options(part)))
+    options = [(name, option) for part in _parts(name) for name, option in _options(part).items()]
+    return list(dict.fromkeys(name for name, option in options if not required or option.default is option.empty))
+
+
+def _number(updates: Any) -> tuple[int, ...]:
+    """Returns the shape `(N,)` of a mask for updates of `[N, ...]`."""
+    return jnp.shape(jax.tree.leaves(updates)[0])[:1]
 
 
 def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
@@ -101,24 +124,27 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
       >>> f(jnp.array([[1.0], [1.5], [2.0], [50.0]]), return_excluded=True)
       (Array([1.5], dtype=float32), Array(0, dtype=int32))
     """
-    accepted = aggregator_options(name)
+    accepted, shown = aggregator_options(name), _shown(name)
     for option in options:
-        check(option in accepted, f"option of aggregator {name!r}", option, f"one of {', '.join(accepted) or 'none'}")
-    parts = []
-    for part in _parts(name):
-        taken = _options(part)
-        for option, parameter in taken.items():
-            needed = parameter.default is parameter.empty and option not in options
-            check(not needed, f"options of aggregator {name!r}", sorted(options), f"given with {option}")
-        parts.append(partial(part, **{option: value for option, value in options.items() if option in taken}))
-    *before, last = parts
+        check(option in accepted, f"option of aggregator {shown!r}", option, f"one of {', '.join(accepted) or 'none'}")
+    for option in aggregator_options(name, required=True):
+        check(option in options, f"options of aggregator {shown!r}", sorted(options), f"given with {option}")
+    *before, last = (
+        partial(part, **{option: value for option, value in options.items() if option in _options(part)})
+        for part in _parts(name)
+    )
     if not before:
         return last
 
     def aggregator(updates, *, mask=None, return_excluded=False):
         excluded = num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
         for pre_aggregator in before:
-            updates, mask = pre_aggregator(updates, mask=mask)
+            found = pre_aggregator(updates, mask=mask)
+            fits = isinstance(found, tuple) and len(found) == 2 and jnp.shape(found[1]) == _number(found[0])
+            returned = f"{_shown([pre_aggregator.func])}, which returned {type(found).__name__}"
+            accepted = "of functions that return (updates, mask) before the last one, which returns one update"
+            check(fits, f"aggregator {shown!r}", returned, accepted)
+            updates, mask = found
         result = last(updates, mask=mask)
         return (result, excluded) if return_excluded else result
 
