@@ -398,7 +398,7 @@ def test_a_regression_is_shown_by_its_loss(folder, capsys):
     assert {file.name for file in Path("run/plots").glob("*")} == {"loss.png", "clusters.png"}
     assert cli.main(["compare", "run", "--out", "both"]) == 0
     assert loss in capsys.readouterr().out
-    assert {file.name for file in Path("both").glob("*")} == {"loss.png", "methods.png"}
+    assert {file.name for file in Path("both").glob("*")} == {"loss.png", "methods.png", "results.csv"}
     assert load_run("run").params["Dense_0"]["kernel"].shape == (1, 1, 1)
 
 
