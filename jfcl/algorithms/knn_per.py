@@ -33,6 +33,7 @@ from jfcl.kernels.base import sum_dtype
 
 MIXINGS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # the authors of Federated-Clustering try these
 LEAST = 1e-7  # the least probability of a label: neighbours alone may give it 0
+ROUGH = 1e-4  # rounding of squared distances, as a share of their scale, from which on they are computed exactly
 
 
 class Neighbours(NamedTuple):
@@ -203,20 +204,27 @@ def neighbours(
 ) -> jax.Array:
     """Returns `[B, C]`: the label probabilities of `x` `[B, H]` by the `k` nearest of the first `size` of `memory`.
 
-    A matrix product finds the `4 k` nearest. Of examples that are far apart its distances have few digits, so theirs
-    are computed again, from differences.
+    Squared distances come from a matrix product. Where examples are so far apart that its rounding would change the
+    weights, those of the `4 k` nearest are computed again, from differences.
     """
     x, memory = (part.astype(sum_dtype(part)) for part in (x, memory))
     there, count = jnp.arange(len(memory)) < size, min(method.num_neighbours, len(memory))
+    width = jnp.asarray(memory.shape[1] if method.scale is None else method.scale, memory.dtype)
     center = jnp.where(there[:, None], memory, 0.0).sum(axis=0) / jnp.maximum(size, 1).astype(memory.dtype)
     around, of_x = memory - center[None], x - center[None]
-    squares = jnp.square(of_x).sum(axis=1)[:, None] + jnp.square(around).sum(axis=1)[None, :]
-    squares = jnp.maximum(squares - 2.0 * jnp.matmul(of_x, around.T, precision=jax.lax.Precision.HIGHEST), 0.0)
-    _, rows = jax.lax.top_k(-jnp.where(there, squares, jnp.inf), min(4 * count, len(memory)))
-    squares = mapping.chunked(1)(lambda row: jnp.square(x - memory[row]).sum(axis=1))(rows.T).T  # a [B, H] at a time
-    near, places = jax.lax.top_k(-jnp.where(there[rows], squares, jnp.inf), count)
-    rows = jnp.take_along_axis(rows, places, axis=1)
-    width = float(memory.shape[1]) if method.scale is None else method.scale
+    norms = jnp.where(there, jnp.square(around).sum(axis=1), 0.0)
+    squares = jnp.square(of_x).sum(axis=1)[:, None] + norms[None, :]
+    squares = squares - 2.0 * jnp.matmul(of_x, around.T, precision=jax.lax.Precision.HIGHEST)
+    squares = jnp.where(there, jnp.maximum(squares, 0.0), jnp.inf)
+
+    def from_differences():
+        _, rows = jax.lax.top_k(-squares, min(4 * count, len(memory)))
+        exact = mapping.chunked(1)(lambda row: jnp.square(x - memory[row]).sum(axis=1))(rows.T).T  # a [B, H] at a time
+        near, places = jax.lax.top_k(-jnp.where(there[rows], exact, jnp.inf), count)
+        return near, jnp.take_along_axis(rows, places, axis=1)
+
+    is_rough = jnp.finfo(memory.dtype).eps * norms.max() > ROUGH * width
+    near, rows = jax.lax.cond(is_rough, from_differences, lambda: tuple(jax.lax.top_k(-squares, count)))
     shares = jax.nn.softmax(jnp.maximum(near / width, jnp.finfo(near.dtype).min), axis=1)  # finite without examples
     return (shares[:, :, None] * jax.nn.one_hot(label[rows], num_classes)).sum(axis=1)
 
