@@ -431,6 +431,12 @@ Z = jnp.ones((6, 2))
             r"nnm\) and at the end one aggregator \(mean, .*'krum\+nnm'",
         ),
         (lambda: kernels.make_aggregator("krum+mean"), "pre-aggregators .* at the end one aggregator .*, joined by"),
+        (
+            lambda: kernels.make_aggregator([lambda u, mask: (u["a"], u["b"]), "mean"])(
+                {"a": np.ones((2, 1)), "b": {}}
+            ),
+            "must be of functions that return .updates, mask. before the last one",
+        ),
         (lambda: kernels.make_aggregator("nnm"), "at the end one aggregator"),
         (lambda: kernels.make_aggregator("krum", radius=1), "must be one of num_malicious, got 'radius'"),
         (lambda: kernels.make_aggregator("krum", mask=None), "must be one of num_malicious, got 'mask'"),

@@ -343,19 +343,8 @@ def test_own_attacks_and_aggregators_are_as_those_of_the_library(own, known):
 
 
 def test_own_attacks_and_aggregators_on_the_command_line(folder, capsys):
-    command = [
-        "run",
-        "fedavg",
-        "--clients",
-        "8",
-        "--rounds",
-        "1",
-        "--model",
-        "linear",
-        "--malicious",
-        "0.25",
-        "--quiet",
-    ]
+    command = ["run", "fedavg", "--clients", "8", "--rounds", "1", "--model", "linear", "--malicious", "0.25"]
+    command += ["--quiet"]
     own = {"attack": "mine_hostile:of_cluster", "aggregator": "mine_hostile:halved+mean"}
     flags = ["--attack", own["attack"], "--aggregator", own["aggregator"], "--devices", "1"]
     assert cli.main([*command, *flags, "--out", "own"]) == 0, capsys.readouterr().err

@@ -148,14 +148,14 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
         " an attack on data"
     )
     given = _signature("attack", name, attack, accepted)
-    check(_first_four(attack) in OF_ATTACKS.values(), "attack", f"{name}{given}", accepted)
+    check(_first_four(given) in OF_ATTACKS.values(), "attack", f"{name}{given}", accepted)
     _check_takes("attack", name, attack, (None,) * 4, accepted, taken_arguments(attack, cluster=None, ids=None))
     return attack
 
 
-def _first_four(attack: Callable) -> list[str]:
+def _first_four(signature: inspect.Signature) -> list[str]:
     """Returns the names of the first four positional arguments."""
-    parameters = inspect.signature(attack).parameters.values()
+    parameters = signature.parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:4]
 
 
@@ -166,7 +166,9 @@ def is_on_data(attack: str | None) -> bool:
       >>> is_on_data("backdoor"), is_on_data("ipm"), is_on_data(None)
       (True, False, False)
     """
-    return (is_own(attack) and _first_four(find_attack(attack)) == OF_ATTACKS["data"]) or attack in DATA_ATTACKS
+    if not is_own(attack):
+        return attack in DATA_ATTACKS
+    return _first_four(inspect.signature(find_attack(attack))) == OF_ATTACKS["data"]
 
 
 def is_on_updates(attack: str | None) -> bool:

@@ -123,9 +123,8 @@ def export_model(
         write_whole(file, save({name: np.asarray(array, order="C") for name, array in named_parameters(model).items()}))
     else:
         shape = task.input_shape if input_shape is None else tuple(input_shape)
-        check(
-            shape is not None, "input_shape", None, "given: the task does not know it (a language model's is (length,))"
-        )
+        accepted = "given: the task does not know it; that of a language model is (length,)"
+        check(shape is not None, "input_shape", None, accepted)
         (batch,) = export.symbolic_shape("b")
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((batch, *shape), dtype)

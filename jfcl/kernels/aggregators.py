@@ -94,9 +94,14 @@ def aggregator_options(name: Parts, *, required: bool = False) -> list[str]:
     return list(dict.fromkeys(name for name, option in options if not required or option.default is option.empty))
 
 
-def _number(updates: Any) -> tuple[int, ...]:
-    """Returns the shape `(N,)` of a mask for updates of `[N, ...]`."""
-    return jnp.shape(jax.tree.leaves(updates)[0])[:1]
+def _check_pair(found: Any, part: Callable[..., Any], shown: str) -> None:
+    """Raises `ValueError` unless a part before the last has returned updates and their mask, `[N]` bool."""
+    fits = isinstance(found, tuple) and len(found) == 2
+    if fits and found[1] is not None:  # as it may have been given
+        rows = jnp.shape(jax.tree.leaves(found[0])[0])[:1]
+        fits = getattr(found[1], "dtype", None) == jnp.bool_ and jnp.shape(found[1]) == rows
+    accepted = "of functions that return (updates, mask) before the last one, which returns one update"
+    check(fits, f"aggregator {shown!r}", f"{_shown([part])}, which returned {type(found).__name__}", accepted)
 
 
 def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
@@ -140,10 +145,7 @@ def make_aggregator(name: Parts, **options: Any) -> Callable[..., Any]:
         excluded = num_excluded(mask, counted(updates, mask)[1]) if return_excluded else None
         for pre_aggregator in before:
             found = pre_aggregator(updates, mask=mask)
-            fits = isinstance(found, tuple) and len(found) == 2 and jnp.shape(found[1]) == _number(found[0])
-            returned = f"{_shown([pre_aggregator.func])}, which returned {type(found).__name__}"
-            accepted = "of functions that return (updates, mask) before the last one, which returns one update"
-            check(fits, f"aggregator {shown!r}", returned, accepted)
+            _check_pair(found, pre_aggregator.func, shown)
             updates, mask = found
         result = last(updates, mask=mask)
         return (result, excluded) if return_excluded else result
