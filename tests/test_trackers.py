@@ -44,7 +44,8 @@ def events_of(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
-    for file in sorted(folder.iterdir(), key=lambda file: int(file.suffix[1:])):
+    # events.out.tfevents.SECONDS.HOST.ROUND: two parts of a run may begin at one round, or in one second.
+    for file in sorted(folder.iterdir(), key=lambda file: (int(file.name.split(".")[3]), int(file.suffix[1:]))):
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
