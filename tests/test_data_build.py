@@ -1,10 +1,12 @@
 """Federations: nothing leaks from test to train, clients hold what they should, bad input is named."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 
+import jfcl
 from jfcl.core import check_clients, check_labels
 from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, load
 from jfcl.data.heterogeneity import SELECTIVE
@@ -341,6 +343,88 @@ def test_rotation_of_what_is_not_square():
 def test_a_writer_belongs_to_one_cluster():
     with pytest.raises(ValueError, match="partition must be another one with 'class': the examples of a writer"):
         build(tagged(240, 56), partition="writer", num_clusters=2, heterogeneity="class")
+
+
+def rows_by_client(data, fed):
+    """Returns of each writer its training and its test rows by their tags."""
+    clients = [(sorted(tags(fed.train, i)), sorted(tags(fed.test, i))) for i in range(len(fed.writer))]
+    return dict(zip(fed.writer.tolist(), clients, strict=True))
+
+
+def test_writers_keep_the_official_test_split():
+    data = tagged(240, 56)
+    data = data._replace(writer=data.writer | {"test": (np.arange(56) % 9).astype(np.int32)})  # 9, 10, 11: none in it
+    fed = build(data, partition="writer")
+    for writer, (train, test) in rows_by_client(data, fed).items():
+        own = np.flatnonzero(data.writer["train"] == writer).tolist()
+        if writer < 9:
+            assert train == own and test == (240 + np.flatnonzero(data.writer["test"] == writer)).tolist()
+        else:
+            assert sorted(train + test) == own and len(test) == 4
+    assert "official test split, and 0.2 held out of 3 writer(s) that are not in it" in fed.description
+    both = data._replace(writer=data.writer | {"test": (np.arange(56) % 12).astype(np.int32)})
+    assert build(both, partition="writer").description.endswith("(none), official test split")
+    assert sorted(tags(build(both, partition="writer", num_clients=5).train, 3))  # a draw of them
+
+
+def test_writers_of_one_example_are_counted_and_named():
+    data = tagged(240)
+    ids = np.repeat(np.arange(10), 24).astype(np.int32)
+    ids[[0, 1]] = [10, 11]  # alone
+    data = data._replace(writer={"train": ids}, writer_names=[f"user{i}" for i in range(12)])
+    fed = build(data, partition="writer")
+    assert fed.writer.tolist() == list(range(10)) and "left out: 2 of 12 writers" in fed.description
+    assert "(user10, user11)" in fed.description
+    with pytest.raises(ValueError, match=r"at most 10, the number of writers, without 2 of 12 writers, .*, got 11"):
+        build(data, partition="writer", num_clients=11)
+    every = data._replace(writer={"train": np.arange(240, dtype=np.int32)})
+    for count in (None, 3):
+        with pytest.raises(ValueError, match="partition must be another one for 'tagged': no writer has two examples"):
+            build(every, partition="writer", num_clients=count)
+
+
+def test_remedies_for_too_few_examples_help(tmp_path):
+    data = tagged(100)
+    with pytest.raises(ValueError, match="use fewer clients or examples_per_client of at most 2 or reuse='cluster'"):
+        build(data, num_clients=40, num_clusters=4, heterogeneity="rotation", examples_per_client=8, reuse="none")
+    options = {"num_clients": 40, "num_clusters": 4, "heterogeneity": "rotation"}
+    build(data, **options, examples_per_client=2, reuse="none")
+    build(data, **options, examples_per_client=8, reuse="cluster")
+    with pytest.raises(ValueError, match=r"has 80 training examples for them; use fewer clients$"):
+        build(data, num_clients=81)
+    build(data, num_clients=80)
+    for make in (build, lambda *args, **options: jfcl.data.generate_store(tmp_path / "s", *args, **options)):
+        for partition, option in [("dirichlet", "min_size"), ("label", "labels_per_client")]:
+            options = {"num_clients": 20, "partition": partition, "examples_per_client": 3}
+            with pytest.raises(ValueError, match=f"{option} must be at most 3, the examples_per_client, got 4"):
+                make(data, **options, **{option: 4})
+
+
+@pytest.mark.parametrize("official", [False, True])
+@pytest.mark.parametrize("partition", ["dirichlet", "pathological"])
+def test_remedies_for_labels_without_test_examples_help(partition, official):
+    """Of labels 3 and 4 there is nothing to test on; whatever the message says cures that."""
+    rng = np.random.default_rng(0)
+    y = np.concatenate([rng.integers(0, 3, 57), [3] * (2 if official else 1), [4]]).astype(np.int32)
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    test = {"x": x[:30], "y": y[:30]} if official else None
+    data = Dataset("rare", {"x": x, "y": y}, test, 5, None, "")
+    options = {"num_clients": 10, "partition": partition, "alpha": 0.05, "labels_per_client": 1}
+    refused, remedies = 0, set()
+    for seed in range(40):
+        try:
+            build(data, **options, seed=seed)
+        except ValueError as error:
+            refused += 1
+            assert re.search(r": 3, 4; leave their examples out|leave out the examples of labels 3, 4", str(error))
+            fewer = data._replace(train={name: values[y < 3] for name, values in data.train.items()})
+            build(fewer, **options, seed=seed)
+            build(data, **options | {"partition": "iid"}, seed=seed)
+            found = re.search(r"set min_size=(\d)", str(error))
+            if found:
+                remedies.add(int(found[1]))
+                build(data, **options | {"min_size": int(found[1])}, seed=seed)
+    assert refused and remedies == ({4 if official else 3} if partition == "dirichlet" else set())
 
 
 def test_newcomers_are_writers_that_are_not_in_training():

@@ -17,6 +17,7 @@ from jfcl.data.split import (
     Examples,
     Split,
     SplitPlan,
+    clients_of,
     divide,
     divide_test,
     of_cluster,
@@ -95,8 +96,9 @@ def build(
         the clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
       examples_per_client: the number of each client's training examples: exactly ("iid", "stratified",
         "inner_dirichlet"), at most ("writer"), or on average (others). `None`: all examples are used.
-      test_fraction: the share held out where there is no official test split, or where clients are writers
-        (each writer's own examples are then held out). In `(0, 1)`.
+      test_fraction: the share held out where there is no official test split, in `(0, 1)`. Where clients are writers,
+        it is held out of the examples of each writer that has none in the official test split. A writer with one
+        example, which leaves none to be tested on, is no client; `description` counts and names such writers.
       reuse: "none": a base example belongs to one client. "cluster": every cluster divides the whole data set, so
         that each base example occurs `K` times, under `K` transformations (IFCA: `m n = 60000 K`). "auto": "none" if
         there are `N * examples_per_client` examples, else "cluster".
@@ -146,10 +148,8 @@ def build(
         options=options,
     )
     dataset = split.dataset
-    if num_clients is None:  # a writer of one example has none to be tested on
-        kind = split.train.kind
-        both = np.intersect1d(kind[split.train.rows], kind[split.test.rows])
-        num_clients = int((both >= 0).sum())
+    if num_clients is None:
+        num_clients = len(clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
     _check_room(dataset, num_clients)
 
@@ -159,7 +159,6 @@ def build(
 
     # Stack, and transform each client's examples on the way.
     own = slice(None) if rows is None else rows(num_clients)
-    held = "official test split" if split.test.examples is dataset.test else f"{test_fraction:g} held out"
     sizes = np.array([len(part) for part in train.rows])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
@@ -176,7 +175,8 @@ def build(
         ),
         description=(
             f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), "
-            f"{num_clusters} cluster(s) ({heterogeneity}), {held}"
+            f"{num_clusters} cluster(s) ({heterogeneity}), {split.held}"
+            + (f"; left out: {split.left_out}" if split.left_out else "")
         ),
         newcomers=stack(new, examples) if new else None,
         newcomer_cluster=new.cluster if new else None,
@@ -198,11 +198,14 @@ def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, Split
     )
     rows: list[np.ndarray] = [np.empty(0, np.int64)] * num_clients
     rows_of_test = list(rows)
+    most = -(-num_clients // split.num_clusters) * (split.examples_per_client or 1)
+    helps = not per_cluster and split.num_clusters > 1 and most <= len(split.train.rows)
+    remedy = "reuse='cluster'" if helps and split.partition != "writer" else ""
     for group, clients in enumerate(groups):
         own = of_cluster(split, group)
         if split.partition == "distribution":  # the rows of these clients
             own = own._replace(options=split.options | {"distribution": split.options["distribution"][clients]})
-        parts = divide(own, len(clients), group)
+        parts = divide(own, len(clients), group, remedy=remedy)
         shares = divide_test(own, parts, group)
         for i, part, share in zip(clients, parts, shares, strict=True):
             rows[i], rows_of_test[i] = part, share

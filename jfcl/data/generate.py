@@ -124,6 +124,9 @@ def generate_store(
         "made": {"dataset": dataset.name} | made | options | (about or {}),
     }
     splits = [of_cluster(split, k) for k in range(num_clusters)]
+    fewest, k = min((len(own.train.rows), k) for k, own in enumerate(splits))
+    accepted = f"at most {fewest}, the training examples of cluster {k}"
+    check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
 
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
     sizes = np.bincount(cluster)
@@ -150,8 +153,6 @@ def _counted(parts: Iterator[np.ndarray], bar: Progress, line: TaskID) -> Iterat
 def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
     at_once = len(split.train.rows) // split.examples_per_client
-    accepted = f"at most {len(split.train.rows)}, the training examples of cluster {cluster}"
-    check(at_once > 0, "examples_per_client", split.examples_per_client, accepted)
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
         group = cluster + split.num_clusters * deal

@@ -82,9 +82,12 @@ def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: 
     for j in range(k):
         owners, examples = np.flatnonzero((held == j).any(axis=1)), order[starts[j] : starts[j + 1]]
         if len(owners) > len(examples):
+            few = np.diff(starts) < num_clients
+            enough = (~few).sum() >= labels_per_client
+            remedy = "leave out the examples of labels " + ", ".join(map(str, values[few].tolist()))
             raise ValueError(
                 f"labels_per_client, num_clients: label {values[j]} has {len(examples)} examples for the {len(owners)}"
-                " clients that should have it; use fewer clients or labels_per_client"
+                f" clients that should have it; {remedy if enough else f'use at most {np.diff(starts).min()} clients'}"
             )
         if len(owners):
             owner[examples] = np.repeat(owners, equal_sizes(len(examples), len(owners), None))

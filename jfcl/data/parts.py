@@ -17,6 +17,7 @@ def check_enough(num_examples: int, num_clients: int, examples_per_client: int |
     check_count("examples_per_client", each)
     check_count("num_clients", num_clients)
     check_count("num_examples", num_examples)
+    check(each <= num_examples, "the number of examples", num_examples, f"at least {each}, what one client needs")
     accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
     check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
 

@@ -1,9 +1,10 @@
 """The plan of a division: which client has which rows of a data set, and how they are transformed.
 
 The order of the steps keeps test data out of training. First the *base* examples are split into a training and a test
-pool: the official test split where there is one, else `test_fraction` of the examples, stratified by label (by writer,
-if clients are writers). Only then are examples divided among clients and transformed. So a base example in a client's
-training data is in no client's test data, under any transformation.
+pool: the official test split where there is one, else `test_fraction` of the examples, stratified by label. If clients
+are writers, a writer's test examples are those of the official test split; a writer without any there is tested on
+`test_fraction` of its own. Only then are examples divided among clients and transformed. So a base example in the
+training data of a client is in no client's test data, under any transformation.
 
 `jfcl.data.build` stacks a plan in memory; `jfcl.data.generate_store` writes one to a folder.
 """
@@ -59,6 +60,8 @@ class Split(NamedTuple):
       dataset, num_clusters, heterogeneity, partition, examples_per_client, seed: as in `jfcl.data.build`.
       options: options of partitions by name; each partition takes its own.
       train, test: the pools, of disjoint examples.
+      held: where the test pool comes from, in words.
+      left_out: which writers cannot be clients, in words; "" where all can.
     """
 
     dataset: Dataset
@@ -70,6 +73,8 @@ class Split(NamedTuple):
     options: dict[str, Any]
     train: Pool
     test: Pool
+    held: str = ""
+    left_out: str = ""
 
 
 def split_dataset(
@@ -115,27 +120,87 @@ def split_dataset(
     check_dataset(dataset)
     if partition == "writer" and dataset.writer is None:
         raise ValueError(
-            f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers'"
+            f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers', or, for"
+            " data of your own, Dataset.writer (by= of jfcl.data.from_frame)"
         )
     divided = partition == "writer" and heterogeneity in SELECTIVE and num_clusters > 1
     accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
     check(not divided, "partition", partition, accepted)
     if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
-        check(dataset.num_classes is not None, "dataset", dataset.name, f"a classification data set for {what}")
+        accepted = f"a classification data set for {what}, which goes by single labels"
+        check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
+    for option in ("min_size", "labels_per_client"):
+        taken = option in inspect.signature(PARTITIONS[partition][0]).parameters and examples_per_client is not None
+        check_count(option, options[option])
+        accepted = f"at most {examples_per_client}, the examples_per_client"
+        check(not taken or options[option] <= examples_per_client, option, options[option], accepted)
     if partition == "distribution":
         table = as_distribution(options["distribution"], num_clients, dataset.num_classes)
         options = options | {"distribution": table}
 
-    kind = dataset.writer["train"] if partition == "writer" else labels_of(dataset, "train")
-    if partition == "writer" or dataset.test is None:
-        rows, held = hold_out(kind, test_fraction, seed=(seed, HOLD_OUT))
-        test = Pool(dataset.train, held, kind)
+    if partition == "writer":
+        train, test, held = _pools_of_writers(dataset, test_fraction, seed)
     else:
-        rows = np.arange(len(dataset.train["y"]))
-        test = Pool(dataset.test, np.arange(len(dataset.test["y"])), labels_of(dataset, "test"))
-    train = Pool(dataset.train, rows, kind)
-    return Split(dataset, num_clusters, heterogeneity, partition, examples_per_client, seed, dict(options), train, test)
+        train, test, held = _pools(dataset, labels_of(dataset, "train"), test_fraction, seed)
+    split = Split(
+        dataset, num_clusters, heterogeneity, partition, examples_per_client, seed, dict(options), train, test
+    )
+    split = split._replace(held=held)
+    return split if partition != "writer" else split._replace(left_out=_left_out(split))
+
+
+def _pools(dataset: Dataset, kind: np.ndarray, fraction: float, seed: int) -> tuple[Pool, Pool, str]:
+    """Returns the training and test pools, and where the second comes from: the official split, if there is one."""
+    if dataset.test is not None:
+        rows, of_test = (np.arange(len(part["y"])) for part in (dataset.train, dataset.test))
+        test = Pool(dataset.test, of_test, labels_of(dataset, "test"))
+        return Pool(dataset.train, rows, kind), test, "official test split"
+    rows, held = hold_out(kind, fraction, seed=(seed, HOLD_OUT))
+    return Pool(dataset.train, rows, kind), Pool(dataset.train, held, kind), f"{fraction:g} held out"
+
+
+def _pools_of_writers(dataset: Dataset, fraction: float, seed: int) -> tuple[Pool, Pool, str]:
+    """Returns `_pools` where clients are writers: those without official test examples are tested on some of their own.
+
+    The official test examples of writers that are not in training are for newcomers.
+    """
+    writer = np.asarray(dataset.writer["train"])
+    of_test = np.asarray(dataset.writer["test"]) if dataset.test is not None else np.empty(0, np.int64)
+    tested = np.flatnonzero(np.isin(of_test, writer) & (of_test >= 0))
+    if not len(tested):
+        return _pools(dataset._replace(test=None), writer, fraction, seed)
+    others = np.flatnonzero(~np.isin(writer, of_test[tested]) & (writer >= 0))
+    test, held, words = Pool(dataset.test, tested, of_test), np.empty(0, np.int64), "official test split"
+    if (np.unique(writer[others], return_counts=True)[1] > 1).any():
+        held = others[hold_out(writer[others], fraction, seed=(seed, HOLD_OUT))[1]]
+        both = take(dataset.test, tested), take(dataset.train, held)
+        both = {name: np.concatenate([part[name] for part in both]) for name in dataset.train}
+        kind = np.concatenate([of_test[tested], writer[held]])
+        test = Pool(both, np.arange(len(kind)), kind)
+        count = len(np.unique(writer[held]))
+        words += f", and {fraction:g} held out of {count} writer(s) that are not in it"
+    return Pool(dataset.train, np.setdiff1d(np.arange(len(writer)), held), writer), test, words
+
+
+def clients_of(split: Split) -> np.ndarray:
+    """Returns the writers that can be clients, sorted: those with both training and test examples."""
+    both = np.intersect1d(*(pool.kind[pool.rows] for pool in (split.train, split.test)))
+    return both[both >= 0]
+
+
+def _left_out(split: Split) -> str:
+    """Returns in words which writers cannot be clients, of those in training; raises `ValueError` where none can."""
+    writers = np.unique(split.train.kind[split.train.kind >= 0])
+    alone = np.setdiff1d(writers, clients_of(split))
+    accepted = f"another one for {split.dataset.name!r}: no writer has two examples, of which one is to be tested on"
+    check(len(alone) < len(writers), "partition", "writer", accepted)
+    if not len(alone):
+        return ""
+    names = split.dataset.writer_names
+    named = ", ".join(str(i if names is None else names[i]) for i in alone[:3].tolist())
+    more = ", ..." if len(alone) > 3 else ""
+    return f"{len(alone)} of {len(writers)} writers, which have one example and none to be tested on ({named}{more})"
 
 
 def of_cluster(split: Split, cluster: int) -> Split:
@@ -168,25 +233,40 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
     return {name: values[rows] for name, values in examples.items()}
 
 
-def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
+def divide(split: Split, num_clients: int, group: int, *, remedy: str = "") -> list[np.ndarray]:
     """Divides the training pool among the clients of one group; `group` selects the random numbers.
+
+    Args:
+      split, num_clients, group: the pool, the clients and their number.
+      remedy: what else than other counts would help where there are too few examples.
 
     Returns:
       The rows of each client. Writers without examples in the test pool are left out.
+
+    Raises:
+      ValueError: too few examples or writers.
     """
-    partition, each, train, test = PARTITIONS[split.partition][0], split.examples_per_client, split.train, split.test
+    partition, each, train = PARTITIONS[split.partition][0], split.examples_per_client, split.train
     rows, stream = train.rows, (split.seed, PARTITION, group)
     rng = np.random.default_rng((split.seed, SUBSAMPLE, group))
     if split.partition == "writer":
-        writer = np.where(np.isin(train.kind[rows], test.kind[test.rows]), train.kind[rows], -1)
+        able = clients_of(split)
+        if num_clients > len(able):
+            without = f", without {split.left_out}" if split.left_out else ""
+            check(False, "num_clients", num_clients, f"at most {len(able)}, the number of writers{without}")
+        writer = np.where(np.isin(train.kind[rows], able), train.kind[rows], -1)
         parts = partition(writer, num_clients, seed=stream)
         return [rows[part if each is None else np.sort(rng.permutation(part)[:each])] for part in parts]
     if num_clients * (each or 1) > len(rows):
         per_client = "" if each is None else f" with {each} examples each"
+        remedies = ["fewer clients"] if (each or 1) <= len(rows) else []
+        if each is not None and num_clients <= len(rows):
+            remedies.append(f"examples_per_client of at most {len(rows) // num_clients}")
+        remedies += [remedy] if remedy else []
         raise ValueError(
             f"num_clients: {num_clients} clients{per_client} need {num_clients * (each or 1)} examples, but"
-            f" {split.dataset.name!r} has {len(rows)} training examples for them; use fewer clients, fewer"
-            " examples_per_client, or reuse='cluster'"
+            f" {split.dataset.name!r} has {len(rows)} training examples for them"
+            + (f"; use {' or '.join(remedies)}" if remedies else "")
         )
     options = {"examples_per_client": each, "examples_seed": (*stream, 1), **split.options}
     taken = {name: value for name, value in options.items() if name in inspect.signature(partition).parameters}
@@ -202,8 +282,33 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
     """
     own = split.partition in (*OF_LABELS, "writer")
+    if own:
+        _check_tested(split, parts)
     kind, of_test = (pool.kind if own else np.zeros_like(pool.kind) for pool in (split.train, split.test))
     return allot(split.test.rows, of_test, [kind[part] for part in parts], seed=(split.seed, ALLOT, group))
+
+
+def _check_tested(split: Split, parts: list[np.ndarray]) -> None:
+    """Raises `ValueError` for a client with training examples of such labels alone that the test pool does not have."""
+    kind, tested = split.train.kind, np.unique(split.test.kind[split.test.rows])
+    client = next((i for i, part in enumerate(parts) if not np.isin(kind[part], tested).any()), None)
+    if client is None:
+        return
+    labels, counts = np.unique(kind, return_counts=True)
+    official = split.test.examples is not split.train.examples
+    lost = ~np.isin(labels, split.test.kind) if official else counts == 1
+    why = "none in the official test split" if official else "one, and none to hold out"
+    listed = ", ".join(map(str, labels[lost][:8].tolist())) + (", ..." if lost.sum() > 8 else "")
+    remedies = ["use partition='iid'"]
+    if not lost.all():
+        remedies.insert(0, "leave their examples out of the training data")
+    least = int(counts[lost].sum()) + 1  # so many examples are not all of these labels
+    if split.partition == "dirichlet" and least * len(parts) <= sum(map(len, parts)):
+        remedies.append(f"set min_size={least}")
+    raise ValueError(
+        f"partition {split.partition!r}: client {client} has no test examples, since of its labels there is {why}:"
+        f" {listed}; {', or '.join(remedies)}"
+    )
 
 
 def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
@@ -283,8 +388,7 @@ def allot(pool, kind, train_kinds, *, seed) -> list[np.ndarray]:
             own = pool[np.isin(kind[pool], train_kinds[i])]
             if not len(own):
                 raise ValueError(
-                    f"no test examples for client {i}: none of the labels (or writers) of its training data is in "
-                    f"the test pool of {len(pool)} examples; hold out more (test_fraction)"
+                    f"no test examples for client {i}: the pool has none of the kinds of its training data"
                 )
             parts[i] = rng.choice(own, 1)
     return parts
