@@ -328,7 +328,7 @@ def test_text_must_be_tokenized_first():
 
 def test_images_must_be_scaled_first():
     images = {"x": np.full((2, 4, 4, 1), 255, np.uint8), "y": np.zeros(2, np.int32)}
-    with pytest.raises(ValueError, match=r"images must be .*, such as x / 255, got uint8 in 255..255"):
+    with pytest.raises(ValueError, match=r"images must be .*, such as x / 255, got uint8 .4, 4, 1. in 255..255"):
         build(Dataset("t", images, None, 1, None, ""), num_clients=1)
 
 

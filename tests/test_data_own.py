@@ -57,7 +57,7 @@ def test_pairs_and_dictionaries_become_clients():
         (([[1.0], [2.0]], [0, 1]), "client 1: x must be an array or a list .*, got 0$"),
         ([(np.float32(3), [0])], "client 0: x must be an array or a list with an entry for each example"),
         ([([{}], [0])], "client 0: x: must hold numbers, arrays, images or texts, got {} in row 0"),
-        ([([[1.0]], ["a"])], "client 0: y must be an array of numbers"),
+        ([([[1.0]], ["a"])], "client 0: y: must hold numbers, arrays, images or texts, got 'a' in row 0"),
         (
             [([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))],
             "client 1: x must be of at least one .*, got '0 examples'",

@@ -457,7 +457,7 @@ def test_a_tfds_set_by_a_feature(no_network, tmp_path):
 def test_tfds_sets_that_do_not_fit(no_network):
     mixed = ([np.zeros((4, 4, 1), np.uint8), np.zeros((4, 5, 1), np.uint8)], [0, 1])
     prepare(no_network, "mixed_sizes", {"train": mixed}, 2)
-    with pytest.raises(ValueError, match="images must have one size, got 2"):
+    with pytest.raises(ValueError, match=r"row 1 has shape .4, 5., row 0 has .4, 4.; give images of one size"):
         load("mixed_sizes")
     prepare(no_network, "no_labels", {"train": pictures(2, 0)}, 3, key="breed")
     with pytest.raises(ValueError, match=r"'label', got splits .'train'. with .'breed', 'image'."):

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
@@ -31,7 +32,8 @@ class Federation(NamedTuple):
     """A population of clients with its true clusters. All arrays are NumPy, on the host.
 
     Attributes:
-      train: `Clients` of `N` clients, examples `{"x": [N, M, ...], "y": [N, M]}`.
+      train: `Clients` of `N` clients, examples `{"x": [N, M, ...], "y": [N, M]}`, and the further arrays of the
+        data set under their names.
       test: `Clients` in the same order: test examples of each client's own distribution, none empty.
         `None` only where nothing was held out (some synthetic problems).
       cluster: `[N]` int32, the true cluster of every client.
@@ -250,12 +252,14 @@ def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clie
     ids = np.arange(count, dtype=np.int32)[own]
     parts, cluster = plan.rows[own], plan.cluster[own]
     size = np.array([len(rows) for rows in parts], np.int32)
-    stacked = {
-        name: aligned_zeros((len(parts), length, *values.shape[1:]), values.dtype) for name, values in examples.items()
-    }
+    stacked = jax.tree.map(lambda x: aligned_zeros((len(parts), length, *x.shape[1:]), x.dtype), examples)
+
     for i, rows in enumerate(parts):
-        for name, values in plan.transform(take(examples, rows), int(cluster[i])).items():
-            stacked[name][i, : size[i]] = values
+
+        def put(out, values, i=i):
+            out[i, : size[i]] = values
+
+        jax.tree.map(put, stacked, plan.transform(take(examples, rows), int(cluster[i])))
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.core import check, check_choice, shown
+from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
+from jfcl.data.images import channels_last
 from jfcl.data.text import TOKENS
+from jfcl.data.values import as_type, check_whole, inputs_of, kept, stacked
 
 INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
@@ -27,8 +29,10 @@ def from_frame(
     by: str | None = None,
     x: str | Sequence[str] | None = None,
     y: str | None = None,
+    extra: Sequence[str] = (),
     test: Any = None,
     tokens: str = "words",
+    channels_first: bool | None = None,
     name: str = "frame",
 ) -> Dataset:
     """Returns the data set in a pandas frame, in which the column `by` names the client of every row.
@@ -39,17 +43,20 @@ def from_frame(
       frame: a row per example.
       by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.
       x: the column of the inputs, or several, which become the entries of a vector (texts are joined). Default: all
-        columns but `by` and `y`.
+        columns but `by`, `y` and `extra`.
       y: the column of the targets. Default: "y", "label" or another usual name.
+      extra: columns that become further arrays of the examples under their names, such as weights or masks.
       test: a further frame, the official test split.
       tokens: of texts, as in `Dataset`.
+      channels_first: of images that are arrays, as in `from_arrays`.
       name: of the data set.
 
     Returns:
-      `Dataset`. Single numbers and floats become float32, images of bytes float32 in `[0, 1]` with a channel axis,
-      arrays of integers (token ids) int32. Targets: integers from 0 are kept, strings and booleans are numbered in
-      their order, and floats are those of a regression. Texts need no targets. `writer_names` are the different values
-      of `by`, sorted. Cost: a copy of the columns that are used.
+      `Dataset`. Inputs are read as by `from_arrays`: single numbers and floats become float32, images (of PIL, or
+      arrays of bytes or 16 bits) float32 in `[0, 1]` with a channel axis, rows of integers (token ids) int32. Targets:
+      maps `[H, W]` of integers become int32, and `num_classes` is then `None`; otherwise integers from 0 are kept,
+      strings and booleans are numbered in their order, and floats are those of a regression. Texts need no targets.
+      `writer_names` are the different values of `by`, sorted. Cost: a copy of the columns that are used.
 
     Raises:
       ValueError: a column that does not exist (with the nearest name and all columns), missing values, or numbers that
@@ -71,8 +78,10 @@ def from_frame(
         is_frame = hasattr(table, "columns") and hasattr(table, "__getitem__")
         check(is_frame or (given == "test" and table is None), given, type(table), "a frame with columns")
     splits = {"train": frame} | ({} if test is None else {"test": test})
-    wanted = choose(list(frame.columns), by, x, y, others=True)
-    return as_dataset(splits, read, *wanted, tokens=tokens, name=name, columns=lambda table: list(table.columns))
+    beside = [extra] if isinstance(extra, str) else list(extra)
+    wanted = choose([name for name in frame.columns if name not in beside], by, x, y, others=True)
+    about = {"tokens": tokens, "name": name, "extra": extra, "channels_first": channels_first}
+    return as_dataset(splits, read, *wanted, columns=lambda table: list(table.columns), **about)
 
 
 def from_huggingface(
@@ -81,7 +90,9 @@ def from_huggingface(
     by: str | None = None,
     x: str | Sequence[str] | None = None,
     y: str | None = None,
+    extra: Sequence[str] = (),
     tokens: str = "words",
+    channels_first: bool | None = None,
     name: str = "huggingface",
 ) -> Dataset:
     """Returns a data set of Hugging Face's `datasets`, in which the column `by` names the client of every row.
@@ -98,7 +109,7 @@ def from_huggingface(
       x: the column of the inputs, or several, which are joined as in `from_frame`. Default: "x", "image", "text" or
         another usual name.
       y: the column of the targets. Default: "y", "label", "character" or another usual name.
-      tokens, name: as in `from_frame`.
+      extra, tokens, channels_first, name: as in `from_frame`.
 
     Returns:
       `Dataset` with values as in `from_frame`; the number of classes is that of a `ClassLabel`, where there is one. It
@@ -130,17 +141,45 @@ def from_huggingface(
         return list(table.column_names or next(iter(table), ()))  # a stream may not know them
 
     def read(table: Any, wanted: list[str]) -> Columns:
-        if hasattr(table, "with_format") and hasattr(table, "__len__"):
-            rows = table.select_columns(wanted).with_format("numpy")[:]
-        else:
+        kinds = getattr(table, "features", None) or {}
+        if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
             rows = [{column: row[column] for column in wanted} for row in table]
-            rows = {column: [row[column] for row in rows] for column in wanted}
-        return {column: rows[column] for column in wanted}
+            return {column: [_typed(row[column], kinds.get(column)) for row in rows] for column in wanted}
+        table = table.select_columns(wanted)
+        # NumPy's format reads the palette's numbers of an image.
+        plain = [column for column in wanted if _holds_images(kinds.get(column))]
+        found = table.select_columns(plain).with_format(None)[:] if plain else {}
+        others = [column for column in wanted if column not in plain]
+        found |= table.select_columns(others).with_format("numpy")[:] if others else {}
+        return {column: _typed(found[column], kinds.get(column)) for column in wanted}
 
     by, xs, y = choose(columns_of(splits["train"]), by, x, y)
     features = getattr(splits["train"], "features", None) or {}
-    classes = getattr(features.get(y), "num_classes", None)
-    return as_dataset(splits, read, by, xs, y, tokens=tokens, name=name, columns=columns_of, num_classes=classes)
+    about = {"tokens": tokens, "name": name, "columns": columns_of, "extra": extra, "channels_first": channels_first}
+    return as_dataset(splits, read, by, xs, y, num_classes=getattr(features.get(y), "num_classes", None), **about)
+
+
+def _holds_images(feature: Any) -> bool:
+    """Returns whether a feature of Hugging Face holds images, maybe in lists."""
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return type(feature).__name__ == "Image" or (inner is not None and _holds_images(inner))
+
+
+def _typed(values: Any, feature: Any) -> Any:
+    """Returns arrays with the type of integers that their feature names: Hugging Face reads all as 64 bits or lists."""
+    inner = feature
+    while isinstance(inner, list) or hasattr(inner, "feature"):
+        inner = inner[0] if isinstance(inner, list) else inner.feature
+    small = getattr(inner, "dtype", None) in ("bool", "uint8", "uint16", "int8", "int16")
+    if inner is feature and not hasattr(feature, "shape"):
+        small = False  # a column of single numbers
+    if not small or (isinstance(values, np.ndarray) and values.dtype == object):
+        return values
+    return (
+        np.asarray(values, inner.dtype)
+        if isinstance(values, np.ndarray)
+        else [np.asarray(v, inner.dtype) for v in values]
+    )
 
 
 def _from_disk(path: Path) -> Any:
@@ -193,19 +232,24 @@ def as_dataset(
     name: str,
     columns: Callable[[Any], list[str]],
     num_classes: int | None = None,
+    extra: Sequence[str] = (),
+    channels_first: bool | None = None,
 ) -> Dataset:
     """Returns the data set of the splits "train" and maybe "test", of which `read(split, columns)` reads columns."""
     check_choice("tokens", tokens, TOKENS)
-    wanted = list(dict.fromkeys([*xs, *([] if y is None else [y]), *([] if by is None else [by])]))
-    parts, targets, keys = {}, {}, {}
+    extra = [extra] if isinstance(extra, str) else list(extra)
+    taken = [column for column in extra if column in (*xs, by, y) or column in ("x", "y") or extra.count(column) > 1]
+    check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
+    wanted = list(dict.fromkeys([*xs, *([] if y is None else [y]), *([] if by is None else [by]), *extra]))
+    found, targets, keys = {}, {}, {}
     for split, table in splits.items():
         for column in wanted:
             check_choice(f"column of the split {split!r}", column, columns(table))
-        values = read(table, wanted)
+        found[split] = values = read(table, wanted)
         check(len(values[xs[0]]) > 0, f"the split {split!r}", "0 rows", "at least one")
-        parts[split] = {"x": _inputs({column: values[column] for column in xs}, "" if tokens == "characters" else " ")}
         targets[split] = None if y is None else values[y]
         keys[split] = None if by is None else values[by]
+    parts, moved = _inputs(found, xs, "" if tokens == "characters" else " ", channels_first)
     if y is None:
         texts = parts["train"]["x"].dtype == object
         check(texts, "y", y, f"given: no column has a usual name ({', '.join(TARGETS)})")
@@ -216,14 +260,29 @@ def as_dataset(
     check(len(shapes) == 1, f"inputs {xs}", sorted(shapes), "of one shape in all splits")
     for split, part in parts.items():
         part["y"] = labels[split]
+        plane = part["x"].shape[1:3]
+        if moved and part["y"].ndim == 4 and part["y"].shape[2:] == plane:
+            part["y"] = channels_last(part["y"])
+        part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
     writer, names = (None, None) if by is None else _numbered(keys, by)
     about = name if by is None else f"{name}, by {by}"
     return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens)
 
 
-def _inputs(columns: Columns, between: str) -> np.ndarray:
-    """Returns `[n, ...]`: one column, or several of single numbers or texts put together."""
-    made = {column: examples_of(values, f"column {column!r}") for column, values in columns.items()}
+def _inputs(
+    splits: dict[str, Columns], xs: list[str], between: str, channels_first: bool | None
+) -> tuple[dict[str, dict[str, np.ndarray]], bool]:
+    """Returns `{"x": [n, ...]}` of every split: one column, or several of single numbers or texts put together."""
+    made, moved = {}, False
+    for column in xs:
+        parts = [(f"column {column!r}", values[column]) for values in splits.values()]
+        made[column], first = inputs_of(parts, channels_first)
+        moved = moved or first
+    columns = {split: {column: parts[i] for column, parts in made.items()} for i, split in enumerate(splits)}
+    return {split: {"x": _joined(of_split, between)} for split, of_split in columns.items()}, moved
+
+
+def _joined(made: dict[str, np.ndarray], between: str) -> np.ndarray:
     if len(made) == 1:
         return next(iter(made.values()))
     if all(values.dtype == object for values in made.values()):
@@ -234,68 +293,14 @@ def _inputs(columns: Columns, between: str) -> np.ndarray:
     return np.concatenate(list(made.values()), axis=1)
 
 
-def examples_of(values: Any, where: str) -> np.ndarray:
-    """Returns inputs `[n, ...]` as `from_frame` describes them; `where` names them in errors."""
-    array = values if isinstance(values, np.ndarray) else None
-    if array is None or array.dtype.kind not in "biuf":
-        rows = list(values)
-        _check_whole(rows, where)
-        if all(isinstance(row, str) for row in rows):
-            return np.array(rows, object)
-        array = _stacked(rows, where)
-    if array.dtype == np.uint8 and array.ndim >= 3:
-        return np.divide(array if array.ndim > 3 else array[..., None], np.float32(255))
-    if array.ndim == 1:
-        return as_type(np.float32, array, where)[:, None]
-    return as_type(np.int32 if array.dtype.kind in "iu" else np.float32, array, where)
-
-
-def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
-    """Returns numbers `[n, ...]` as float32 or int32; raises `ValueError` for those that it cannot hold."""
-    with np.errstate(over="ignore"):
-        made = array.astype(dtype)
-    rows = made.reshape(len(made), -1)
-    if dtype == np.int32:
-        good = (rows == array.reshape(rows.shape)).all(axis=1)
-    else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
-        good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
-    bad = np.flatnonzero(~good)
-    if len(bad):
-        what = f"numbers beyond {made.dtype}" if np.isfinite(array[bad[0]]).all() else "NaN or infinity"
-        raise ValueError(f"{where}: {len(bad)} rows with {what}, first row {bad[0]}; drop or fill them")
-    return made
-
-
-def _stacked(rows: list[Any], where: str) -> np.ndarray:
-    """Returns `[n, ...]` of numbers, arrays or images; raises `ValueError` for others and for different shapes."""
-    arrays = [np.asarray(row) for row in rows]
-    for i, array in enumerate(arrays):
-        if array.dtype.kind not in "biuf":
-            raise ValueError(f"{where}: must hold numbers, arrays, images or texts, got {shown(rows[i])} in row {i}")
-        if array.shape != arrays[0].shape:
-            raise ValueError(f"{where}: row {i} has shape {array.shape}, row 0 has {arrays[0].shape}")
-    return np.stack(arrays)
-
-
-def _check_whole(rows: list[Any], where: str) -> None:
-    """Raises `ValueError` for missing values: None, NaN, and those of pandas."""
-    bad = [i for i, v in enumerate(rows) if v is None or type(v).__name__ in ("NAType", "NaTType") or _is_nan(v)]
-    if bad:
-        raise ValueError(f"{where}: {len(bad)} missing values, first in row {bad[0]}; drop or fill them")
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float | np.floating) and bool(np.isnan(value))
-
-
 def _targets(splits: dict[str, Any], column: str, num_classes: int | None) -> tuple[dict[str, np.ndarray], int | None]:
     """Returns the targets of every split, and the number of classes; `None` for a regression."""
     where, arrays = f"column {column!r}", {}
     for split, values in splits.items():
         rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biu" else list(values)
         if isinstance(rows, list):
-            _check_whole(rows, where)
-            rows = np.array(rows, object) if isinstance(rows[0], str) else _stacked(rows, where)
+            check_whole(rows, where)
+            rows = np.array(rows, object) if isinstance(rows[0], str) else stacked(rows, where)
         arrays[split] = rows
     kinds = "".join(sorted({array.dtype.kind for array in arrays.values()}))
     if kinds in ("O", "b", "bO"):
@@ -303,6 +308,8 @@ def _targets(splits: dict[str, Any], column: str, num_classes: int | None) -> tu
         return numbers, len(names)
     if "f" in kinds and set(kinds) <= set("fiu"):
         return {split: as_type(np.float32, array, where) for split, array in arrays.items()}, None
+    if kinds in ("i", "u", "iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
+        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None
     single = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
     check(single, where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, "a label or floats in each row")
     low, high = min(array.min() for array in arrays.values()), max(array.max() for array in arrays.values())
@@ -315,7 +322,7 @@ def _numbered(splits: dict[str, Any], column: str) -> tuple[dict[str, np.ndarray
     where = f"column {column!r}"
     rows = {split: np.asarray(v).tolist() if isinstance(v, np.ndarray) else list(v) for split, v in splits.items()}
     for values in rows.values():
-        _check_whole(values, where)
+        check_whole(values, where)
     first = next(iter(rows["train"]))
     try:
         names = set(itertools.chain(*rows.values()))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check
+from jfcl.core import check, named_leaves
 
 
 class Dataset(NamedTuple):
@@ -16,8 +16,9 @@ class Dataset(NamedTuple):
     Attributes:
       name: its name in `load`.
       train: `{"x": [n, ...], "y": [n]}`. Images are float32 in `[0, 1]`, `[n, H, W, C]`; text is an array
-        of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32.
-      test: the official test split, or `None` where there is none.
+        of strings until `tokenize` makes it ids; labels are int32 from 0, regression targets float32. Further entries
+        are arrays `[n, ...]` of numbers, or pytrees of them: weights, masks. They follow the examples everywhere.
+      test: the official test split, with the same entries, or `None` where there is none.
       num_classes: `None` for regression, and for texts without labels.
       writer: `{"train": [n], "test": [n']}` int32, the writer of each example, or `None` where it is not known.
       description: one line.
@@ -39,7 +40,8 @@ def check_form(dataset: Dataset) -> None:
     """Checks that the parts of a data set are those that `Dataset` describes, whatever their values.
 
     Raises:
-      ValueError: a split that is no dict of arrays `x` and `y`; labels that are no vector; a split without writer ids.
+      ValueError: a split that is no dict of arrays `x` and `y`; labels that are no vector; a split without writer ids;
+        further arrays that differ between the splits.
     """
     for name, split in [("train", dataset.train), ("test", dataset.test)]:
         if split is None and name == "test":
@@ -59,14 +61,27 @@ def check_form(dataset: Dataset) -> None:
         shape, wanted = dataset.test["x"].shape[1:], dataset.train["x"].shape[1:]
         where = f"data set {dataset.name!r} (test): the shape of an input"
         check(shape == wanted, where, shape, f"that of training, {wanted}")
+        here, there = (_kinds_beside(part) for part in (dataset.test, dataset.train))
+        where = f"data set {dataset.name!r} (test): the arrays beside x and y"
+        check(here == there, where, here, f"those of training, {there}")
+
+
+def _beside(split: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arrays beside `x` and `y` by their names."""
+    return named_leaves({name: values for name, values in split.items() if name not in ("x", "y")})
+
+
+def _kinds_beside(split: dict[str, Any]) -> dict[str, str]:
+    kinds = {name: np.asarray(values) for name, values in _beside(split).items()}
+    return {name: f"{values.dtype} {list(values.shape[1:])}" for name, values in kinds.items()}
 
 
 def check_dataset(dataset: Dataset) -> None:
     """Checks a data set for errors that would affect every run on it.
 
     Raises:
-      ValueError: those of `check_form`; raw text; images of integers; `x` and `y` of different lengths or empty; NaN or
-        infinite inputs; labels outside `0..num_classes-1`; writer ids of another length.
+      ValueError: those of `check_form`; raw text; images of integers, or with their channels first; arrays of different
+        lengths or empty; NaN or infinite numbers; labels outside `0..num_classes-1`; writer ids of another length.
     """
     check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
     count = dataset.num_classes
@@ -80,11 +95,20 @@ def check_dataset(dataset: Dataset) -> None:
         x, y = split["x"], split["y"]
         if x.dtype.kind not in "fiu":
             raise ValueError(
-                f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize"
+                f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize, images of"
+                " PIL into arrays with jfcl.data.from_frame, and other types into float32"
             )
-        if x.ndim == 4 and x.dtype.kind in "iu":
-            span = f"{x.dtype} in {x.min()}..{x.max()}" if x.size else str(x.dtype)
-            raise ValueError(f"{where}: images must be of floating-point numbers, such as x / 255, got {span}")
+        if x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8):
+            span = f"{x.dtype} {list(x.shape[1:])} in {x.min()}..{x.max()}" if x.size else str(x.dtype)
+            raise ValueError(
+                f"{where}: images must be of floating-point numbers, such as x / 255, got {span}; token ids are int32"
+                " [n, L]"
+            )
+        if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
+            raise ValueError(
+                f"{where}: images must have their channels last, [n, H, W, C], got {list(x.shape)};"
+                " np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
+            )
         if len(x) != len(y) or not len(x):
             raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
         # A sum of a row is finite exactly when its entries are (overflow of float64 aside).
@@ -97,6 +121,12 @@ def check_dataset(dataset: Dataset) -> None:
             raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
         if dataset.num_classes is None and not np.isfinite(y).all():
             raise ValueError(f"{where}: NaN or infinite targets")
+        for of, values in _beside(split).items():
+            values = np.asarray(values)
+            fits = values.ndim > 0 and values.dtype.kind in "biuf" and len(values) == len(x)
+            check(fits, f"{where}: {of}", f"{values.dtype} {values.shape}", f"an array of numbers [{len(x)}, ...]")
+            whole = values.dtype.kind != "f" or np.isfinite(values).all()
+            check(whole, f"{where}: {of}", "NaN or infinity", "finite; drop or fill them")
         if dataset.writer is not None and len(dataset.writer[name]) != len(y):
             raise ValueError(f"{where}: {len(dataset.writer[name])} writer ids for {len(y)} examples")
 

@@ -114,6 +114,8 @@ def generate_store(
     partitions = [name for name in PARTITIONS if name not in OF_ONE_DIVISION]
     split = split_dataset(dataset, **made, partitions=partitions, data_dir=data_dir, options=options)
     dataset = split.dataset
+    nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
+    check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
     values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
     _check_room(Path(path), values, num_clients, examples_per_client)
     known = {
@@ -267,13 +269,12 @@ def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
         stored = np.rint(x * per_unit).astype(np.uint8)
         return np.array_equal(np.divide(stored, x.dtype.type(per_unit), dtype=x.dtype), x)
 
-    levels, largest = set(LEVELS), {"x": 0, "y": 0}
-    whole = {"x": True, "y": True}  # integers from 0 on
+    levels, largest = set(LEVELS), {}  # largest: of integers from 0 on, otherwise below 0
     for part in parts:
         for name, values in part.items():
-            whole[name] = whole[name] and values.dtype.kind in "iu" and values.min() >= 0
-            largest[name] = max(largest[name], int(values.max())) if whole[name] else 0
+            whole = values.dtype.kind in "iu" and values.min(initial=0) >= 0 and largest.get(name, 0) >= 0
+            largest[name] = max(largest.get(name, 0), int(values.max(initial=0))) if whole else -1
         x = part["x"]
         levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and is_exact(x, p)}
-    stored: dict[str, tuple] = {name: (np.min_scalar_type(largest[name]).name,) for name in whole if whole[name]}
+    stored: dict[str, tuple] = {name: (np.min_scalar_type(most).name,) for name, most in largest.items() if most >= 0}
     return stored | ({"x": ("uint8", max(levels))} if levels else {})

@@ -1,9 +1,10 @@
 """Known heterogeneity: how the data of cluster `k` differ from those of the others.
 
 Each function has the signature `(x, y, cluster, num_clusters, num_classes, seed) -> (x, y)` for the examples of one
-client: `x` `[n, ...]`, `y` `[n]` integer labels, `cluster` its true cluster `k` in `0..K-1`. Most transform every
-example; `by_class` and `by_topic` select the examples of the cluster. `seed` determines the random choices for all
-clusters together (which labels are swapped), never a choice for one client.
+client: `x` `[n, ...]`, `y` `[n]` integer labels (for `rotation`, any arrays beside the images), `cluster` its true
+cluster `k` in `0..K-1`. Most transform every example; `by_class` and `by_topic` select the examples of the cluster.
+`seed` determines the random choices for all clusters together (which labels are swapped), never a choice for one
+client.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 
+import jax
 import numpy as np
 
 from jfcl.core import check, check_count
+from jfcl.core.planes import in_plane
 
 
 def _check_cluster(cluster, num_clusters) -> None:
@@ -44,13 +47,16 @@ def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
 def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
     """Turns the images of cluster `k` counter-clockwise by `360 k / K` degrees.
 
-    Quarter turns are exact (`np.rot90`). Other angles are bilinear, and corners outside the image become 0.
+    Quarter turns are exact (`np.rot90`). Other angles are bilinear, and corners outside the image become 0. Maps in the
+    image's plane, `[n, H, W, ...]`, turn with it; between their pixels the nearest is taken, since they may be labels.
 
     Args:
       x: `[n, H, W, C]` images; square, unless the turn is by 0 or 180 degrees.
+      y: `[n, ...]` targets, or a pytree of such arrays.
 
     Raises:
-      ValueError: not images; a turn of images that are not square.
+      ValueError: not images; a turn of images that are not square; a map of another resolution, or with its channels
+        before its plane.
 
     Source: IFCA, section 6.2 (K=4: 0, 90, 180, 270 degrees; K=2: 0, 180).
 
@@ -68,11 +74,20 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
             f"heterogeneity 'rotation' by {angle:g} degrees needs square images, got height {x.shape[1]} and "
             f"width {x.shape[2]}; num_clusters=2 (0 and 180 degrees) works for any image"
         )
-    if (4 * cluster) % num_clusters == 0:
-        return np.rot90(x, 4 * cluster // num_clusters, axes=(1, 2)), y
-    from scipy.ndimage import rotate  # takes long to import
 
-    return rotate(x, angle, axes=(2, 1), reshape=False, order=1).astype(x.dtype), y
+    def turned(values, order):
+        if (4 * cluster) % num_clusters == 0:
+            return np.rot90(values, 4 * cluster // num_clusters, axes=(1, 2))
+        from scipy.ndimage import rotate  # takes long to import
+
+        numbers = values.astype(np.uint8) if values.dtype == bool else values
+        return rotate(numbers, angle, axes=(2, 1), reshape=False, order=order).astype(values.dtype)
+
+    def beside(path, values):
+        moves = in_plane(np.shape(values), x.shape[1:3], f"rotation: the array beside x {jax.tree_util.keystr(path)}")
+        return turned(np.asarray(values), 0) if moves else values
+
+    return turned(x, 1), jax.tree_util.tree_map_with_path(beside, y)
 
 
 def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
@@ -229,4 +244,5 @@ HETEROGENEITY = {
 }
 # These select examples instead of transforming them.
 SELECTIVE = ("class", "topic")
+OF_PLANE = ("rotation",)  # these move images, and the maps beside them
 RELABELLING = ("label_swap", "label_permutation", "private_label")  # by the number of classes

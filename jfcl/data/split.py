@@ -15,11 +15,12 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.data.dataset import Dataset, check_dataset, labels_of
-from jfcl.data.heterogeneity import HETEROGENEITY, SELECTIVE
+from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, SELECTIVE
 from jfcl.data.label_skew import as_distribution
 from jfcl.data.partition import OF_LABELS, PARTITIONS
 from jfcl.data.parts import parts_of
@@ -28,7 +29,7 @@ from jfcl.data.sources import DATASETS, load
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
 
-Examples = dict[str, np.ndarray]  # {"x": [n, ...], "y": [n]}
+Examples = dict[str, Any]  # {"x": [n, ...], "y": [n]}, and further arrays [n, ...], or pytrees of them
 
 
 class SplitPlan(NamedTuple):
@@ -222,15 +223,19 @@ def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
     clusters, classes, seed = split.num_clusters, split.dataset.num_classes, (split.seed, TRANSFORM)
 
     def transform(examples: Examples, cluster: int) -> Examples:
-        x, y = function(examples["x"], examples["y"], cluster, clusters, classes, seed)
-        return {"x": x, "y": y}
+        x, others = examples["x"], {name: values for name, values in examples.items() if name != "x"}
+        if split.heterogeneity in OF_PLANE:
+            x, others = function(x, others, cluster, clusters, classes, seed)
+        else:
+            x, others["y"] = function(x, examples["y"], cluster, clusters, classes, seed)
+        return {"x": x, **others}
 
     return transform
 
 
 def take(examples: Examples, rows: np.ndarray) -> Examples:
     """Returns the examples at `rows`."""
-    return {name: values[rows] for name, values in examples.items()}
+    return jax.tree.map(lambda values: values[rows], examples)
 
 
 def divide(split: Split, num_clients: int, group: int, *, remedy: str = "") -> list[np.ndarray]:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 
+import jax
 import numpy as np
 
 from jfcl.core import aligned_zeros, check, check_choice, check_count
@@ -26,7 +27,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
     Words (`dataset.tokens`) are runs of letters and digits, and single punctuation marks but for `_`, in lower case.
     Texts are cut to `length` tokens. Characters are kept as they are, and a text becomes as many rows as it needs: a
     row begins with the last character of the row before, so that every character but the first is a target once. Texts
-    with fewer than two characters are dropped.
+    with fewer than two characters are dropped. Further arrays of an example are those of each of its rows.
 
     Args:
       dataset: a data set of strings (`load("ag_news")`, `load("tiny_shakespeare")`).
@@ -64,7 +65,7 @@ def tokenize(dataset: Dataset, *, vocab_size: int = 10_000, length: int = 32) ->
         x = aligned_zeros((len(part["x"]), length), np.int32)  # of PAD
         for row, words in zip(x, split[name], strict=True):
             row[: len(words)] = [ids.get(word, UNKNOWN) for word in words[:length]]
-        encoded[name] = {"x": x, "y": part["y"]}
+        encoded[name] = part | {"x": x}
     return dataset._replace(**encoded), vocabulary
 
 
@@ -91,7 +92,7 @@ def _of_characters(
         x = aligned_zeros((len(text), length), np.int32)
         place = ((ends - sizes)[text] + nth * (length - 1))[:, None] + np.arange(length)
         x[:] = ids[np.where(place < ends[text][:, None], place, len(ids) - 1)]
-        encoded[name] = {"x": x, "y": part["y"][text]}
+        encoded[name] = jax.tree.map(lambda values: np.asarray(values)[text], part | {"x": part["y"]}) | {"x": x}  # noqa: B023
         if writer is not None:
             writer[name] = dataset.writer[name][text]
     return dataset._replace(**encoded, writer=writer), ["<pad>", "<unknown>", *map(chr, common)]

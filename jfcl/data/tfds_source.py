@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import io
 import json
 import os
 import urllib.error
@@ -24,6 +25,7 @@ from jfcl.core import check, check_choice
 from jfcl.data.columns import SPLITS, Columns, as_dataset, choose
 from jfcl.data.dataset import Dataset
 from jfcl.data.text import TOKENS
+from jfcl.data.values import inputs_of
 
 _TIMEOUT = 5.0  # seconds to reach a download host
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
@@ -59,8 +61,10 @@ def from_tfds(
     by: str | None = None,
     x: str | Sequence[str] | None = None,
     y: str | None = None,
+    extra: Sequence[str] = (),
     data_dir: str | os.PathLike | None = None,
     tokens: str = "words",
+    channels_first: bool | None = None,
 ) -> Dataset:
     """Returns any data set of tensorflow-datasets, grouped by the feature `by`, which names the client of an example.
 
@@ -71,7 +75,7 @@ def from_tfds(
       by: the feature of the clients. `None`: the data set has no writers.
       x, y: the features of the inputs and of the targets, as the columns of `jfcl.data.from_huggingface`.
       data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
-      tokens: of texts, as in `Dataset`.
+      extra, tokens, channels_first: as in `jfcl.data.from_frame`.
 
     Returns:
       `Dataset` of the splits "train" and "test" (if there is one), with values as in `jfcl.data.from_frame`.
@@ -99,6 +103,7 @@ def from_tfds(
     classes = getattr(features[y], "num_classes", None) if y else None
     parts = {split: split for split in SPLITS if split in splits}
     about = {"tokens": tokens, "name": name, "columns": lambda split: sorted(features), "num_classes": classes}
+    about |= {"extra": extra, "channels_first": channels_first}
     return as_dataset(parts, read, by, xs, y, **about)
 
 
@@ -111,9 +116,25 @@ def _builder(folder: Path) -> Any:
 
 
 def _rows(builder: Any, folder: Path, split: str) -> list[dict[str, Any]]:
+    """Returns the rows of a split, images as PIL has them: TFDS would decode a palette to its numbers."""
+    import tensorflow_datasets as tfds
+    from PIL import Image
+
+    kinds = {name: kind for name, kind in builder.info.features.items() if isinstance(kind, tfds.features.Image)}
+    channels = {name: kind.shape[-1] for name, kind in kinds.items() if kind.np_dtype != np.float32}
+    skipped = {name: tfds.decode.SkipDecoding() for name in channels}
+
+    def shown(name, content):
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        wanted = {3: "RGB", 4: "RGBA"}.get(channels[name])  # as TensorFlow decodes them
+        plain = image.mode.startswith("I") or "A" in image.mode or wanted in (None, image.mode)
+        return image if plain else image.convert(wanted)
+
     with _named_if_damaged(folder):
-        source = builder.as_data_source(split)
-        return [source[i] for i in range(len(source))]
+        source = builder.as_data_source(split, decoders=skipped)
+        rows = [source[i] for i in range(len(source))]
+        return [row | {name: shown(name, row[name]) for name in channels} for row in rows]
 
 
 @contextlib.contextmanager
@@ -237,10 +258,12 @@ def _read_folder(name: str, folder: Path) -> Dataset:
         y = np.array([row["label"] for row in rows], np.int32)
         if "image" not in features:
             return {"x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object), "y": y}
-        shapes = {row["image"].shape for row in rows}
-        if len(shapes) != 1:
-            raise ValueError(f"data set {name!r}: images must have one size, got {len(shapes)} in split {split!r}")
-        return {"x": np.divide(np.stack([row["image"] for row in rows]), np.float32(255)), "y": y}
+        return {"x": [row["image"] for row in rows], "y": y}
 
-    test = read("test") if "test" in builder.info.splits else None
-    return Dataset(name, read("train"), test, classes, None, f"tensorflow-datasets {builder.info.full_name}")
+    parts = {split: read(split) for split in SPLITS if split in builder.info.splits}
+    if "image" in features:
+        of_splits = [(f"data set {name!r}: image of the split {split!r}", part["x"]) for split, part in parts.items()]
+        for part, x in zip(parts.values(), inputs_of(of_splits, None)[0], strict=True):
+            part["x"] = x
+    about = f"tensorflow-datasets {builder.info.full_name}"
+    return Dataset(name, parts["train"], parts.get("test"), classes, None, about)

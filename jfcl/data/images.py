@@ -1,0 +1,178 @@
+"""Images as what they show, in every mode of PIL and type of NumPy: float32 in `[0, 1]` with a channel axis.
+
+Grey has one channel and colour three, red, green and blue; transparency is a further one. Integers have the white of
+their type: 255 for bytes, 65,535 for 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+WHITE = {"bool": 1, "uint8": 255, "uint16": 65535}
+_ORIENTATION = 0x0112  # the tag of EXIF
+_SHOWN_IN = {"1": "L", "L": "L", "LA": "LA", "La": "LA", "P": "RGB", "PA": "RGBA", "RGB": "RGB", "RGBX": "RGB"}
+_SHOWN_IN |= {"RGBA": "RGBA", "RGBa": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "LAB": "RGB", "HSV": "RGB"}
+_TRANSPARENT = {"L": "LA", "RGB": "RGBA"}
+_LABELS = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def is_picture(value: Any) -> bool:
+    """Returns whether a value is an image of PIL, without importing it."""
+    return hasattr(value, "getbands") and hasattr(value, "convert")
+
+
+def picture(image: Any, where: str) -> np.ndarray:
+    """Returns `[H, W, C]` float32 in `[0, 1]`, what an image of PIL shows.
+
+    Raises:
+      ValueError: 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; an unknown
+        mode.
+    """
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise ValueError(f"{where} is an image of {image.n_frames} frames; give one of them (image.seek, image.copy)")
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        from PIL import ImageOps
+
+        image = ImageOps.exif_transpose(image)
+    mode = image.mode
+    transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
+    if mode.startswith("I;16") and not transparent:
+        return _divided(np.asarray(image))[..., None]
+    if mode == "F":
+        values = np.asarray(image)
+        if np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1:
+            return values[..., None]
+        span = f"{values.min():g} to {values.max():g}"
+        raise ValueError(
+            f"{where} is an image of mode 'F' with values from {span}, of unknown white: scale it to [0, 1]"
+        )
+    if mode not in _SHOWN_IN:
+        why = "with transparency" if transparent else "of unknown white"
+        raise ValueError(
+            f"{where} is an image of mode {mode!r} {why}; give an array, such as np.asarray(image) / 65535 for 16 bits"
+        )
+    shown = _SHOWN_IN[mode]
+    image = image.convert(_TRANSPARENT.get(shown, shown) if transparent else shown)
+    values = _divided(np.asarray(image))
+    return values if values.ndim == 3 else values[..., None]
+
+
+def pictures(rows: list[Any], where: str) -> np.ndarray:
+    """Returns `[n, H, W, C]`, what images of PIL show, with the channels that all of them need.
+
+    Raises:
+      ValueError: those of `picture`; images of different sizes; a row that is no image.
+    """
+    made = []
+    for i, row in enumerate(rows):
+        if not is_picture(row):
+            raise ValueError(f"{where}: row {i} is {type(row).__name__}, but other rows are images; give one kind")
+        made.append(picture(row, f"{where}: row {i}"))
+        if made[i].shape[:2] != made[0].shape[:2]:
+            sizes = f"row {i} has shape {made[i].shape[:2]}, row 0 has {made[0].shape[:2]}"
+            raise ValueError(f"{where}: {sizes}; give images of one size")
+    return np.stack(alike(made))
+
+
+def alike(parts: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Returns images `[..., C]` with the same channels: grey becomes colour, opaque gets alpha, where others have it.
+
+    Example:
+      >>> [part.shape for part in alike([np.ones((2, 2, 1)), np.ones((2, 2, 3)), np.ones((2, 2, 2))])]
+      [(2, 2, 4), (2, 2, 4), (2, 2, 4)]
+    """
+    parts = list(parts)
+    channels = {part.shape[-1] for part in parts}
+    if len(channels) == 1:
+        return parts
+    colours, alpha = 3 if max(channels) >= 3 else 1, any(count % 2 == 0 for count in channels)
+
+    def widened(part):
+        opaque = part.shape[-1] % 2 == 1
+        colour = part if opaque else part[..., :-1]
+        pieces = [np.broadcast_to(colour, (*colour.shape[:-1], colours))]
+        if alpha:
+            pieces.append(np.ones_like(part[..., :1]) if opaque else part[..., -1:])
+        return np.concatenate(pieces, axis=-1)
+
+    return [widened(part) for part in parts]
+
+
+def labels_shown(image: Any, where: str) -> np.ndarray:
+    """Returns `[H, W]` integers, the labels that an image of PIL holds as a target: its numbers as they are stored.
+
+    Raises:
+      ValueError: a mode of colours, or of floats.
+    """
+    if image.mode in _LABELS:
+        return np.asarray(image)
+    raise ValueError(
+        f"{where} is an image of mode {image.mode!r}, but images beside the inputs hold labels, in one of the modes"
+        f" {', '.join(_LABELS)}; give other images as arrays"
+    )
+
+
+def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
+    """Returns numbers `[n, ...]` with their types settled: images as float32 in `[0, 1]`, others as they are.
+
+    Integers with two axes or more an example are images, with one axis token ids.
+
+    Raises:
+      ValueError: images of integers of unknown white; rows of bytes, which may be flat images or token ids.
+    """
+    if array.dtype.kind not in "biu" or array.ndim == 1:
+        return array
+    shape = list(array.shape[1:])
+    if array.ndim == 2:
+        if array.dtype == np.uint8:
+            raise ValueError(
+                f"{where}: rows of {shape[0]} bytes may be flat images, features or token ids. Give images as"
+                " [n, H, W] or divided by 255, features as float32, and token ids as int32 (x.astype(np.int32))"
+            )
+        return array
+    if array.dtype.name not in WHITE:
+        raise ValueError(
+            f"{where}: {array.dtype} of shape {shape} an example are images of unknown white (token ids have"
+            " one axis). Give them as uint8 (white is 255) or uint16 (65535), or divide them by their white"
+        )
+    return _divided(array if array.ndim > 3 else array[..., None])
+
+
+def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -> bool:
+    """Returns whether inputs `[n, ...]` of this shape are images `[n, C, H, W]`.
+
+    It shows where one end of the three axes is 4 or less, and the other is not; otherwise `given` must say it.
+
+    Raises:
+      ValueError: a shape that does not show it; `given` for what is no image of three axes.
+    """
+    if len(shape) != 4:
+        if given:
+            raise ValueError(
+                f"channels_first must be left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
+            )
+        return False
+    if given is not None:
+        return given
+    first, middle, last = shape[1:]
+    if last <= 4 < first:
+        return False
+    if first <= 4 < min(middle, last):
+        return True
+    raise ValueError(
+        f"channels_first must be given: {where} has shape {[first, middle, last]} an example, which does not show"
+        " whether it is [C, H, W] (channels_first=True) or [H, W, C] (channels_first=False)"
+    )
+
+
+def channels_last(array: np.ndarray) -> np.ndarray:
+    """Returns images `[n, C, H, W]` as `[n, H, W, C]`."""
+    return np.ascontiguousarray(np.moveaxis(array, 1, -1))
+
+
+def _divided(array: np.ndarray) -> np.ndarray:
+    """Returns integers of a type in `WHITE`, or truths, as float32 in `[0, 1]`."""
+    return np.divide(array, np.float32(WHITE[array.dtype.name]), dtype=np.float32)

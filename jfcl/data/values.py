@@ -1,0 +1,137 @@
+"""Values of examples as users have them (lists, arrays, tensors, images) as arrays in the types of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.core import check, shown
+from jfcl.data import images
+
+
+def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> tuple[list[np.ndarray], bool]:
+    """Returns the inputs `[n, ...]` of every part (client or split), as `from_frame` and `from_arrays` describe them.
+
+    Args:
+      parts: `(where, values)` of each; `where` names them in errors.
+      channels_first: whether images are `[C, H, W]`; `None`: as their shape shows.
+
+    Returns:
+      The inputs, images with the same channels in all parts, which are last; and whether they were first.
+    """
+    made, pictured, moved = [], [], False
+    for where, values in parts:
+        array = as_numpy(values)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+            rows = list(array)
+            check_whole(rows, where)
+            pictured.append(any(map(images.is_picture, rows)))
+            if all(isinstance(row, str) for row in rows):
+                made.append(np.array(rows, object))
+                continue
+            if pictured[-1]:
+                check(not channels_first, "channels_first", True, f"left out: {where} holds images of PIL")
+                made.append(images.pictures(rows, where))
+                continue
+            array = stacked(rows, where)
+        else:
+            pictured.append(False)
+        if images.has_channels_first(array.shape, where, channels_first):
+            array, moved = images.channels_last(array), True
+        array = images.images_or_ids(array, where)
+        if array.ndim == 1:
+            array = as_type(np.float32, array, where)[:, None]
+        made.append(as_type(np.int32 if array.dtype.kind in "iu" else np.float32, array, where))
+    return (images.alike(made) if made and all(pictured) else made), moved
+
+
+def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...] = ()) -> Any:
+    """Returns an array `[n, ...]` beside the inputs, or a dict of them, with its values in a type of JAX.
+
+    Images of PIL hold labels. Arrays `[n, C, H, W]` in the `plane` of images that were `moved` become `[n, H, W, C]`.
+    """
+    if isinstance(values, dict):
+        options = {"moved": moved, "plane": plane}
+        return {name: kept(part, f"{where}[{name!r}]", **options) for name, part in values.items()}
+    array = as_numpy(values)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+        rows = list(values)
+        check_whole(rows, where)
+        array = stacked(rows, where)
+    check(array.ndim > 0, where, shown(values), "an array with an entry for each example")
+    if moved and array.ndim == 4 and array.shape[2:] == plane:
+        array = images.channels_last(array)
+    if array.dtype.kind == "f":
+        return as_type(np.float32, array, where)
+    return as_type(np.int32, array, where) if array.dtype.itemsize > 4 else array
+
+
+def as_numpy(values: Any) -> Any:
+    """Returns tensors of PyTorch and JAX, and numbers of their small types, as NumPy's; other values as they are."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        try:
+            values = values.numpy()
+        except TypeError:  # bfloat16 and smaller
+            values = values.float().numpy()
+    if hasattr(values, "__array__") and not images.is_picture(values):
+        values = np.asarray(values)
+    small = isinstance(values, np.ndarray) and values.dtype.kind == "V" and values.dtype.names is None
+    if small and jax.dtypes.issubdtype(values.dtype, np.floating):
+        return values.astype(np.float32)
+    return values
+
+
+def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
+    """Returns numbers `[n, ...]` as float32 or int32; raises `ValueError` for those that it cannot hold."""
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype)
+    rows = made.reshape(len(made), -1)
+    if dtype == np.int32:
+        good = (rows == array.reshape(rows.shape)).all(axis=1)
+    else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
+        good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        what = f"numbers beyond {made.dtype}" if np.isfinite(array[bad[0]]).all() else "NaN or infinity"
+        raise ValueError(f"{where}: {len(bad)} rows with {what}, first row {bad[0]}; drop or fill them")
+    return made
+
+
+def stacked(rows: list[Any], where: str) -> np.ndarray:
+    """Returns `[n, ...]` of numbers, arrays or images of labels.
+
+    Raises:
+      ValueError: rows of other kinds, of different shapes, or images and maps of different types.
+    """
+
+    def one(i, row):
+        if images.is_picture(row):
+            return images.labels_shown(row, f"{where}: row {i}")
+        nested = isinstance(row, list | tuple) and len(row) > 0 and images.is_picture(row[0])
+        return np.asarray(None if nested else as_numpy(row))
+
+    arrays = [one(i, row) for i, row in enumerate(rows)]
+    for i, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{where}: must hold numbers, arrays, images or texts, got {shown(rows[i])} in row {i}")
+        if array.shape != arrays[0].shape:
+            raise ValueError(f"{where}: row {i} has shape {array.shape}, row 0 has {arrays[0].shape}")
+        kinds = {array.dtype.kind, arrays[0].dtype.kind}
+        if array.ndim > 1 and array.dtype != arrays[0].dtype and kinds != {"f"}:
+            raise ValueError(f"{where}: row {i} is of {array.dtype}, row 0 of {arrays[0].dtype}; give one type")
+    return np.stack(arrays)
+
+
+def check_whole(rows: list[Any], where: str) -> None:
+    """Raises `ValueError` for missing values: None, NaN, and those of pandas."""
+    bad = [i for i, v in enumerate(rows) if v is None or type(v).__name__ in ("NAType", "NaTType") or _is_nan(v)]
+    if bad:
+        raise ValueError(f"{where}: {len(bad)} missing values, first in row {bad[0]}; drop or fill them")
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
