@@ -1,0 +1,208 @@
+"""Images of every mode and type, and arrays beside them, through every way in: equal to a plain reading, or refused."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+import jfcl
+from jfcl.core import check_clients
+from jfcl.data import Dataset, build, from_arrays, from_frame, from_huggingface, from_torch, generate_store
+
+MODES = ("1", "L", "P", "PA", "LA", "La", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
+MODES += ("I", "I;16", "I;16L", "I;16B", "F", "P with transparency", "L with transparency")
+TYPES = ("uint8", "uint16", "int16", "int32", "int64", "bool", "float16", "float32", "float64", "bfloat16")
+SIDE = 6
+
+
+def an_image(rng, mode):
+    """An image of PIL of random content, of `SIDE` x `SIDE` pixels."""
+    pixels = rng.integers(0, 256, (SIDE, SIDE, 4)).astype(np.uint8)
+    mode, _, transparent = mode.partition(" with ")
+    if mode == "F":
+        return Image.fromarray(rng.random((SIDE, SIDE), np.float32))
+    if mode.startswith("I"):
+        kind = np.dtype({"I": "<i4", "I;16B": ">u2"}.get(mode, "<u2"))
+        deep = rng.integers(0, 65536, (SIDE, SIDE)).astype(kind)
+        return Image.frombytes(mode, (SIDE, SIDE), deep.tobytes())
+    if mode == "1":
+        return Image.fromarray(pixels[..., 0] > 127)
+    image = Image.frombytes("P" if mode in ("P", "PA") else "L", (SIDE, SIDE), pixels[..., 0].tobytes())
+    if mode in ("P", "PA"):
+        image.putpalette(rng.integers(0, 256, 768).astype(np.uint8).tobytes())
+        image = image if mode == "P" else image.convert("PA")
+    elif mode != "L":
+        bands = len(Image.new(mode, (1, 1)).getbands())
+        image = Image.frombytes(mode, (SIDE, SIDE), pixels[..., :bands].tobytes())
+    if transparent:
+        image.info["transparency"] = int(pixels[0, 0, 0])
+    return image
+
+
+def shown(image):
+    """The red, green, blue and alpha of an image in [0, 1], and which of colour and alpha it has; `None`: refused."""
+    mode, stored = image.mode, np.asarray(image).astype(np.float64)
+    alpha, white = np.ones((SIDE, SIDE)), np.full((SIDE, SIDE, 3), 255.0)
+    if mode == "I":
+        return None
+    if mode in ("1", "F") or mode.startswith("I;16"):
+        return np.repeat(stored[..., None], 3, -1) / (65535 if mode[0] == "I" else 1), alpha, False, False
+    if mode in ("P", "PA"):
+        index = stored if mode == "P" else stored[..., 0]
+        colour = np.array(image.getpalette(), np.float64).reshape(-1, 3)[index.astype(int)]
+        alpha = stored[..., 1] / 255 if mode == "PA" else alpha
+    elif mode in ("L", "LA", "La"):
+        colour = np.repeat(stored.reshape(SIDE, SIDE, -1)[..., :1], 3, -1)
+        alpha = alpha if mode == "L" else stored[..., 1] / 255
+    elif mode in ("RGB", "RGBX", "RGBA", "RGBa"):
+        colour, alpha = stored[..., :3], stored[..., 3] / 255 if "A" in mode.upper() else alpha
+    else:
+        colour = np.asarray(image.convert("RGB"), np.float64)
+    if mode in ("La", "RGBa"):  # multiplied by alpha, in bytes
+        opaque = np.asarray(image.convert(mode.upper()), np.float64)
+        colour = np.repeat(opaque[..., :1], 3, -1) if mode == "La" else opaque[..., :3]
+    if "transparency" in image.info:
+        alpha = (stored != image.info["transparency"]).astype(float)
+    assert colour.shape == white.shape
+    return (
+        colour / 255,
+        alpha,
+        mode not in ("L", "LA", "La"),
+        mode in ("LA", "La", "PA", "RGBA", "RGBa") or bool(image.info),
+    )
+
+
+def plain_pictures(images):
+    """`[n, H, W, C]` of images of PIL, with the channels that all of them need; `None`: refused."""
+    read = [shown(image) for image in images]
+    if None in read:
+        return None
+    channels = 3 if any(one[2] for one in read) else 1
+    made = [colour[..., :channels] for colour, *_ in read]
+    if any(one[3] for one in read):
+        made = [np.concatenate([c, one[1][..., None]], -1) for c, one in zip(made, read, strict=True)]
+    return np.stack(made)
+
+
+def arrays_of(rng, n, kind, forms=("HW", "HWC", "CHW", "CHW given")):
+    """Random images of a type and of a random order of axes, and a plain reading of them; `None`: refused."""
+    form = rng.choice([form for form in forms if form != "HW" or "float" not in kind])
+    channels, height = int(rng.choice([1, 3, 4])), SIDE
+    if form == "CHW given":
+        height = 2  # [C, 2, 6] does not show its order
+    shape = (n, height, SIDE) if form == "HW" else (n, height, SIDE, channels)
+    top = {"uint8": 255, "uint16": 65535, "bool": 1}.get(kind)
+    if "float" in kind:
+        x = rng.random(shape).astype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
+        plain = x.astype(np.float64)
+    else:
+        x = rng.integers(0, (top or 100) + 1, shape).astype(kind)
+        plain = None if top is None else x.astype(np.float64).reshape(*shape[:3], -1) / top
+    given = True if form == "CHW given" else None
+    return np.moveaxis(x, 3, 1) if form.startswith("CHW") else x, plain, given
+
+
+class Stream:
+    """The part of a streamed data set of Hugging Face that is read."""
+
+    def __init__(self, columns):
+        self.columns, self.column_names = columns, list(columns)
+
+    def __iter__(self):
+        return (dict(zip(self.columns, row, strict=True)) for row in zip(*self.columns.values(), strict=True))
+
+
+def turned(values, cluster, clusters):
+    return np.rot90(values, 4 * cluster // clusters, axes=(0, 1))
+
+
+def check_case(seed, tmp_path):
+    """One random set of images by one random way in: every example is that of a plain reading, or all are refused."""
+    rng = np.random.default_rng(seed)
+    n, entry = 24, rng.choice(["arrays", "torch", "frame", "stream", "own", "store"])
+    channels_first = None
+    if entry != "own" and rng.random() < 0.6:
+        kinds = rng.choice(MODES, rng.integers(1, 4))
+        x = [an_image(rng, rng.choice(kinds)) for _ in range(n)]
+        plain = plain_pictures(x)
+    else:
+        kind = rng.choice(TYPES)
+        x, plain, channels_first = arrays_of(rng, n, kind)
+        if entry == "own":  # images of floats alone, with their channels last
+            x, plain, channels_first = arrays_of(rng, n, rng.choice(["uint8", "float32"]), ["HWC", "CHW"])
+            plain = plain if x.dtype == np.float32 and x.shape[-1] <= 4 else None
+    height = plain.shape[1] if plain is not None else SIDE
+    y = rng.integers(0, 3, n).astype(np.int32)
+    beside = {"row": np.arange(n), "w": rng.random(n), "mask": rng.integers(0, 5, (n, height, SIDE)).astype(np.uint8)}
+    nested = entry in ("arrays", "torch", "own") and rng.random() < 0.5
+    columns = {"image": x, "label": y, **beside} | ({"more": {"a": rng.random((n, 2)) < 0.5}} if nested else {})
+    square = height == SIDE
+    clusters = int(rng.choice([1, 2, 4])) if square else 1
+    heterogeneity = "rotation" if clusters > 1 else "none"
+
+    def federations():
+        if entry in ("arrays", "torch"):
+            cuts = [slice(0, 5), slice(5, 16), slice(16, n)]
+            parts = [jax.tree.map(lambda v, c=c: v[c], columns, is_leaf=lambda v: isinstance(v, list)) for c in cuts]
+            if entry == "arrays":
+                return [(from_arrays(parts, channels_first=channels_first), None)]
+            rows = [[jax.tree.map(lambda v, i=i: v[i], p, is_leaf=lambda v: isinstance(v, list)) for i in range(m)]
+                    for p, m in zip(parts, (5, 11, 8), strict=True)]  # fmt: skip
+            return [(from_torch(rows, channels_first=channels_first), None)]
+        options = {"channels_first": channels_first, "extra": list(beside)}
+        if entry == "own":
+            names = {"x": x, "y": y} | {
+                name: values for name, values in columns.items() if name not in ("image", "label")
+            }
+            data = Dataset("own", names, None, 3, None, "")
+        elif entry == "stream":
+            data = from_huggingface(Stream(columns), **options)
+        else:
+            data = from_frame(pd.DataFrame({name: list(values) for name, values in columns.items()}), **options)
+        shared = {"num_clients": 4, "num_clusters": clusters, "heterogeneity": heterogeneity, "seed": seed}
+        partition = str(rng.choice(["iid", "stratified", "inner_dirichlet", "power_law"]))
+        if entry == "store":
+            stores = generate_store(tmp_path / str(seed), data, examples_per_client=4, **shared)
+            return [(store.gather(np.arange(4)), store.cluster) for store in stores]
+        fed = build(data, partition=partition, newcomer_examples=2 if clusters == 1 else None, **shared)
+        made = [(fed.train, fed.cluster), (fed.test, fed.cluster), (fed.newcomers, fed.newcomer_cluster)]
+        return [pair for pair in made if pair[0] is not None]
+
+    if plain is None:
+        with pytest.raises(ValueError, match="unknown white|floating-point|channels last"):
+            federations()
+        return "refused"
+    seen = 0
+    print(seed, entry)  # shown where it fails
+    for clients, cluster in federations():
+        check_clients(clients, allow_empty=True)
+        examples = jax.tree.map(np.asarray, clients.examples)
+        assert examples["x"].dtype == np.float32 and examples["y"].dtype == np.int32
+        for i, size in enumerate(clients.size):
+            k = 0 if cluster is None else int(cluster[i])
+            for j in range(size):
+                one = jax.tree.map(lambda values, i=i, j=j: values[i, j], examples)
+                row = int(one["row"])
+                np.testing.assert_allclose(one["x"], turned(plain[row], k, clusters), rtol=1e-6, atol=1e-7)
+                np.testing.assert_array_equal(one["mask"], turned(beside["mask"][row], k, clusters))
+                assert one["y"] == y[row] and one["w"] == pytest.approx(beside["w"][row], rel=1e-6)
+                if nested:
+                    np.testing.assert_array_equal(one["more"]["a"], columns["more"]["a"][row])
+                seen += 1
+            padding = jax.tree.map(lambda values, i=i, size=size: values[i, size:], examples)
+            assert not any(leaf.any() for leaf in jax.tree.leaves(padding))
+    assert seen >= 16
+    return "read"
+
+
+def test_images_by_every_way_in(tmp_path):
+    found = [check_case(seed, tmp_path) for seed in range(16)]
+    assert found.count("read") > 5 and "refused" in found
+
+
+@pytest.mark.slow
+def test_300_image_sets_by_every_way_in(tmp_path):
+    found = [check_case(seed, tmp_path) for seed in range(16, 316)]
+    assert found.count("read") > 100
