@@ -182,11 +182,13 @@ def test_a_resumed_run_names_its_first_round(kind, tmp_path, capsys):
         run(callbacks=[Failing()])
     assert "resum" not in said().replace("resume=True", "").replace("--resume", "")
     run(resume=True, stop_after=2)
-    assert "no checkpoint yet: beginning again with round 1" in said()
+    assert f"no checkpoint in {tmp_path} yet: beginning with the first round" in said()
     run(resume=True, stop_after=3)
     assert "resuming after round 2 of 2,000" in said()
     run(resume=True, stop_after=4, progress=False)
     assert said() == ""
+    new = run(resume=True, stop_after=2, out=tmp_path / "new")  # a job that was put back before it began
+    assert f"no checkpoint in {tmp_path / 'new'} yet: beginning with the first round" in said() and new.rounds == 2
 
 
 # ---- A learning rate that is too high --------------------------------------------------------------------------------

@@ -51,6 +51,58 @@ def test_simulate_is_rollout():
     np.testing.assert_allclose(history.records[-1]["train_loss"], metrics["loss"][-1].mean(), rtol=1e-6)
 
 
+STARTS = {  # and the rounds in them
+    "restarts": (jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=3, restart_rounds=4), 4),
+    "local rounds": (jfcl.fesem(TASK, TRAINING, num_clusters=2, local_rounds=2), 2),
+    "none": (IFCA, 0),
+}
+
+
+def test_methods_name_the_rounds_of_their_start():
+    options = {"num_clusters": 2}
+    warm = jfcl.hypcluster(TASK, TRAINING, warm_rounds=3, **options)
+    assert [algorithm.init_rounds for algorithm, _ in STARTS.values()] == [before for _, before in STARTS.values()]
+    assert warm.init_rounds == 3 and jfcl.hypcluster(TASK, TRAINING, **options).init_rounds == 0
+    assert jfcl.one_shot(TASK, TRAINING, local_rounds=2, **options).init_rounds == 2
+    assert jfcl.flhc(TASK, TRAINING, rounds_before=2, **options).init_rounds == 3
+    assert jfcl.with_restarts(warm, num_restarts=4, num_rounds=2).init_rounds == 5
+
+
+@pytest.mark.parametrize(("algorithm", "before"), STARTS.values(), ids=STARTS)
+def test_rounds_of_a_start_count(algorithm, before, tmp_path):
+    seen = []
+
+    class Seeing:
+        def on_start(self, run):
+            seen.append((run.round, run.num_rounds))
+
+        def on_checkpoint(self, round, folder):
+            seen.append(round)
+
+    run = {"algorithm": algorithm, "num_rounds": 4, "out": tmp_path / "run", "resume": True, "callbacks": [Seeing()]}
+    assert sim(**run, stop_after=3).ended == "stop_after is 3 rounds"
+    history, last = sim(**run), before + 4
+    assert seen == [(before, last), before + 3, (before + 3, last), last]
+    # The rounds are those of `rollout`, and numbered after those of the start, the costs of which are in the first.
+    state, metrics = jax.jit(lambda: jfcl.rollout(algorithm, CLIENTS, key=KEY, num_rounds=4))()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), history.state, state)
+    assert (history.rounds, history.init_rounds) == (last, before)
+    assert [row["round"] for row in history.records] == [*range(before + 1, last + 1)]
+    np.testing.assert_allclose([row["bytes_up"] for row in history.records], np.cumsum(metrics["bytes_up"]), rtol=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [row["round"] for row in history.records]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["num_rounds"], summary["init_rounds"]) == (last, before)
+    found = summary["per_seed"][0]["rounds_to_recovery"]
+    assert found is None or found > before
+    # Evaluations are at rounds that are multiples on this axis; a state that is passed in has no start.
+    assert [row["round"] for row in sim(algorithm=algorithm, num_rounds=4, eval_every=3).records] == [
+        t for t in range(before + 1, last + 1) if t % 3 == 0 or t == last
+    ]
+    more = sim(algorithm=algorithm, num_rounds=2, state=history.state)
+    assert [row["round"] for row in more.records] == [1, 2]
+
+
 def test_evaluation_and_seeds_change_nothing():
     often, rarely = sim(), sim(eval_every=4)
     assert equal(often.state, rarely.state)
@@ -465,9 +517,10 @@ def test_folders_are_never_overwritten(tmp_path):
         sim(out=tmp_path, config={"lr": 0.1}, resume=True, algorithm=other)
     with pytest.raises(ValueError, match="at least the 6 rounds already done"):
         sim(out=tmp_path, config={"lr": 0.1}, resume=True, num_rounds=5)
-    with pytest.raises(ValueError, match=r"holds no run to resume"):
-        sim(out=tmp_path / "nothing", resume=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds metrics.jsonl, .*, checkpoints already"):
+        sim(out=tmp_path, config={"lr": 0.1}, resume=True)
 
 
 def test_a_function_is_no_algorithm():

@@ -48,7 +48,8 @@ def fesem(
     Args:
       num_clusters: `K`.
       local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
-        From random models no client would ever change its cluster. Their cost is in the metrics of the first round.
+        From random models no client would ever change its cluster. A simulation counts them before its own rounds;
+        their cost is in the metrics of its first round.
       init_params: one model that all start from.
       adversary: hostile clients; the attack is on the difference of a client's model to the one it started from.
       task, training, weights, client_axis: as in `jfcl.fedavg`.

@@ -64,8 +64,8 @@ def flhc(
       num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
       distance_threshold: groups are merged up to this distance between them, which `linkage` defines; more than `K`
         clusters are merged until there are `K`.
-      rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`; their
-        cost is in the metrics of the first round.
+      rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`: a
+        simulation counts them before its own, and their cost is in the metrics of its first round.
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
       linkage: `"complete"` or `"single"`.
       init_params: one model that all start from.

@@ -45,7 +45,8 @@ def hypcluster(
     Args:
       num_clusters: `K`.
       warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
-        differ and are of some use to every client. Their cost is in the metrics of the first round. Default: none.
+        differ and are of some use to every client. A simulation counts these rounds before its own; their cost is in
+        the metrics of its first round. Default: none.
       task, training, weights, shared, personal, personal_steps, server_optimizer, cohort, init_params, adversary,
         aggregator, dp, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of
         warm start.

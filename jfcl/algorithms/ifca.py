@@ -91,7 +91,7 @@ def ifca(
       min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
         once (the paper). The authors' code for CIFAR-10 has 0.35 (see `with_balanced_start`).
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
-        Their cost is in the metrics of the first round (see `with_restarts`).
+        A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
       restart_rounds: see `restarts`.
       personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
         `jfcl.fedavg`. A client compares the models with its own parameters in each. `init_params` may be `K` stacked

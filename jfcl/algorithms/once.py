@@ -22,7 +22,7 @@ def with_first_costs(
     more_steps: int | None = None,
     cohort: int | None = None,
 ) -> Algorithm:
-    """Returns `algorithm` with the communication and computation of its `init` in the first round's metrics.
+    """Returns `algorithm` with the rounds of its `init`, and their communication and computation in its first `step`.
 
     Args:
       algorithm: its state counts its rounds in `round` `[]` and stacks models of one size in `params`.
@@ -48,7 +48,7 @@ def with_first_costs(
         state, metrics = algorithm.step(key, state, clients)
         return state, metrics | {name: metrics[name] + first * cost for name, cost in costs.items()}
 
-    return algorithm._replace(step=step, init_costs=init_costs)
+    return algorithm._replace(step=step, init_costs=init_costs, init_rounds=rounds)
 
 
 def clustered_once(

@@ -46,7 +46,7 @@ def one_shot(
     Args:
       num_clusters: `K`.
       local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
-        `init`; their cost is in the metrics of the first round.
+        `init`: a simulation counts them before its own, and their cost is in the metrics of its first round.
       init_params: one model that all start from.
       shared: as in `jfcl.ifca`.
       task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,

@@ -18,9 +18,10 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
     """Returns `algorithm` started from the best of `num_restarts` initialisations after `num_rounds` rounds of each.
 
     The best has the lowest mean training loss, with clients weighted by their number of examples, among the
-    initialisations with the fewest infinite losses or updates; a server knows all of these. The cost of the restarts is
-    in the metrics: the first round's `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
-    times that round's own, and `num_restarts` times those of `algorithm.init`, where it trains (`hypcluster`).
+    initialisations with the fewest infinite losses or updates; a server knows all of these. The restarts run side by
+    side: their `num_rounds` rounds come before those of a simulation, the first of which is round `num_rounds + 1`.
+    Their cost is in its metrics: its `bytes_up`, `bytes_down` and `client_steps` are `1 + num_restarts * num_rounds`
+    times its own, and `num_restarts` times those of `algorithm.init`, where it trains (`hypcluster`).
 
     Args:
       algorithm: its state must count its rounds in `round` `[]`.
@@ -75,7 +76,7 @@ def with_restarts(algorithm: Algorithm, *, num_restarts: int, num_rounds: int) -
         paid = {name: num_restarts * (num_rounds * cost + costs.get(name, 0.0)) for name, cost in own.items()}
         return state, metrics | {name: cost + first * paid[name] for name, cost in own.items()}
 
-    return algorithm._replace(init=init, step=step)
+    return algorithm._replace(init=init, step=step, init_rounds=algorithm.init_rounds + num_rounds)
 
 
 def with_balanced_start(

@@ -146,6 +146,7 @@ class Algorithm(NamedTuple):
         model of lowest loss at that time, instead of the state's.
       init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
         of the first round; left out where `init` has none.
+      init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.
 
     `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
     the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`, the
@@ -170,6 +171,7 @@ class Algorithm(NamedTuple):
     refresh: Callable[[Any, Clients], Any] | None = None
     by_loss: bool = False
     init_costs: Callable[[Any, Clients], dict[str, jax.Array]] | None = None
+    init_rounds: int = 0
 
 
 class Adversary(NamedTuple):

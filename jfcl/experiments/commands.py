@@ -264,15 +264,18 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     console.print(results_table({summary["method"]: summary}, title))
     for note in results_notes({summary["method"]: summary}):
         console.print(f"note: {note}", markup=False)
+    before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
+    precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
     console.print(
-        f"{summary['num_rounds']} rounds, {summary['rounds_per_second']:.2f} rounds/s, {summary['seconds']:.1f} s"
-        f" + {summary['compile_seconds']:.1f} s compiling, on {summary['device']}, products in"
-        f" {default_precision() if config.precision == 'default' or platform() == 'cpu' else config.precision}"
+        f"{summary['num_rounds']} rounds{before}, {summary['rounds_per_second']:.2f} rounds/s,"
+        f" {summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling, on {summary['device']},"
+        f" products in {precision}"
     )
     if "privacy" in summary:
         console.print(privacy_text(summary["privacy"]))
-    if summary["num_rounds"] < config.rounds:
-        console.print(f"note: ended after {summary['num_rounds']} of {config.rounds} rounds: {summary['ended']}")
+    planned = config.rounds + summary["init_rounds"]
+    if summary["num_rounds"] < planned:
+        console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
         where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
         console.print(

@@ -187,6 +187,7 @@ def _so_far(run: PartialRun) -> dict[str, Any]:
     about = {"method": config.get("method"), "num_clusters": config.get("clusters"), "versions": config.get("versions")}
     clients = config.get("clients") if config.get("population") is None else config["population"]
     about |= {"num_clients": clients if is_number(clients) else None, "num_rounds": last}
+    about["init_rounds"] = run.attempt(_init_rounds, run) if run.checkpoints else 0
     if config.get("heterogeneity") == "none":
         about["num_clusters"] = 1
     several = any(record.get("clusters_in_use") != 1 for record in run.records)
@@ -197,6 +198,15 @@ def _so_far(run: PartialRun) -> dict[str, Any]:
         return about | {"per_seed": [], "mean": empty, "std": empty}
     found = finite_or_none(summarize_records(finite_or_none(run.records), last))
     return about | found | {name: found["mean"].get(name) for name in ("bytes_up", "bytes_down")}
+
+
+def _init_rounds(run: PartialRun) -> int:
+    file = run.folder / "checkpoints" / str(run.checkpoints[0]) / "about.json"
+    totals = read_json(file).get("totals")
+    found = totals.get("init_rounds", 0) if isinstance(totals, dict) else None
+    if type(found) is not int:
+        raise ValueError(f"{file} is damaged: it has no totals")
+    return found
 
 
 def _clients(run: PartialRun) -> dict[str, np.ndarray]:
@@ -250,6 +260,12 @@ def first_seed(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {}
     rows = columns["seed"] == columns["seed"][0]
     return {name: values[rows] for name, values in columns.items()}
+
+
+def planned_rounds(run: PartialRun) -> int | None:
+    """Returns the number of a run's last round, with the rounds of its method's start; None where it is unknown."""
+    rounds = run.config.get("num_rounds")
+    return None if rounds is None else rounds + (run.summary.get("init_rounds") or 0)
 
 
 def clusters_by_round(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from jfcl.experiments.comparison import (
     unused,
     with_name,
 )
-from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, read_partial
+from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, planned_rounds, read_partial
 from jfcl.experiments.privacy import privacy_text
 
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
@@ -135,7 +135,7 @@ def _of_run(run: PartialRun, label: str) -> list[str]:
 
 def _status(run: PartialRun) -> str:
     """Returns what was run, and whether it is finished."""
-    summary, planned = run.summary, run.config.get("num_rounds")
+    summary, planned = run.summary, planned_rounds(run)
     done = summary["num_rounds"]
     method, dataset = (summary.get(name) or run.config.get(name) for name in ("method", "dataset"))
     about = summary.get("description") or (dataset and f"data set {dataset}")

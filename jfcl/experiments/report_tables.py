@@ -12,7 +12,7 @@ from jfcl.experiments import html_page as html
 from jfcl.experiments.comparison import RECOVERY, compares_clusters, is_configured, number
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.own import is_own
-from jfcl.experiments.partial import PartialRun, first_seed
+from jfcl.experiments.partial import PartialRun, first_seed, planned_rounds
 from jfcl.experiments.used import as_used
 from jfcl.simulation.loop import ALL_DONE
 
@@ -106,7 +106,7 @@ def commands(run: PartialRun) -> list[str]:
     """Returns the commands that continue or repeat a run."""
     folder = shlex.quote(str(run.folder))
     base = f"jfcl run --config {shlex.quote(str(run.folder / 'config.json'))}"
-    planned, done = run.config.get("num_rounds"), run.summary["num_rounds"]
+    planned, done = planned_rounds(run), run.summary["num_rounds"]
     if not is_configured(run.config):
         text = "To resume it, call jfcl.simulate with the same arguments, out and resume=True." if run.config else ""
         return [html.element("p", text)] if text else []
@@ -115,7 +115,8 @@ def commands(run: PartialRun) -> list[str]:
         more, where = [], ""
         # A run that ended early ends there again, and a schedule cannot be extended.
         if planned == done and run.config.get("schedule_rounds") is None:
-            more = ["# continue for as many rounds again", f"{base} --out {folder} --resume --rounds {2 * done}"]
+            twice = 2 * run.config["num_rounds"]
+            more = ["# continue for as many rounds again", f"{base} --out {folder} --resume --rounds {twice}"]
         elif planned > done and run.summary.get("ended") == ALL_DONE:  # it was resumed for fewer rounds
             more = [f"# continue to round {planned}", f"{base} --out {folder} --resume"]
     else:

@@ -59,7 +59,7 @@ def run(
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
-        if resume and out is not None:  # also while results are written
+        if resume and out is not None and Path(out).is_dir():  # also while results are written
             hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": eval_every(config), "serve": config.serve}

@@ -119,7 +119,7 @@ def run_sweep(
       holdout: share of each client's training examples that the cells are judged on, and not trained on.
       at_once: runs on each device at once; default: 1 on a CPU, else as many as fit into memory.
       out: folder for the results: those of `jfcl.sweep`, and `best.toml`.
-      resume: continue the sweep in `out`; finished cells are kept.
+      resume: continue the sweep in `out`, or begin it; finished cells are kept.
       data_dir, progress: as in `jfcl.experiments.run`.
 
     Raises:

@@ -40,9 +40,9 @@ class RunInfo(NamedTuple):
     Attributes:
       description: the label of the run; with `jfcl run`, the method.
       config: its configuration, as in `config.json`.
-      num_rounds: `T`.
+      num_rounds: the number of the last round: `T`, and the rounds of the method's start.
       seeds: the `R` names of the keys.
-      round: rounds done; above 0 if the run is resumed.
+      round: rounds done: those of the method's start, and of earlier parts of a run that is resumed.
       records: the records of these rounds.
       folder: the run's folder, or None.
     """
@@ -150,7 +150,7 @@ class EarlyStopping(Callback):
             value = row.get(self._metric)
             numbers = [name for name, v in row.items() if isinstance(v, (int, float)) and name not in ("seed", "round")]
             check(self._metric in numbers, "metric", self._metric, f"a number in the records: {', '.join(numbers)}")
-            best, _ = self._best.setdefault(row["seed"], (-math.inf, 0))
+            best, _ = self._best.setdefault(row["seed"], (-math.inf, row["round"]))
             if self._sign * value > best + self._margin:  # False for NaN
                 self._best[row["seed"]] = (self._sign * value, row["round"])
         done, last = records[-1]["round"], max(round_ for _, round_ in self._best.values())

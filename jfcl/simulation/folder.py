@@ -56,14 +56,12 @@ class Restored(NamedTuple):
 
 
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
-    """`ValueError` if no new run or sweep (`kind`) can begin in `path`, or, with `resume`, none can be resumed."""
-    path, (mark, written) = Path(path), KINDS[kind]
+    """`ValueError` if no new run or sweep (`kind`) can begin in `path`; with `resume`, one that is there continues."""
+    path, (_, written) = Path(path), KINDS[kind]
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
     there = [known for known, (file, _) in KINDS.items() if (path / file).exists()]
-    if resume and kind not in there:
-        raise ValueError(f"{path} holds no {kind} to resume: {mark} is missing")
-    if resume:
+    if resume and kind in there:
         return
     if kind in there:
         raise ValueError(
@@ -118,14 +116,16 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: str | Path, config: dict[str, Any]) -> RunFolder:
-        """Opens the run in `path`; nothing is changed before `begin`.
+        """Opens the run in `path`; nothing is changed before `begin`. Where there is none yet, it is created.
 
         Raises:
-          ValueError: no run, a run with another configuration, a finished run without checkpoints, a run that another
-            process writes.
+          ValueError: as `create`; a run with another configuration, a finished run without checkpoints, a run that
+            another process writes.
         """
         folder, saved = cls(path), _as_read(config)
         check_folder(path, True, "run")
+        if not (folder.path / "config.json").exists():
+            return cls.create(path, config)
         with contextlib.ExitStack() as opened:
             opened.enter_context(files.lock(folder.lock_path))
             folder._check_config(saved)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl.analysis import plots
@@ -89,7 +90,7 @@ def sweep(
       client_axis: mapping of evaluations over clients; default: `jfcl.auto()`.
       out: a folder for the results: `cells/NUMBER.json` for each finished cell, `sweep.json`, and for two options or
         more `heatmap.png`.
-      resume: continue the sweep in `out`. Finished cells are verified and kept, the others run again from round 1.
+      resume: continue the sweep in `out`, or begin it. Finished cells are verified and kept, the others run again.
       config: JSON-like description of clients and options, kept in `out`; a resumption with another one is refused.
       progress: show a bar.
 
@@ -157,6 +158,9 @@ def sweep(
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
             found = folder.finished(cells, seeds)
+            if resume and progress:
+                there = f"{len(found)} of {len(cells)} cells are there" if found else "no cell is there yet"
+                Console(stderr=True).print(f"resuming {out}: {there}", markup=False, soft_wrap=True)
         began, clock = time.perf_counter(), opened.enter_context(CompileClock())
         tick = opened.enter_context(_bar(progress, len(cells) * len(keys) * num_rounds))
         for group in groups:

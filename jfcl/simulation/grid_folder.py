@@ -34,13 +34,14 @@ class SweepFolder:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
-        """Yields the folder of a new sweep, or of the one to resume.
+        """Yields the folder of a new sweep, or of the one to resume, where there is one.
 
         Raises:
           ValueError: as `check_folder`; a sweep with another setting; another process writes the folder.
         """
         folder = cls(path, json.loads(json.dumps(spelled(setting))))
         file = folder.path / "setting.json"
+        resume = resume and file.exists()
         if not resume:
             folder.path.mkdir(parents=True, exist_ok=True)
         with files.lock(folder.path / "lock"):

@@ -1,7 +1,8 @@
 """The loop over rounds: `rollout`, a pure scan, and `run_rounds`, the one loop of `simulate` and `simulate_population`.
 
-Rounds are numbered from 1. The key of round `t` is `fold_in(key, t)`, the key of `init` is `fold_in(key, 0)`. A run
-that is stopped and resumed, or evaluated at other rounds, therefore equals an uninterrupted one bit for bit.
+Rounds are numbered from 1, those of `init` included (`Algorithm.init_rounds`, `b`). The key of round `b + t` is
+`fold_in(key, t)`, the key of `init` is `fold_in(key, 0)`. A run that is stopped and resumed, or evaluated at other
+rounds, therefore equals an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class History(NamedTuple):
           where clients of one cluster have models of their own (Federated-Clustering);
         * with test clients, `loss`, `accuracy` (of classification) and `perplexity` (of language models): of that
           model on the client's test examples; NaN for a client without any. `jfcl.evaluate` computes them on others.
-      rounds: rounds done.
+      rounds: rounds done, those of the method's start included (`init_rounds`): the number of the last round.
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: local steps of all clients, rounds and seeds.
       ended: why the run ended: all rounds are done, every cluster is final, or the reason of a callback.
+      init_rounds: rounds of the method's start, which come before those of the simulation: restarts, warm rounds, or
+        training before the clients are clustered.
     """
 
     records: list[dict[str, Any]]
@@ -57,6 +60,7 @@ class History(NamedTuple):
     compile_seconds: float
     client_steps: float
     ended: str
+    init_rounds: int = 0
 
     def __repr__(self) -> str:
         """Returns three lines: the end, the last records, the costs."""
@@ -188,7 +192,7 @@ def run_rounds(
 
     Args:
       backend: the clients and the compiled programs, `OnDevice` or `Streamed`.
-      start: the state after `start.round` rounds.
+      start: the state after `start.round` rounds; its totals hold `init_rounds`, those of the method's start.
       num_rounds, eval_every, stop_after: as in `simulate`.
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
@@ -201,13 +205,13 @@ def run_rounds(
       warn: `(records) -> None`, warns once of collapsed models and excluded updates.
       compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
       most_silent: the number of participants in a row without a finite update that shows that training has diverged.
-      advance: `(state, first, count, silence) -> Block`, runs `count` rounds from round `first` on; `state` is
-        consumed; `silence` is that of the last block.
+      advance: `(state, first, count, silence) -> Block`, runs `count` rounds from round `first` on, not counting those
+        of the method's start; `state` is consumed; `silence` is that of the last block.
       commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
       snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
-      final: `(state, done, assessment) ->` the `state` and `clients` of `History`; `assessment` is that of the last
-        round, or None.
+      final: `(state, done, assessment) ->` the `state` and `clients` of `History` after `done` rounds, counted as in
+        `advance`; `assessment` is that of the last round, or None.
 
     Raises:
       DivergedError: a model is no longer finite, or clients no longer send finite updates (`most_silent`).
@@ -218,7 +222,9 @@ def run_rounds(
     done, state, totals, records = start
     totals, records, seeds = dict(totals), list(records), backend.subjects.seeds
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
-    until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+    before = totals.pop("init_rounds", 0)
+    final_round = before + num_rounds
+    until = final_round if stop_after is None else before + min(num_rounds, stop_after)
     last, has_ended = records[-len(seeds) :], False
     with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.
@@ -227,7 +233,7 @@ def run_rounds(
         if last and all(row["round"] == done for row in last):
             has_ended = backend.resident and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
-        watch.begin(done, totals.pop("time", (0.0, 0.0)))
+        watch.begin(done, final_round, totals.pop("time", (0.0, 0.0)))
         silence = Silence(*np.array(totals.pop("silence", np.zeros((2, len(seeds)))), np.int32))
         if done < until and backend.compile():
             watch.show("")
@@ -238,14 +244,14 @@ def run_rounds(
             # Train, at most up to the next evaluation.
             count = min(eval_every - done % eval_every, until - done, at_most)
             began = watch.seconds()
-            block = backend.advance(state, done + 1, count, silence)
+            block = backend.advance(state, done - before + 1, count, silence)
             if backend.resident:
                 took = watch.seconds() - began
                 at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
             done, state, silence, assessment = done + count, block.state, block.silence, None
 
             # Stop where the models are lost; otherwise accept the rounds.
-            is_evaluated = done % eval_every == 0 or done == num_rounds
+            is_evaluated = done % eval_every == 0 or done == final_round
             has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
             stop_if_diverged(block.finite, block.most_silent >= backend.most_silent, done, seeds, folder)
             backend.commit()
@@ -271,7 +277,7 @@ def run_rounds(
             if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
                 with backend.snapshot(done, state, totals) as (kept, kept_totals):
                     if folder is not None:
-                        more = {"time": watch.clock(), "silence": np.array(silence).tolist()}
+                        more = {"time": watch.clock(), "silence": np.array(silence).tolist(), "init_rounds": before}
                         folder.save(done, kept, kept_totals | more)
                 watch.saved()
                 callbacks.checkpoint()
@@ -280,17 +286,13 @@ def run_rounds(
                 raise KeyboardInterrupt
         warn_if_never_examined(records[-len(seeds) :], done)
         warn_if_loss_is_high(records, backend.subjects)
-        callbacks.ended = _end(done, num_rounds, has_ended, callbacks.reason)
-    state, clients = backend.final(state, done, assessment)
+        why = callbacks.reason or f"stop_after is {stop_after} rounds"
+        ended = has_ended or done == final_round
+        reason = METHOD_ENDED if has_ended else ALL_DONE if ended else why
+        callbacks.ended = End("finished" if ended else "stopped", reason, done)
+    state, clients = backend.final(state, done - before, assessment)
     steps = sum(totals.get("client_steps", [0.0]))
-    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason)
-
-
-def _end(done: int, num_rounds: int, has_ended: bool, reason: str | None) -> End:
-    """Returns why a run ended after `done` rounds without an error."""
-    if has_ended or done == num_rounds:
-        return End("finished", METHOD_ENDED if has_ended else ALL_DONE, done)
-    return End("stopped", reason or f"stop_after is {done} rounds", done)
+    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason, before)
 
 
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:
@@ -305,6 +307,14 @@ def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------
 # The run's folder.
+
+
+def resumption(out: str | Path, restored: Restored | None, num_rounds: int) -> str:
+    """Returns a line on where a resumed run begins: after the checkpoint `restored`, or with its first round."""
+    if restored is None:
+        return f"no checkpoint in {out} yet: beginning with the first round"
+    last = num_rounds + restored.totals.get("init_rounds", 0)
+    return f"resuming after round {restored.round:,} of {last:,}"
 
 
 def open_folder(
@@ -332,8 +342,9 @@ def read_checkpoint(
     if about is None:
         return None
     done, totals, records = about
-    check(done <= num_rounds, "num_rounds", num_rounds, f"at least the {done} rounds already done")
-    may_end = done < num_rounds or (records and records[-1]["round"] == done)
-    check(may_end, "num_rounds", num_rounds, f"more than the {done} rounds already done: the last is not evaluated")
+    trained = done - totals.get("init_rounds", 0)
+    check(trained <= num_rounds, "num_rounds", num_rounds, f"at least the {trained} rounds already done")
+    may_end = trained < num_rounds or (records and records[-1]["round"] == done)
+    check(may_end, "num_rounds", num_rounds, f"more than the {trained} rounds already done: the last is not evaluated")
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like) if found is None else found.state
     return Restored(done, hosts.same_arrays(state), totals, records)

@@ -226,7 +226,8 @@ class OnDevice:
         self._compiling = compile_ahead(self._programs)
         del self._programs
         if restored is None:
-            return Restored(0, _init(self._keys, self._clients, self._hyperparams, **self._static), {}, [])
+            state = _init(self._keys, self._clients, self._hyperparams, **self._static)
+            return Restored(self._made.init_rounds, state, {"init_rounds": self._made.init_rounds}, [])
         if isinstance(self._client_axis, mapping.sharded):
             state = _with_padding(restored.state, self.whole)
         else:

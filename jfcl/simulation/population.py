@@ -22,12 +22,13 @@ from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds, seed_names
+from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
 from jfcl.simulation.progress import Watch
 from jfcl.simulation.results import keep_results
 from jfcl.simulation.state_split import Start, check_algorithm
 from jfcl.simulation.streamed import Streamed
 
+OF_RUN = ("time", "silence", "init_rounds")  # totals of a checkpoint that are not of a seed
 EVALUATION_STREAM = COHORT_STREAM + 1  # of the random numbers of a run on the host
 
 
@@ -48,6 +49,7 @@ class PopulationHistory(NamedTuple):
     compile_seconds: float
     client_steps: float
     ended: str
+    init_rounds: int
     rows: ClientRows
 
     __repr__ = History.__repr__
@@ -212,16 +214,17 @@ def simulate_population(
         for part in (store, test_store) if resume else ():
             if part is not None:
                 part.verify(progress=progress)
-        rows, start = _open_rows(folder, resume, seed, n, split.apart(shapes), rows_in_memory, num_rounds)
+        begin = Restored(algorithm.init_rounds, [], {"init_rounds": algorithm.init_rounds}, [])
+        rows, start = _open_rows(folder, resume, begin, seed, n, split.apart(shapes), rows_in_memory, num_rounds)
         if resume:
-            watch.tell_start(start.round)
+            watch.tell(resumption(out, start if folder.has_checkpoint() else None, num_rounds))
 
         # Run.
         join = algorithm.init if join is None else join
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, take)
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        called = Callbacks(callbacks, description, config, num_rounds, out)
+        called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
         history = PopulationHistory(*history, rows=rows)
         if summary and folder is not None and called.is_finished():
@@ -255,13 +258,16 @@ def _check_own(seed: Any, config: Any, rows_in_memory: Any) -> None:
 def _open_rows(
     folder: RunFolder | None,
     resume: bool,
+    begin: Restored,
     seed: int,
     n: int,
     shapes: tuple[list, list],
     in_memory: float,
     num_rounds: int,
 ) -> tuple[ClientRows, Restored]:
-    """Returns the rows of all `n` clients and the start of the run; `shapes` are those of a state, apart.
+    """Returns the rows of all `n` clients and the start of the run, `begin` without a checkpoint.
+
+    `shapes` are those of a state, apart.
 
     A resumed run changes its folder only after the checkpoint and the rows are verified.
     """
@@ -277,7 +283,7 @@ def _open_rows(
         in_memory = -1.0 if place.is_dir() else math.inf
     rows = ClientRows(n, row, folder=place, resume=has_checkpoint, in_memory=in_memory)
     if not has_checkpoint:
-        return rows, Restored(0, [], {}, [])
+        return rows, begin
     like = {"common": common, **rows.saved()}
     done, saved, totals, records = read_checkpoint(folder, like, num_rounds, any_round=not rows.mapped)
     begun = {row["seed"] for row in records}
@@ -285,7 +291,7 @@ def _open_rows(
     rows.verify(done, saved)
     folder.begin()
     rows.restore(done, saved)
-    totals = {name: value if name in ("time", "silence") else [value] for name, value in totals.items()}
+    totals = {name: value if name in OF_RUN else [value] for name, value in totals.items()}
     return rows, Restored(done, [jnp.asarray(x) for x in saved["common"]], totals, records)
 
 

@@ -161,7 +161,7 @@ class Watch:
         times = TimeElapsedColumn(), "left", TimeRemainingColumn()
         self._bar = progress_bar(progress, *counts, *times, "{task.fields[note]}")
         self._line = self._bar.add_task(description, total=num_rounds, rate="", note="", start=False)
-        self._speaks, self._num_rounds, self._checkpoint_seconds = progress, num_rounds, checkpoint_seconds
+        self._speaks, self._checkpoint_seconds = progress, checkpoint_seconds
 
     def __enter__(self):
         with contextlib.ExitStack() as opened:
@@ -194,19 +194,18 @@ class Watch:
         self._bar.start_task(self._line)
         self._bar.update(self._line, note=note)
 
-    def tell_start(self, done: int) -> None:
-        """Prints the round after which a resumed run continues, where the run has a bar."""
-        where = f"resuming after round {done:,} of {self._num_rounds:,}"
+    def tell(self, text: str) -> None:
+        """Prints a line above the bar, where the run has one."""
         if self._speaks:
-            self._bar.console.print(where if done else "no checkpoint yet: beginning again with round 1")
+            self._bar.console.print(text, markup=False, soft_wrap=True)
 
-    def begin(self, done: int, clock: Sequence[float]) -> None:
-        """Starts the bar at `done` rounds, which took the seconds `clock` in earlier calls."""
-        self._resumed_at, self._earlier = done, clock
+    def begin(self, done: int, final_round: int, clock: Sequence[float]) -> None:
+        """Starts the bar at `done` rounds of `final_round`, which took the seconds `clock` in earlier calls."""
+        self._resumed_at, self._final_round, self._earlier = done, final_round, clock
         self.saved()
-        self._wait = self._checkpoint_seconds if done else min(FIRST_CHECKPOINT, self._checkpoint_seconds)
+        self._wait = self._checkpoint_seconds if any(clock) else min(FIRST_CHECKPOINT, self._checkpoint_seconds)
         self.show("compiling")
-        self._bar.update(self._line, completed=done)
+        self._bar.update(self._line, completed=done, total=final_round)
 
     def seconds(self) -> float:
         """Returns the time since the run was opened, without compilation."""
@@ -217,7 +216,7 @@ class Watch:
 
         A call that resumes a finished run has no round, and adds nothing.
         """
-        if self._resumed_at >= self._num_rounds:
+        if self._resumed_at >= self._final_round:
             return tuple(self._earlier)
         return self._earlier[0] + self.seconds(), self._earlier[1] + self._compiling.seconds
 

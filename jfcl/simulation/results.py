@@ -63,6 +63,7 @@ def summarize(history: History) -> dict[str, Any]:
     seconds = max(history.seconds, 1e-9)
     return {
         "num_rounds": history.rounds,
+        "init_rounds": history.init_rounds,
         "ended": history.ended,
         "seconds": history.seconds,
         "compile_seconds": history.compile_seconds,

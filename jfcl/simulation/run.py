@@ -26,7 +26,7 @@ from jfcl.core import (
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.folder import Restored, read_json
-from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, run_rounds, seed_names
+from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
 from jfcl.simulation.on_device import OnDevice, build
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
 from jfcl.simulation.results import keep_results
@@ -62,7 +62,7 @@ def simulate(
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
     Some methods end (`jfcl.cfl` with `recursive=True`, once every cluster is final). The run then stops at the first
-    evaluation after the end in all seeds, and `History.rounds` is below `num_rounds`.
+    evaluation after the end in all seeds, before all rounds are done.
 
     Args:
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. A second call with the
@@ -70,7 +70,8 @@ def simulate(
         memory until `jfcl.clear_programs()` drops them.
       clients: training data.
       key: one key, or `[R]` of them: seeds, run together in one program.
-      num_rounds: `T`.
+      num_rounds: `T`. The rounds of a method's start (restarts, warm rounds, training before the clients are clustered)
+        come before them and count: the run ends with round `T` and so many more (`History.init_rounds`).
       test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
@@ -82,7 +83,7 @@ def simulate(
         `test_clients`, and the clusters in the records and in `History.clients` are the models served; without
         `test_clients`, they are those of the state. Other methods always serve the state's model.
       hyperparams: floats (or arrays) passed to `algorithm` inside the compiled program.
-      eval_every: rounds between evaluations; the last round is always evaluated.
+      eval_every: rounds between evaluations, those with a number that it divides; the last round is always evaluated.
       seeds: names of the `R` keys in the records; default `0 .. R-1`.
       seed_axis: mapping over seeds; default: one after another on a CPU, `jax.vmap` elsewhere.
       client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
@@ -90,14 +91,14 @@ def simulate(
         this process, `mapping.own_rows`, and the first process writes all files.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
         method or a callback has ended the run, `summary.json` and `clients.csv`.
-      resume: continue from the last checkpoint in `out` (from the start if there is none yet).
+      resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all.
       config: JSON-like description of the run, kept in `config.json`; a resumption with another one is refused.
         Default: the numbers of the key. Texts under "method" and "dataset" are shown by `jfcl compare` and `report`.
       checkpoint_seconds: least time between two checkpoints; the first one is made after 5 seconds, if that is less,
         and one always at the end and on Ctrl-C.
       progress: show a bar with rate and time left, and the round after which a resumed run continues.
       description: the label of the bar.
-      stop_after: stop after this many rounds, with a checkpoint (to run in instalments); default: never.
+      stop_after: stop after this many of the `T` rounds, with a checkpoint (to run in instalments); default: never.
       state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
@@ -165,11 +166,11 @@ def simulate(
         start = backend.restore(restored)
         if resume:
             hosts.by_first(lambda: folder.begin())
-            watch.tell_start(start.round)
+            watch.tell(resumption(out, restored, num_rounds))
 
         # Run.
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
-        called = Callbacks(callbacks, description, config, num_rounds, out)
+        called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
         if summary and folder is not None and called.is_finished():
             n = history.clients["examples"].shape[1]  # of all processes

@@ -294,7 +294,7 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
             rows.append(row | {"99 % from round": first, "paper": "about 30"})
             report.plot_metric(axes, mine, "cluster_accuracy", label=f"{m} x {n}, seed {seed}")
     report.label_axes(axes, 7, xlabel="round", ylabel="clients in the right cluster")
-    return Outcome(rows, figure, "the restarts, before round 1, are ours: 5 of 3 rounds")
+    return Outcome(rows, figure, "the restarts are ours: 5, in rounds 1 to 3")
 
 
 @recipe(
