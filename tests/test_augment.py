@@ -83,6 +83,27 @@ def test_labels_stay_and_draws_differ(name):
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_maps_move_with_their_images_and_nothing_else_does(name):
+    """Images of which one channel is a map beside them, in every type and rank that maps have."""
+    mask = np.random.default_rng(1).integers(1, 200, (9, 26, 25)).astype(np.uint8)
+    x = np.stack([mask, mask], axis=-1).astype(np.float32)
+    batch = {"x": x, "y": mask.astype(np.int32), "more": {"w": x[..., :1], "open": mask > 99}, "box": np.ones((9, 4))}
+    out = AUGMENTATIONS[name](jax.random.key(3), jax.tree.map(jnp.asarray, batch))
+    y = np.asarray(out["y"])
+    assert out["x"].shape == (*y.shape, 2) and out["y"].dtype == np.int32 and out["more"]["open"].dtype == bool
+    np.testing.assert_array_equal(out["more"]["w"][..., 0], y)
+    np.testing.assert_array_equal(out["more"]["open"], y > 99)
+    np.testing.assert_array_equal(out["box"], batch["box"])
+    assert not np.array_equal(y[:, :24, :24], mask[:, :24, :24])
+    for image, moved in zip(np.asarray(out["x"], np.float64), y, strict=True):  # light and contrast keep a line
+        fit = np.polyfit(moved.ravel(), image[..., 0].ravel(), 1)
+        np.testing.assert_allclose(np.polyval(fit, moved), image[..., 0], atol=1e-3)
+    for odd in ((9, 52, 50), (9, 5, 26, 25)):  # another resolution, channels first
+        with pytest.raises(ValueError, match=r"augment: the array \['y'\] has shape .*: whether it is a map"):
+            AUGMENTATIONS[name](jax.random.key(3), {"x": jnp.asarray(x), "y": jnp.zeros(odd)})
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_refuses_what_is_no_image(name):
     with pytest.raises(ValueError, match=r"augment needs images \[B, H, W, C\], got x of shape \(3, 4\)"):
         AUGMENTATIONS[name](jax.random.key(0), {"x": jnp.zeros((3, 4))})

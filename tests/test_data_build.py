@@ -5,10 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from scipy.ndimage import rotate
 
 import jfcl
 from jfcl.core import check_clients, check_labels
-from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, load
+from jfcl.data import HETEROGENEITY, PARTITIONS, Dataset, build, generate_store, load, tokenize
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.split import hold_out
 
@@ -338,6 +339,81 @@ def test_rotation_of_what_is_not_square():
     with pytest.raises(ValueError, match="needs square images"):
         build(wide, num_clients=4, num_clusters=4, heterogeneity="rotation")
     assert build(wide, num_clients=4, num_clusters=2, heterogeneity="rotation").input_shape == (3, 5, 1)
+
+
+@pytest.mark.parametrize("entry", ["build", "store"])
+def test_maps_turn_with_their_images(entry, tmp_path):
+    """By thirds of a circle too: a map's labels are those of SciPy's nearest pixels, and none is new."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((60, 9, 9, 2), np.float32), rng.choice([0, 3, 7], (60, 9, 9)).astype(np.int32)
+    train = {"x": x, "y": y, "row": np.arange(60), "soft": y[..., None].astype(np.float32), "box": rng.random((60, 4))}
+    data = Dataset("maps", train, None, None, None, "")
+    options = {"num_clients": 6, "num_clusters": 3, "heterogeneity": "rotation"}
+    if entry == "build":
+        fed = build(data, newcomer_examples=3, **options)
+        found = [(fed.train, fed.cluster), (fed.test, fed.cluster), (fed.newcomers, fed.newcomer_cluster)]
+    else:
+        stores = generate_store(tmp_path / "p", data, examples_per_client=7, **options)
+        found = [(store.gather(np.arange(6)), store.cluster) for store in stores]
+    for clients, cluster in found:
+        assert len(set(cluster.tolist())) == 3
+        for i, size in enumerate(clients.size):
+            one = {name: values[i, :size] for name, values in clients.examples.items()}
+            turn = {"angle": 120.0 * cluster[i], "axes": (2, 1), "reshape": False}
+            np.testing.assert_allclose(one["x"], rotate(x[one["row"]], order=1, **turn), atol=1e-6)
+            np.testing.assert_array_equal(one["y"], rotate(y[one["row"]], order=0, **turn))
+            np.testing.assert_array_equal(one["soft"][..., 0], one["y"])
+            np.testing.assert_allclose(one["box"], train["box"][one["row"]], rtol=1e-6)
+            assert set(np.unique(one["y"])) <= {0, 3, 7}
+
+
+@pytest.mark.parametrize("shape", [(60, 18, 18), (60, 3, 9, 9), (60, 4, 4)])
+def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
+    train = {"x": np.zeros((60, 9, 9, 1), np.float32), "y": np.zeros(60, np.float32), "odd": np.zeros(shape)}
+    data = Dataset("maps", train, None, None, None, "")
+    options = {"num_clients": 6, "num_clusters": 3, "heterogeneity": "rotation"}
+    for make in (build, lambda *args, **more: generate_store(tmp_path / "p", *args, examples_per_client=5, **more)):
+        with pytest.raises(ValueError, match=r"beside x \['odd'\] has shape .*whether it is a map that must move"):
+            make(data, **options)
+    assert not (tmp_path / "p").exists()
+    assert build(data, num_clients=6).train.examples["odd"].shape[2:] == shape[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"w": np.ones(39)}, r"\['w'\] must be an array of numbers \[40, ...\], got 'float64 .39,.'"),
+        ({"w": np.float32(1)}, r"\['w'\] must be an array of numbers"),
+        ({"w": np.array(["a"] * 40)}, r"\['w'\] must be an array of numbers"),
+        ({"more": {"w": np.full(40, np.nan)}}, r"\['more'\]\['w'\] must be finite"),
+        ({"x": np.zeros((40, 3, 8, 8), np.float32)}, r"channels last, \[n, H, W, C\], got \[40, 3, 8, 8\]"),
+        ({"x": np.zeros((40, 8, 8), np.uint16)}, r"images must be of floating-point numbers.*got uint16 \[8, 8\]"),
+        ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got uint8 \[64\]"),
+        ({"x": np.zeros((40, 8), bool)}, "inputs must be numbers, got bool"),
+    ],
+)
+def test_arrays_beside_x_and_y_are_checked(change, words):
+    data = tagged(n=40)
+    with pytest.raises(ValueError, match=words):
+        build(data._replace(train=data.train | change), num_clients=2)
+
+
+def test_arrays_beside_x_and_y_are_those_of_both_splits():
+    data = tagged(40, 20)
+    extra = data._replace(train=data.train | {"w": np.ones(40)})
+    with pytest.raises(ValueError, match=r"\(test\): the arrays beside x and y must be those of training, .*'w'"):
+        build(extra, num_clients=2)
+
+
+def test_further_arrays_of_texts_and_of_stores(tmp_path):
+    rows = {"y": np.array([0, 1, 0]), "w": np.array([0.5, 1.5, 2.5], np.float32), "more": {"n": np.arange(3)}}
+    data = Dataset("t", {"x": np.array(["a b", "c", "abc a"], object), **rows}, None, 2, None, "")
+    words, _ = tokenize(data, length=3)
+    np.testing.assert_array_equal(words.train["w"], rows["w"])
+    letters, _ = tokenize(data._replace(tokens="characters"), length=3)  # 1, 0 and 2 rows
+    assert letters.train["w"].tolist() == [0.5, 2.5, 2.5] and letters.train["more"]["n"].tolist() == [0, 2, 2]
+    with pytest.raises(ValueError, match="dataset must be of single arrays, since each is a file of the store, got"):
+        generate_store(tmp_path / "p", words, num_clients=1, examples_per_client=1)
 
 
 def test_a_writer_belongs_to_one_cluster():

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-import jfcl
 from jfcl.core import check_clients
 from jfcl.data import Dataset, build, from_arrays, from_frame, from_huggingface, from_torch, generate_store
 
@@ -171,7 +170,7 @@ def check_case(seed, tmp_path):
         return [pair for pair in made if pair[0] is not None]
 
     if plain is None:
-        with pytest.raises(ValueError, match="unknown white|floating-point|channels last"):
+        with pytest.raises(ValueError, match=r"unknown white|floating-point|channels last"):
             federations()
         return "refused"
     seen = 0
@@ -206,3 +205,115 @@ def test_images_by_every_way_in(tmp_path):
 def test_300_image_sets_by_every_way_in(tmp_path):
     found = [check_case(seed, tmp_path) for seed in range(16, 316)]
     assert found.count("read") > 100
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a random draw seldom meets
+
+
+def test_mixed_modes_are_alike_in_all_clients_and_splits():
+    red, blue = (Image.new("P", (6, 5), 0) for _ in range(2))
+    red.putpalette([255, 0, 0])
+    blue.putpalette([0, 0, 255])
+    grey = Image.new("L", (6, 5), 51)
+    x = from_arrays([([red, blue], [0, 1]), ([grey], [0]), ([Image.new("RGBA", (6, 5), (0, 0, 0, 0))], [0])]).examples
+    assert x["x"].shape == (4 - 1, 2, 5, 6, 4)
+    wanted = [[1, 0, 0, 1], [0, 0, 1, 1], [0.2, 0.2, 0.2, 1], [0, 0, 0, 0]]
+    np.testing.assert_allclose(x["x"][[0, 0, 1, 2], [0, 1, 0, 0], 2, 3], wanted, rtol=1e-6)
+    frames = [pd.DataFrame({"image": images, "label": 0}) for images in ([grey] * 2, [red])]
+    data = from_frame(frames[0], test=frames[1])
+    assert data.train["x"].shape == (2, 5, 6, 3) and data.test["x"][0, 0, 0].tolist() == [1, 0, 0]
+
+
+def test_images_stand_as_they_are_shown(tmp_path):
+    wide = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
+    turned_by_camera = Image.Exif()
+    turned_by_camera[0x0112] = 6  # a quarter turn clockwise
+    wide.save(tmp_path / "a.png", exif=turned_by_camera)
+    x = from_arrays([([Image.open(tmp_path / "a.png")], [0])]).examples["x"][0, 0, :, :, 0]
+    np.testing.assert_array_equal(np.rint(x * 255), np.rot90(np.asarray(wide), -1))
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([Image.new("L", (5, 5)), np.zeros((5, 5), np.uint8)], "row 1 is ndarray, but other rows are images"),
+        ([Image.new("L", (5, 5)), Image.new("L", (5, 6))], r"row 1 has shape \(6, 5\), row 0 has \(5, 5\)"),
+        ([Image.new("I", (5, 5))], "row 0 is an image of mode 'I' of unknown white; give an array"),
+        ([Image.new("F", (5, 5), 2.0)], "mode 'F' with values from 2 to 2, of unknown white"),
+        ([[Image.new("P", (5, 5))]], "must hold numbers, arrays, images or texts"),
+        ([np.zeros((5, 5), np.uint8), np.zeros((5, 5), np.float32)], "row 1 is of float32, row 0 of uint8"),
+        (np.zeros((1, 5, 5), np.int64), r"int64 of shape \[5, 5\] an example are images of unknown white"),
+        (np.zeros((1, 25), np.uint8), "rows of 25 bytes may be flat images, features or token ids"),
+        (np.zeros((1, 3, 32, 3), np.float32), r"channels_first must be given: .* \[3, 32, 3\]"),
+        (np.zeros((1, 12, 32, 32), np.float32), r"channels_first must be given: .* \[12, 32, 32\]"),
+        (np.zeros((1, 5, 5, 3), complex), "must hold numbers, arrays, images or texts"),
+    ],
+)
+def test_what_may_be_several_things_is_refused(x, words):
+    y = np.zeros(len(x), int)
+    rows = [{"image": one, "label": 0} for one in x]
+    frame = pd.DataFrame({"image": list(x), "label": y})
+    for read in (lambda: from_arrays([(x, y)]), lambda: from_torch([rows]), lambda: from_frame(frame)):
+        with pytest.raises(ValueError, match=words):
+            read()
+    if isinstance(x, list) and isinstance(x[0], Image.Image):
+        with pytest.raises(ValueError, match=r"channels_first must be left out: .*holds images of PIL"):
+            from_arrays([(x, y)], channels_first=True)
+
+
+def test_maps_beside_images_with_channels_first():
+    rng = np.random.default_rng(0)
+    x, y = rng.random((4, 3, 9, 8), np.float32), rng.integers(0, 5, (4, 1, 9, 8))
+    mask = Image.fromarray(y[0, 0].astype(np.uint8)).convert("P")
+    rows = [{"image": x[i], "label": y[i], "w": 0.5 + i, "mask": mask} for i in range(4)]
+    examples = from_torch([rows]).examples
+    np.testing.assert_array_equal(examples["x"][0], x.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(examples["y"][0], y.transpose(0, 2, 3, 1))
+    assert examples["w"].tolist() == [[0.5, 1.5, 2.5, 3.5]] and examples["w"].dtype == np.float32
+    np.testing.assert_array_equal(examples["mask"][0], np.stack([np.asarray(mask)] * 4))
+    for odd, words in [
+        ({"w": [1.0]}, "1 entries"),
+        ({"w": [None] * 4}, "4 missing values"),
+        ({"w": "abcd"}, "numbers"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            from_arrays([{"x": x, "y": y} | odd])
+    with pytest.raises(ValueError, match=r"client 1: its arrays are \['x', 'y'\], those of client 0 \['x', 'y', 'w'\]"):
+        from_arrays([{"x": x, "y": y, "w": np.ones(4)}, {"x": x, "y": y}])
+    with pytest.raises(ValueError, match="row 0 is an image of mode 'RGB', but images beside the inputs hold labels"):
+        from_arrays([(x, [Image.new("RGB", (8, 9))] * 4)])
+
+
+def test_images_of_hugging_face():
+    datasets = pytest.importorskip("datasets", reason="needs jfcl[huggingface]")
+    rng = np.random.default_rng(0)
+    pictures = [an_image(rng, mode) for mode in ("P", "L", "RGB", "1")]
+    plain = plain_pictures([image.convert("RGB") for image in pictures])
+    first = rng.integers(0, 256, (4, 3, 9, 8)).astype(np.uint8)
+    masks = rng.integers(0, 5, (4, 9, 8)).astype(np.uint8)
+    kinds = {"image": datasets.Image(), "first": datasets.Array3D((3, 9, 8), "uint8"), "w": datasets.Value("float32")}
+    kinds |= {"mask": datasets.Array2D((9, 8), "uint8"), "label": datasets.Value("uint8")}
+    columns = {"image": pictures, "first": first, "mask": masks, "label": [0, 1, 2, 3], "w": [0.5, 1, 2, 3]}
+    made = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    for table in (made, made.to_iterable_dataset()):
+        data = from_huggingface(table, x="image", extra=["w"])
+        np.testing.assert_allclose(data.train["x"], plain, rtol=1e-6)
+        assert data.train["w"].tolist() == [0.5, 1, 2, 3] and data.train["y"].tolist() == [0, 1, 2, 3]
+        data = from_huggingface(table, x="first", y="mask", extra="w")
+        np.testing.assert_allclose(data.train["x"], first.transpose(0, 2, 3, 1) / 255, rtol=1e-6)
+        np.testing.assert_array_equal(data.train["y"], masks)
+
+
+def test_tensors_of_torch():
+    torch = pytest.importorskip("torch", reason="PyTorch is not needed, and not installed by the tests")
+    x = torch.rand(4, 3, 9, 8, requires_grad=True)
+    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        rows = torch.utils.data.TensorDataset(x.to(kind), torch.arange(4))
+        found = from_torch([rows]).examples["x"][0]
+        np.testing.assert_array_equal(found, x.to(kind).detach().float().numpy().transpose(0, 2, 3, 1))
+    grey = torch.randint(0, 256, (4, 1, 9, 8), dtype=torch.uint8)
+    found = from_arrays([(grey, torch.arange(4))]).examples["x"][0]
+    np.testing.assert_allclose(found, grey.numpy().transpose(0, 2, 3, 1) / 255, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"int32 of shape \[9, 8, 1\] an example are images of unknown white"):
+        from_torch([torch.utils.data.TensorDataset(grey.int(), torch.arange(4))])

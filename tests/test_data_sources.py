@@ -335,7 +335,8 @@ def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key
     folder = root / name / version
     folder.mkdir(parents=True)
     first = next(iter(splits.values()))[0][0]
-    content = tfds.features.Text() if text else tfds.features.Image(shape=(None, None, first.shape[-1]))
+    channels = 3 if isinstance(first, Image.Image) else first.shape[-1] if not text else 0
+    content = tfds.features.Text() if text else tfds.features.Image(shape=(None, None, channels))
     label = tfds.features.ClassLabel(num_classes=num_classes) if num_classes else tfds.features.Scalar(np.int64)
     features = {"text" if text else "image": content, key: label}
     short, infos = name.split("/")[0], []
@@ -348,7 +349,9 @@ def prepare(root, name, splits, num_classes, *, version="1.0.0", text=False, key
         for value, label in zip(inputs, labels, strict=True):
             if not text:
                 png = io.BytesIO()
-                Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value).save(png, "PNG")
+                if not isinstance(value, Image.Image):
+                    value = Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
+                value.save(png, "PNG")
                 value = png.getvalue()
             example = tf_example_generated_pb2.Example()
             example.features.feature["text" if text else "image"].bytes_list.value.append(value)
@@ -383,6 +386,17 @@ def no_network(monkeypatch, tmp_path):
     monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     return tmp_path / "tfds"
+
+
+def test_images_of_tfds_are_what_they_show(no_network):
+    """A file with a palette beside one of colours, as TFDS stores both: TensorFlow decodes them to colours."""
+    colours = np.random.default_rng(0).integers(0, 256, (3, 5, 6, 3)).astype(np.uint8)
+    palette = Image.fromarray(colours[0]).quantize(7)
+    grey = Image.fromarray(colours[1, ..., 0])
+    prepare(no_network, "palettes", {"train": ([palette, grey, colours[2]], [0, 1, 2])}, 3)
+    wanted = [palette.convert("RGB"), np.repeat(colours[1, ..., :1], 3, axis=-1), colours[2]]
+    for data in (load("palettes"), from_tfds("palettes")):
+        np.testing.assert_array_equal(integers(data.train["x"]), np.stack([np.asarray(image) for image in wanted]))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

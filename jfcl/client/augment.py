@@ -1,8 +1,9 @@
 """Random changes to a batch of images while clients train: for `jfcl.local_training(augment=...)`.
 
-Each is `(key, batch) -> batch` and changes `batch["x"]` `[B, H, W, C]` alone, by draws for every image separately, but
-for `tutorial_batch`. Changed examples are outside of the span of a client's examples, so that training does not use the
-span.
+Each is `(key, batch) -> batch` and changes `batch["x"]` `[B, H, W, C]`, by draws for every image separately, but for
+`tutorial_batch`. Maps beside it in the image's plane, `[B, H, W, ...]` targets or weights, are mirrored and cut as
+their image is, with zeros coming in; light and contrast are the image's alone. Changed examples are outside of the span
+of a client's examples, so that training does not use the span.
 """
 
 from __future__ import annotations
@@ -13,18 +14,31 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Batch
+from jfcl.core.planes import in_plane
 
 Augment = Callable[[jax.Array, Batch], Batch]
+Moves = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def _images(fn: Callable[[jax.Array, jax.Array], jax.Array]) -> Augment:
-    """Returns the augmentation that applies `fn(key, image [H, W, C])` to every image of a batch."""
+def _images(move: Moves, shade: Moves = lambda key, image: image) -> Augment:
+    """Returns an augmentation: `move(key, image [H, W, ...])` of images and maps, then `shade` of the images alone.
+
+    Both get the key of the image.
+    """
 
     def augment(key: jax.Array, batch: Batch) -> Batch:
         x = batch["x"]
         if x.ndim != 4:
             raise ValueError(f"augment needs images [B, H, W, C], got x of shape {x.shape}")
-        return {**batch, "x": jax.vmap(fn)(jax.random.split(key, len(x)), x)}
+        keys = jax.random.split(key, len(x))
+
+        def beside(path, leaf):
+            moves = in_plane(leaf.shape, x.shape[1:3], f"augment: the array {jax.tree_util.keystr(path)}")
+            return jax.vmap(move)(keys, leaf) if moves else leaf
+
+        others = {name: leaf for name, leaf in batch.items() if name != "x"}
+        image = jax.vmap(lambda key, image: shade(key, move(key, image)))(keys, x)
+        return {**batch, **jax.tree_util.tree_map_with_path(beside, others), "x": image}
 
     return augment
 
@@ -34,11 +48,12 @@ def _flipped(key, image):
 
 
 def _window(key, image, height, width):
-    """Returns a random window `[height, width, C]` of `image`."""
+    """Returns a random window `[height, width, ...]` of `image`."""
     down_key, right_key = jax.random.split(key)
     down = jax.random.randint(down_key, (), 0, image.shape[0] - height + 1)
     right = jax.random.randint(right_key, (), 0, image.shape[1] - width + 1)
-    return jax.lax.dynamic_slice(image, (down, right, 0), (height, width, image.shape[2]))
+    rest = image.shape[2:]
+    return jax.lax.dynamic_slice(image, (down, right, *[0] * len(rest)), (height, width, *rest))
 
 
 def flip(key: jax.Array, batch: Batch) -> Batch:
@@ -65,7 +80,7 @@ def crop_flip(key: jax.Array, batch: Batch) -> Batch:
 
     def one(key, image):
         move, turn = jax.random.split(key)
-        around = jnp.pad(image, ((4, 4), (4, 4), (0, 0)))
+        around = jnp.pad(image, ((4, 4), (4, 4), *[(0, 0)] * (image.ndim - 2)))
         return _flipped(turn, _window(move, around, *image.shape[:2]))
 
     return _images(one)(key, batch)
@@ -84,11 +99,15 @@ def tutorial(key: jax.Array, batch: Batch) -> Batch:
     """
     _check_24("tutorial", batch)
 
-    def one(key, image):
-        move, turn, light, spread = jax.random.split(key, 4)
-        return _tutorial(move, turn, light, spread, image)
+    def moved(key, image):
+        move, turn, _, _ = jax.random.split(key, 4)
+        return _flipped(turn, _window(move, image, 24, 24))
 
-    return _images(one)(key, batch)
+    def shaded(key, image):
+        _, _, light, spread = jax.random.split(key, 4)
+        return _shaded(light, spread, image)
+
+    return _images(moved, shaded)(key, batch)
 
 
 def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
@@ -105,7 +124,8 @@ def tutorial_batch(key: jax.Array, batch: Batch) -> Batch:
     """
     _check_24("tutorial_batch", batch)
     move, turns, light, spread = jax.random.split(key, 4)
-    return _images(lambda turn, image: _tutorial(move, turn, light, spread, image))(turns, batch)
+    moved = lambda turn, image: _flipped(turn, _window(move, image, 24, 24))  # noqa: E731
+    return _images(moved, lambda turn, image: _shaded(light, spread, image))(turns, batch)
 
 
 def _check_24(name: str, batch: Batch) -> None:
@@ -113,8 +133,8 @@ def _check_24(name: str, batch: Batch) -> None:
         raise ValueError(f"augment {name} needs images of 24 x 24 or more, got x of shape {batch['x'].shape}")
 
 
-def _tutorial(move, turn, light, spread, image):
-    image = _flipped(turn, _window(move, image, 24, 24))
+def _shaded(light, spread, image):
+    """Returns an image of another brightness and contrast."""
     image = image + jax.random.uniform(light, minval=-63 / 255, maxval=63 / 255)
     mean = image.mean(axis=(0, 1), keepdims=True)
     return mean + (image - mean) * jax.random.uniform(spread, minval=0.2, maxval=1.8)
