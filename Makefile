@@ -37,7 +37,7 @@ peers:
 	  .venv-$$name/bin/pip install --quiet -r benchmarks/peers/requirements-$$name.txt || exit 1; \
 	done
 
-# On a machine with an NVIDIA GPU: its tests, predictions against measurements, IFCA's Table 1, rounds beside PyTorch.
+# On a machine with an NVIDIA GPU: rounds beside PyTorch (make peers) and plain JAX, in 8 minutes at most.
 gpu: .venv/dev
 	$(BIN)/pip install --quiet -e ".[cuda]"
 	$(BIN)/python benchmarks/gpu.py

@@ -356,21 +356,82 @@ def test_the_same_job_in_every_library_that_is_set_up():
     assert "jfcl, vmap" in done.stdout
 
 
-def test_the_steps_of_a_gpu_machine_are_done_once_and_continue(tmp_path, monkeypatch, capsys):
-    """A step that fails or is stopped is called again; one that ended well is not."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu = importlib.import_module("gpu")
+@pytest.fixture(scope="module")
+def gpu():
+    """The module `benchmarks/gpu.py`, with the modules beside it."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("gpu")
+    sys.path.remove(str(BENCHMARKS))
 
-    flag, called = tmp_path / "flag", tmp_path / "called"
-    python = [sys.executable, "-c"]
-    steps = [
-        gpu.Step("first", [*python, f"open({str(called)!r}, 'a').write('x')"], 1),
-        gpu.Step("fails once", [*python, f"import os, sys; sys.exit(not os.path.exists({str(flag)!r}))"], 1),
-        gpu.Step("too long", [*python, "import time; time.sleep(60)"], 0.01),
-    ]
-    assert list(gpu.run_steps(steps, tmp_path, minutes=1)) == ["first"]
-    assert "fails once: status 1" in (said := capsys.readouterr().out) and "too long: status stopped" in said
-    flag.touch()
-    assert list(gpu.run_steps(steps, tmp_path, minutes=1)) == ["first", "fails once"]
-    assert called.read_text() == "x"
-    assert list(gpu.run_steps(steps, tmp_path / "other", minutes=0)) == []
+
+FORMS = {
+    "ifca, mlp": "bmm",
+    "fedavg, cnn": "vmap(grad)",
+    "federated clustering, mlp": "bmm, CUDA graph, Gram matrix in float32",
+    "fedavg, resnet": "one by one, CUDA graph",
+    "cfl, mlp": "bmm, similarities",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", FORMS)
+def test_rounds_of_the_gpu_benchmark_do_the_same_work(row, gpu, tmp_path):
+    """Ours, plain JAX and PyTorch give the same models; full batches, since each shuffles differently."""
+    case, shape = gpu.CASES[row]
+    steps = 1 if case.method == "federated clustering" else 2
+    case = case._replace(**gpu.SMALL[row] | {"batch": None, "steps": steps})
+    shape = (8, 8, 3) if shape == gpu.CIFAR else shape
+    task, clients = gpu.make_task(case, shape, small=True), gpu.make_clients(case, shape)
+    algorithm = gpu.make_algorithm(case, task)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients)
+    if case.method == "federated clustering":  # from one model the others' gradients would be the same for all
+        shift = lambda p: p + 0.05 * jax.random.normal(jax.random.key(5), p.shape)  # noqa: E731
+        state = state._replace(params=jax.tree.map(shift, state.params))
+    models = gpu.first_models(case, state.params)
+    expected = gpu.first_models(case, jax.jit(algorithm.step)(jax.random.key(1), state, clients)[0].params)
+    moved = max(float(jnp.abs(expected[name] - models[name]).max()) for name in models)
+    assert moved > 2e-3  # a round that does nothing would not agree
+
+    x, y = clients.examples["x"], clients.examples["y"]
+    plain = jax.jit(gpu.jax_plain.ROUNDS[case.method](case))(jax.random.key(1), models, x, y)
+    for name in models:
+        np.testing.assert_allclose(plain[name], expected[name], atol=1e-4, err_msg=name)
+
+    process = gpu.start_torch()
+    if process is None:
+        pytest.skip("PyTorch is not set up (make peers)")
+    np.savez(tmp_path / "models.npz", x=x, y=y, **models)
+    files = {"models": str(tmp_path / "models.npz"), "results": str(tmp_path / "results.npz")}
+    [said] = gpu.ask_torch(process, gpu.case_of_torch(case, shape, [FORMS[row]], 1, **files), 300)
+    assert "error" not in said, said
+    found = np.load(tmp_path / "results.npz")
+    assert set(found) == set(models)
+    for name in models:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-3 * moved + 1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_writes_what_it_measured(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--small", "--only", "cfl", "--rounds", "2", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["not_measured"] == [] and found["versions"]["jax"] == jax.__version__
+    ours, *peers = found["rows"]
+    assert ours["what"] == "jfcl" and len(ours["runs_ms"]) == 2 and ours["mapping"].startswith("default")
+    assert ours["times_best_peer"] == pytest.approx(min(p["ms"] for p in peers if "ms" in p) / ours["ms"])
+
+    done = subprocess.run([*command, "--minutes", "0.001"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cfl, mlp, jfcl" in " ".join(json.loads(out.read_text())["not_measured"])
+
+
+def test_the_best_peer_is_as_exact_as_ours(gpu):
+    times = {"jfcl": 10, "jfcl, bfloat16": 5, "PyTorch, bmm": 40, "PyTorch, autocast": 30}
+    times |= {"PyTorch, bmm, TF32 throughout": 1, "PyTorch, bmm, similarities": 2}
+    rows = [{"row": "a", "what": what, "ms": ms} for what, ms in times.items()]
+    rows += [{"row": "b", "what": "JAX, vmap(grad)", "ms": 1}, {"row": "a", "what": "PyTorch, vmap", "error": "memory"}]
+    gpu.add_ratios(rows)
+    assert [row.get("times_best_peer") for row in rows[:3]] == [4, 6, None]
+    assert rows[1]["best_peer"] == "PyTorch, autocast"
