@@ -3,7 +3,10 @@
 import itertools
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.ndimage import rotate
 
@@ -403,6 +406,36 @@ def test_arrays_beside_x_and_y_are_those_of_both_splits():
     extra = data._replace(train=data.train | {"w": np.ones(40)})
     with pytest.raises(ValueError, match=r"\(test\): the arrays beside x and y must be those of training, .*'w'"):
         build(extra, num_clients=2)
+
+
+def test_weights_reach_the_loss_in_memory_and_in_a_population(tmp_path):
+    """One step of all clients on weighted squares is NumPy's."""
+    rng = np.random.default_rng(0)
+    train = {"x": rng.normal(size=(40, 2)).astype(np.float32), "y": rng.normal(size=40).astype(np.float32)}
+    train["w"] = rng.random(40).astype(np.float32)
+    data = Dataset("weighted", train, None, None, None, "")
+    line = jfcl.models.task(lambda key: {"w": jnp.zeros(2)}, lambda params, x: x @ params["w"], kind="regression")
+    loss = lambda params, batch: batch["w"] * line.loss(params, batch)  # noqa: E731
+    task = line._replace(loss=loss, reads=("x", "y", "w"))
+    fedavg = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.5), num_steps=1))
+    store, tests = generate_store(tmp_path / "p", data, num_clients=4, examples_per_client=8)
+    fed = build(data, num_clients=4, examples_per_client=8, newcomer_examples=2)
+    options = {"key": jax.random.key(0), "num_rounds": 1}
+    runs = [(fed.train, fed.test, jfcl.simulate(fedavg, fed.train, test_clients=fed.test, **options))]
+    more = {"cohort": 4, "test_store": tests, **options}
+    whole = np.arange(4)
+    runs += [(store.gather(whole), tests.gather(whole), jfcl.simulate_population(fedavg, store, **more))]
+    for clients, test, history in runs:
+        x, y, w = (np.float64(clients.examples[name]) for name in ("x", "y", "w"))  # 8 examples each
+        step = 0.5 * np.einsum("nmd,nm->d", x, 2 * w * y) / 32
+        np.testing.assert_allclose(history.state.params["w"][0], step, rtol=1e-5)
+        tx, ty, tw = (np.float64(test.examples[name]) for name in ("x", "y", "w"))
+        wanted = np.mean((tw * (tx @ step - ty) ** 2).sum(axis=1) / test.size)
+        np.testing.assert_allclose(history.records[-1]["loss"], wanted, rtol=1e-5)
+    assert fed.newcomers.examples["w"].min() > 0
+    without = fed.train._replace(examples={name: fed.train.examples[name] for name in ("x", "y")})
+    with pytest.raises(ValueError, match=r"clients.examples must be a dict with 'x' and 'y' and 'w', got"):
+        jfcl.simulate(fedavg, without, **options)
 
 
 def test_further_arrays_of_texts_and_of_stores(tmp_path):
