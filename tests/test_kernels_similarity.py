@@ -1,5 +1,7 @@
 """Similarities and distances against NumPy in float64 and scikit-learn."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from hypothesis import given
 from scipy.spatial.distance import cdist
 from sklearn.metrics.pairwise import cosine_similarity
 
+from jfcl.core.platforms import compiles_for_cuda
+from jfcl.execution import targets
 from jfcl.kernels import (
     bipartition_of_updates,
     clip_norms,
@@ -18,6 +22,7 @@ from jfcl.kernels import (
     similarity_tolerance,
     squared_distances,
 )
+from jfcl.kernels.gram_gpu import upper_products
 
 SEEDS = st.integers(0, 2**31)
 SHAPES = st.sampled_from([(1, 4), (7, 3), (300, 5)])  # 300 clients: two strips
@@ -281,3 +286,33 @@ def test_a_leaf_without_numbers_changes_nothing(scale):
     clipped = clip_norms({"a": updates, "b": empty}, radius=1.0)[0]
     np.testing.assert_array_equal(clipped["a"], clip_norms(updates, radius=1.0)[0])
     assert clipped["b"].shape == (7, 0) and not pairwise_cosine(empty).any()
+
+
+@pytest.mark.parametrize(("n", "d"), [(3, 8192), (70, 9001)])
+def test_products_of_long_rows_on_a_gpu(n, d):
+    """The kernel for GPUs, interpreted: below the error that `similarity_tolerance` allows, symmetric, also mapped."""
+    x = np.random.default_rng(0).normal(0.2, 1, (2, n, d)).astype(np.float32)
+    x[:, 0] = 0
+    got = np.asarray(jax.vmap(partial(upper_products, interpret=True, splits=2))(x), np.float64)
+    want = np.einsum("bnd,bmd->bnm", x.astype(np.float64), x.astype(np.float64))
+    sizes = np.einsum("bnd,bmd->bnm", np.abs(x, dtype=np.float64), np.abs(x, dtype=np.float64))
+    assert (np.abs(got - want) <= similarity_tolerance(d) / 2 * sizes).all()
+    np.testing.assert_array_equal(got, got.swapaxes(1, 2))
+
+
+def test_products_of_long_rows_are_those_of_their_two_halves():
+    """Half of a number's digits alone would be a product in bfloat16, which errs by 2^-9."""
+    x = (1 + np.arange(8192, dtype=np.float32) / 8192)[None] * np.array([[1.0], [-1.0]], np.float32)
+    got = np.asarray(upper_products(x, interpret=True))
+    want = (x.astype(np.float64) ** 2).sum(axis=1)
+    np.testing.assert_allclose(np.diagonal(got), want, rtol=2**-16)
+    np.testing.assert_allclose(got[0, 1], -want[0], rtol=2**-16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiles_for_cuda(), reason="needs the extra jfcl[plan-gpu] or jfcl[cuda]")
+def test_long_rows_are_multiplied_by_the_kernel_on_a_gpu():
+    device = targets.mesh("h100").devices.item()
+    rows = jax.ShapeDtypeStruct((40, 9000), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    program = jax.jit(pairwise_cosine).lower(rows).compile().as_text()
+    assert "__gpu$xla.gpu.triton" in program or "triton_kernel_call" in program, program[:2000]

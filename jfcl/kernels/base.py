@@ -12,6 +12,7 @@ import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
+from jfcl.kernels.gram_gpu import LEAST_COLUMNS, upper_products
 
 PyTree = Any
 FORMS = ("auto", "direct", "gram")  # of kernels that can use inner products of the rows
@@ -324,15 +325,35 @@ def symmetric_product(
     """Returns `[N, N]`, the sum of `P Pᵀ` over blocks of columns, with `P = prepare(part, leaf, start)`.
 
     The upper triangle is computed in strips and mirrored: half of the work, and exactly symmetric. Leaves are not
-    concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high.
+    concatenated, and no copy of all rows is held. On an accelerator, all columns are one block, and strips are high; on
+    an NVIDIA GPU, long rows are multiplied by `gram_gpu.upper_products`.
     """
     blocks = block_size or column_block(len(rows[0]))
+    widest = max(1, *(x.shape[1] for x in rows))
     product = by_platform(
         rows,
         cpu=lambda rows: _sum_of_strips(rows, prepare, STRIP_ROWS, blocks),
-        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, max(1, *(x.shape[1] for x in rows))),
+        accelerator=lambda rows: _sum_of_strips(rows, prepare, HIGH_STRIP_ROWS, widest),
+        cuda=lambda rows: _sum_of_leaves(rows, prepare, widest),
     )
     return sum_over_columns(product)
+
+
+def _sum_of_leaves(rows, prepare, widest):
+    """Returns `symmetric_product` of each matrix for itself: long ones by a kernel for GPUs."""
+    total = jnp.zeros((len(rows[0]),) * 2, sum_dtype(*rows))
+    for leaf, x in enumerate(rows):
+        if is_long(x):
+            total += upper_products(prepare(x, leaf, 0)).astype(total.dtype)
+            continue
+        of_leaf = lambda part, _, start, leaf=leaf: prepare(part, leaf, start)  # noqa: E731
+        total += _sum_of_strips([x], of_leaf, HIGH_STRIP_ROWS, widest)
+    return total
+
+
+def is_long(x: jax.Array) -> bool:
+    """Returns whether rows `[N, D]` are long enough for `upper_products`, and of its type."""
+    return x.dtype == jnp.float32 and x.shape[1] >= LEAST_COLUMNS
 
 
 def _sum_of_strips(rows, prepare, least_height, block_size):

@@ -101,6 +101,7 @@ def similarity_tolerance(num_parameters: int, dtype: Any = jnp.float32) -> float
       off by more than `λ sqrt(D) u` of the sum of magnitudes with probability `2 exp(-λ² / 2)` at most (Higham, Mary
       2019, theorem 2.4; the worst case is `D u`). A similarity has such an error in the product, and half of one in
       each of the two lengths; `λ = 4`. `u` is the unit roundoff of float32, or of float64 for float64 updates.
+      Products of long rows on a GPU have smaller errors (see `jfcl.kernels.gram_gpu`).
     * `2 u'` where updates are multiplied in a type of fewer digits than float32, with unit roundoff `u'`: both rows are
       rounded to it after their normalisation.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
+from jfcl.core.platforms import by_platform
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
     FORMS,
@@ -18,6 +19,7 @@ from jfcl.kernels.base import (
     finite_rows,
     if_rare,
     is_computable,
+    is_long,
     refuse_nonfinite,
     row_mask,
     rows_of,
@@ -28,6 +30,7 @@ from jfcl.kernels.base import (
     usable_rows,
     weighted_sum,
 )
+from jfcl.kernels.gram_gpu import upper_products
 from jfcl.kernels.robust import check_weights, shares
 
 QUANTILE_RULES = ("linear", "index", "index_shrunk", "index_strict")
@@ -139,10 +142,7 @@ def center_from_row(
     leaves, structure = jax.tree.flatten(points)
     limits, rule = _limits(radius, quantile, quantile_rule, num_rounds, 1, sum_dtype(*leaves))
     # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
-    products = sum(
-        jax.lax.platform_dependent(x, tpu=all_products, default=lambda x: all_products(x.reshape(len(x), -1)))
-        for x in leaves
-    )
+    products = sum(map(all_products, leaves))
     norms, share = jnp.diagonal(products), shares(weights, mask).astype(limits.dtype)
 
     def move(carry, limit):
@@ -173,11 +173,22 @@ def center_from_row(
 
 def all_products(x: jax.Array) -> jax.Array:
     """Returns `[N, N]`, the inner products of the rows of `x` `[N, ...]`, exactly symmetric."""
-    inner = tuple(range(1, x.ndim))
-    dims = ((inner, inner), ((), ()))
-    product = jax.lax.dot_general(x, x, dims, precision=HIGHEST, preferred_element_type=sum_dtype(x))
-    upper = jnp.arange(len(x))[:, None] <= jnp.arange(len(x))[None, :]
-    return jnp.where(upper, product, product.T)
+
+    def plain(x):
+        inner = tuple(range(1, x.ndim))
+        product = jax.lax.dot_general(x, x, ((inner, inner), ((), ())), HIGHEST, sum_dtype(x))
+        upper = jnp.arange(len(x))[:, None] <= jnp.arange(len(x))[None, :]
+        return jnp.where(upper, product, product.T)
+
+    def flat(x):
+        return x.reshape(len(x), -1)
+
+    def by_kernel(x):
+        return (upper_products if is_long(flat(x)) else plain)(flat(x))
+
+    # A TPU would copy a leaf [N, a, b] into the form [N, a b]; a GPU transposes it, unless it has that form.
+    others = lambda x: plain(flat(x))  # noqa: E731
+    return by_platform(x, cpu=others, accelerator=others, tpu=plain, cuda=by_kernel)
 
 
 def _limits(radius, quantile, quantile_rule, num_rounds, num_centers, dtype) -> tuple[jax.Array, str]:
