@@ -447,3 +447,21 @@ def test_ifca_ends_the_same_with_and_without(steps, client_axis, options):
         np.testing.assert_allclose(metrics["loss"], ends["plain"][1]["loss"], rtol=1e-4)
         for a, b, s in zip(*map(jax.tree.leaves, (state.params, ends["plain"][0].params, start)), strict=True):
             assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b - s)
+
+
+def test_a_bias_with_a_rate_of_its_own_is_trained_beside_the_span():
+    """An optimiser may move biases otherwise than kernels, as `optax.multi_transform` does."""
+
+    def label(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: "b" if "bias" in str(path[-1]) else "w", params)
+
+    params, start = MLP.init(jax.random.key(1)), dense_start(MLP)
+    apart = optax.multi_transform({"b": optax.sgd(0.3), "w": optax.sgd(0.1)}, label)
+    assert span.in_span(start, optax.sgd(0.1), params) is start
+    assert span.in_span(start, apart, params) == start._replace(bias=None)
+    ends = [
+        run(MLP, jfcl.local_training(apart, num_steps=4, span=how), params, data(), M, jax.random.key(0)).params
+        for how in ("never", "always")
+    ]
+    assert_close(*ends)
+    assert float(jnp.abs(ends[1]["Dense_0"]["bias"] - params["Dense_0"]["bias"]).max()) > 1e-3

@@ -172,7 +172,8 @@ def ifca(
                 products = None
                 if first is not None and identity_batch is None and not identity_augment:
                     kernel = get_parameter(params, first.kernel)[cluster]
-                    products = first.inputs(blank_padding(examples, size)).astype(kernel.dtype) @ kernel
+                    inputs = first.rows(blank_padding(examples, size), kernel)
+                    products = inputs @ kernel.astype(inputs.dtype)
                 return cluster, jnp.zeros((), bool), products
 
             return compare() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, compare, stay)

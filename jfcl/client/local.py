@@ -259,7 +259,7 @@ def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: Py
         return 'with keep="everything" momentum comes from other rounds, and so from outside'
     if anchor is not None and not (is_concrete(training.prox) and training.prox == 0):
         return "the proximal term pulls to another model than that at the start of training"
-    if not spans.stays_in_span(training.optimizer, params, start.kernel):
+    if spans.in_span(start, training.optimizer, params) is None:
         return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
     return None
 
@@ -346,6 +346,7 @@ def train(
     if full_batch or start is not None:
         examples = blank_padding(examples, size)
     if start is not None:
+        start = spans.in_span(start, training.optimizer, begin)
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
         span = spans.enter(start, begin, examples, products, gram=gram)
         params = anchor = spans.coefficients(start, span, begin)

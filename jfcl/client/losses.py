@@ -101,9 +101,10 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
             losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(_indexable(params)), None
         else:
             examples = blank_padding(examples, size)
-            inputs = start.inputs(examples).astype(kernels.dtype)
+            inputs = start.rows(examples, kernels)
             real = jnp.arange(len(inputs)) < size
-            products = (inputs @ kernels.reshape(len(kernels), -1)).reshape(len(inputs), *kernels.shape[1:])
+            flat = kernels.reshape(len(kernels), -1).astype(inputs.dtype)
+            products = (inputs @ flat).reshape(len(inputs), *kernels.shape[1:])
             losses = jax.vmap(lambda p, z: masked_mean(start.loss(p, z, examples), real), in_axes=(0, 1))(
                 params, products
             )

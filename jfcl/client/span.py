@@ -10,6 +10,9 @@ client and round, a step on `B` examples costs `B M H` multiply-adds in this lay
 approximated; floating point rounds differently.
 
 The gradient of a proximal term `mu / 2 ||W - W_0||^2`, which is `mu X^T A`, is in the span as well.
+
+A bias `b` of the layer is the weight of one more input, which is always 1: with `G + 1` in the place of `G`,
+`b = b_0 + 1^T A`, and no step sums `D` over the examples.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ TOLERANCE = 1e-4  # of float32 rounding in a few steps on a few numbers, far bel
 
 
 class Span(NamedTuple):
-    """The values of one client and round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0)."""
+    """The values of one client and round: `X` `[M, d]`, `Z` `[M, H]`, `G` `[M, M]` (or None, where `A` stays 0).
+
+    All have the type of the inputs, which may have fewer digits than the parameters and `A`.
+    """
 
     inputs: jax.Array
     products: jax.Array
@@ -71,16 +77,29 @@ def one_full_step(m: int, batch_size: int, steps: int) -> bool:
     return steps == 1 and batch_size == m
 
 
+def in_span(start: DenseStart, optimizer: optax.GradientTransformation, params: PyTree) -> DenseStart | None:
+    """Returns `start`, without its bias where `optimizer` does not move it with the kernel; None if not the kernel."""
+    if start.bias is not None and stays_in_span(optimizer, params, start.kernel, start.bias):
+        return start
+    return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel) else None
+
+
 def enter(start: DenseStart, params: PyTree, examples: PyTree, products: jax.Array | None, *, gram: bool) -> Span:
     """Returns the `Span` of one client's examples `[M, ...]`, with padding 0, at `params`; `products`: `Z` if known."""
     kernel = get_parameter(params, start.kernel)
-    inputs = start.inputs(examples).astype(kernel.dtype)
-    return Span(inputs, inputs @ kernel if products is None else products, inputs @ inputs.T if gram else None)
+    inputs = start.rows(examples, kernel)
+    if products is None:
+        products = inputs @ kernel.astype(inputs.dtype)
+    if not gram:
+        return Span(inputs, products, None)
+    of_bias = jnp.asarray(start.bias is not None, inputs.dtype)
+    return Span(inputs, products, inputs @ inputs.T + of_bias)
 
 
 def coefficients(start: DenseStart, span: Span, params: PyTree) -> PyTree:
     """Returns the trained parameters: `params` with `A = 0` `[M, H]` in the place of the kernel."""
-    return set_parameter(params, start.kernel, jnp.zeros_like(span.products))
+    kernel = get_parameter(params, start.kernel)
+    return set_parameter(params, start.kernel, jnp.zeros(span.products.shape, kernel.dtype))
 
 
 def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | None) -> jax.Array:
@@ -88,7 +107,7 @@ def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | No
     if span.gram is None:
         return span.products
     z, g = (span.products, span.gram) if rows is None else (span.products[rows], span.gram[rows])
-    return z + g @ get_parameter(params, start.kernel)
+    return z + g @ get_parameter(params, start.kernel).astype(g.dtype)
 
 
 def loss_and_gradient(
@@ -98,14 +117,23 @@ def loss_and_gradient(
     loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
         params, products(start, span, params, rows)
     )
-    of_all = d if rows is None else jnp.zeros_like(span.products).at[rows].add(d)  # rows drawn twice count twice
+    a = get_parameter(params, start.kernel)
+    d = d.astype(a.dtype)
+    of_all = d if rows is None else jnp.zeros_like(a).at[rows].add(d)  # rows drawn twice count twice
+    if start.bias is not None:  # it stays at its first value, and its gradient is not computed
+        grads = set_parameter(grads, start.bias, jnp.zeros_like(get_parameter(params, start.bias)))
     return loss, set_parameter(grads, start.kernel, of_all)
 
 
 def leave(start: DenseStart, span: Span, params: PyTree, begin: PyTree) -> PyTree:
-    """Returns `params` with `W_0 + X^T A` in the place of `A`; `begin` holds `W_0`."""
-    kernel = get_parameter(begin, start.kernel)
-    return set_parameter(params, start.kernel, kernel + span.inputs.T @ get_parameter(params, start.kernel))
+    """Returns `params` with `W_0 + X^T A` in the place of `A`, and `b_0 + 1^T A`; `begin` holds `W_0` and `b_0`."""
+    kernel, a = (get_parameter(tree, start.kernel) for tree in (begin, params))
+    x = span.inputs
+    moved = jnp.tensordot(x, a.astype(x.dtype), ((0,), (0,)), preferred_element_type=kernel.dtype)
+    if start.bias is not None:
+        bias = get_parameter(begin, start.bias)
+        params = set_parameter(params, start.bias, bias + a.sum(axis=0).astype(bias.dtype))
+    return set_parameter(params, start.kernel, kernel + moved)
 
 
 def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> PyTree:
@@ -121,8 +149,12 @@ def start_optimizer(optimizer: optax.GradientTransformation, opt_state: PyTree, 
 _found: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kernel: str) -> bool:
+def stays_in_span(
+    optimizer: optax.GradientTransformation, params: PyTree, kernel: str, bias: str | None = None
+) -> bool:
     """Returns whether `optimizer` moves `A` as it moves the kernel `W_0 + X^T A`, and other parameters equally.
+
+    With the path of a `bias`, also whether it moves `A` as it moves the bias `b_0 + 1^T A`.
 
     True of gradient descent, momentum, Nesterov, moving averages of gradients, and schedules; not of Adam, weight
     decay, or clipping. The trial is on arrays of a few random numbers in the shape of the tree `params`, with gradients
@@ -140,17 +172,19 @@ def stays_in_span(optimizer: optax.GradientTransformation, params: PyTree, kerne
     """
     ranks = jax.tree.map(jnp.ndim, params)
     leaves, structure = jax.tree.flatten(ranks)
-    about = (structure, tuple(leaves), kernel)
+    about = (structure, tuple(leaves), kernel, bias)
     try:
         known = _found.setdefault(optimizer.update, {})
     except TypeError:  # a callable without weak references
         known = {}
     if about not in known:
-        known[about] = _try(optimizer, ranks, kernel)
+        known[about] = _try(optimizer, ranks, kernel, bias)
     return known[about]
 
 
-def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, num_steps: int = 4) -> bool:
+def _try(
+    optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, bias: str | None, num_steps: int = 4
+) -> bool:
     rng = np.random.default_rng(0)
     width = (2,) * (get_parameter(ranks, kernel) - 1)
 
@@ -163,9 +197,14 @@ def _try(optimizer: optax.GradientTransformation, ranks: PyTree, kernel: str, nu
     # The other parameters are the same on both sides; the kernel's are unrelated, so that any use of them shows.
     full = set_parameter(short, kernel, get_parameter(draw(3), kernel))
     slopes = [draw(4) for _ in range(num_steps)]
+    if bias is not None:  # in the span it has no gradient
+        slopes = [set_parameter(tree, bias, np.zeros_like(get_parameter(tree, bias))) for tree in slopes]
 
-    def back(tree):  # from A to W
-        return set_parameter(tree, kernel, np.tensordot(x.T, get_parameter(tree, kernel), axes=1))
+    def back(tree):  # from A to W, and to the bias
+        a = get_parameter(tree, kernel)
+        if bias is not None:
+            tree = set_parameter(tree, bias, get_parameter(tree, bias) + a.sum(axis=0))
+        return set_parameter(tree, kernel, np.tensordot(x.T, a, axes=1))
 
     def gradients(scale):  # of W, and of A
         scaled = jax.tree.map(lambda g: g * np.float32(scale), slopes)

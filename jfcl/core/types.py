@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jfcl.core.checks import check
 
@@ -50,10 +51,13 @@ class DenseStart(NamedTuple):
 
     Attributes:
       kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
-      inputs: `(batch) -> [B, d]`, the inputs of the layer.
+      inputs: `(batch) -> [B, d]`, the inputs of the layer. Where their type has fewer digits than the kernel's, as in a
+        task in bfloat16, the products have it too.
       loss: `(params, products, batch) -> [B]`, with `products` `[B, H]` or `[B]` for `inputs(batch) @ kernel`. They do
         not include a bias.
       whole: the task's `loss`; a task with another `loss` has no dense start any more.
+      bias: the path of a bias, `[H]` or `[]`, that `loss` adds to the products and uses nowhere else; `None`: none is
+        known. It is trained with the kernel, as the weight of an input that is always 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,6 +75,13 @@ class DenseStart(NamedTuple):
     inputs: Callable[[Batch], jax.Array]
     loss: Callable[[PyTree, jax.Array, Batch], jax.Array]
     whole: Callable[[PyTree, Batch], jax.Array]
+    bias: str | None = None
+
+    def rows(self, batch: Batch, kernel: jax.Array) -> jax.Array:
+        """Returns the inputs `[B, d]` in the type of the products with `kernel`."""
+        x = self.inputs(batch)
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < kernel.dtype.itemsize
+        return x if narrow else x.astype(kernel.dtype)
 
 
 class Task(NamedTuple):

@@ -209,7 +209,11 @@ def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.A
         with at_layers(nn.Dense, take):
             return cost(module.apply({"params": params}, batch["x"]), batch["y"])
 
-    return DenseStart("Dense_0/kernel", lambda batch: batch["x"].reshape(len(batch["x"]), -1), loss, made.loss)
+    def inputs(batch):
+        return batch["x"].reshape(len(batch["x"]), -1)
+
+    bias = "Dense_0/bias" if getattr(module, "use_bias", True) else None
+    return DenseStart("Dense_0/kernel", inputs, loss, made.loss, bias)
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
@@ -321,8 +325,7 @@ def in_bfloat16(task: Task) -> Task:
     """Returns `task` with its model in bfloat16, and parameters, their gradients, outputs and losses in float32.
 
     Rounded copies of the parameters and of `x` enter the model, so that products and activations are bfloat16. What a
-    method does with parameters and updates stays float32: optimisers, similarities, sums. Training in the span of the
-    examples multiplies the first layer in the default precision of the platform instead.
+    method does with parameters and updates stays float32: optimisers, similarities, sums.
 
     Args:
       task: from `classification` or `regression`, or your own with batches `{"x": ..., "y": ...}`. (For `frozen` and
@@ -368,13 +371,16 @@ def in_bfloat16(task: Task) -> Task:
         return _wide(losses), joined(weights, divided(task.statistics, new)[1])
 
     loss, start = of_batch(task.loss), dense_start(task)
+    if start is not None:
+        inputs = start.inputs
+        start = start._replace(inputs=lambda batch: narrow(inputs(batch)), loss=of_batch(start.loss), whole=loss)
     return task._replace(
         loss=loss,
         predict=of_inputs(task.predict),
         correct=of_batch(task.correct),
         represent=of_inputs(task.represent),
         train_loss=None if task.train_loss is None else train_loss,
-        dense_start=None if start is None else start._replace(loss=of_batch(start.loss), whole=loss),
+        dense_start=start,
     )
 
 
