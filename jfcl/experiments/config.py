@@ -230,8 +230,8 @@ class Run:
         fastest in a short probe.
       devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one
         for each core, and a single one with --mapping vmap or chunked.
-      precision: of matrix products in training; by default the fastest of the platform: float32 on a CPU, tf32 on a
-        GPU, bfloat16 on a TPU. No effect on a CPU.
+      precision: of matrix products in training; by default that of JAX: float32 on a CPU, tf32 on a GPU, bfloat16 on a
+        TPU. On a GPU, bfloat16 is the whole model in it, not its parameters. No effect on a CPU.
     """
 
     seeds: Annotated[int, Range(1, MOST_SEEDS)] = 1

@@ -48,7 +48,7 @@ def plan_run(
     targets.mesh(chosen)  # refuses a compiler that is not there before data are read
     dataset, vocab_size = load_dataset(config, data_dir)
     federation = make_federation(config, dataset, _ONE)
-    task = make_task(config, federation, vocab_size)
+    task = make_task(config, federation, vocab_size, target="tpu" if chosen.chip.is_tpu else "gpu")
     training = make_training(config, max_examples(federation.train))
     both = federation.train, federation.test
     clients, tests = (client_shapes(Clients(one.examples, one.size), config.clients) for one in both)

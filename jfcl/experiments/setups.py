@@ -317,8 +317,15 @@ def make_federation(config: Config, dataset: data.Dataset, rows: Callable[[int],
     )
 
 
-def make_task(config: Config, federation: data.Federation, vocab_size: int | None) -> Task:
+def make_task(
+    config: Config, federation: data.Federation, vocab_size: int | None, *, target: str | None = None
+) -> Task:
     """Returns the model of `config` for the federation's classes, or for a vocabulary.
+
+    On a GPU, `--precision bfloat16` is `models.in_bfloat16`, since rounding the operands alone is no faster there.
+
+    Args:
+      target: the platform of the run: "cpu", "gpu" or "tpu"; default: that of this machine.
 
     Raises:
       ValueError: data that the model cannot read.
@@ -328,12 +335,15 @@ def make_task(config: Config, federation: data.Federation, vocab_size: int | Non
         models.check_tokens(federation.test, vocab_size, name="test clients")
     made = own.find_model(config.model)(federation.num_classes if vocab_size is None else vocab_size)
     if isinstance(made, Task):
-        return made
-    if vocab_size is None:
+        task = made
+    elif vocab_size is None:
         accepted = f"one of classes for model {config.model!r}; a regression needs a MODULE:NAME that returns a Task"
         check(federation.num_classes is not None, "dataset", config.dataset, accepted)
-        return models.classification(made, federation.input_shape, federation.num_classes)
-    return models.language_model(made, config.length, vocab_size)
+        task = models.classification(made, federation.input_shape, federation.num_classes)
+    else:
+        task = models.language_model(made, config.length, vocab_size)
+    in_half = config.precision == "bfloat16" and (target or platform()) == "gpu"
+    return models.in_bfloat16(task) if in_half else task
 
 
 def matmul_precision(name: str) -> str | None:
