@@ -93,6 +93,7 @@ class Job(NamedTuple):
 
 JOBS = [
     Job("ifca, mlp", "jfcl"),
+    Job("ifca, mlp", "jfcl", bfloat16=True),
     Job(
         "ifca, mlp",
         "PyTorch",

@@ -19,11 +19,12 @@ TILE = 64  # rows and columns of the result in one program; the measured times a
 BLOCK = 64  # columns of the rows that a program loads at once
 SUM = 512  # columns after which a sum goes into a total, as tensor cores round towards zero at each addition
 SPLITS = 8  # parts of the columns in programs of their own: 300 rows have 15 tiles, and an H100 has 132 processors
+WARPS, STAGES = 4, 3  # of a program
 
 
 @partial(jax.jit, static_argnames=("tile", "block", "splits", "warps", "stages", "interpret"))
 def upper_products(
-    x: jax.Array, *, tile=TILE, block=BLOCK, splits=SPLITS, warps=4, stages=3, interpret=False
+    x: jax.Array, *, tile=TILE, block=BLOCK, splits=SPLITS, warps=WARPS, stages=STAGES, interpret=False
 ) -> jax.Array:
     """Returns `x xᵀ` `[N, N]` float32 of `x` `[N, D]` float32, exactly symmetric.
 
