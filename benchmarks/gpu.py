@@ -228,6 +228,7 @@ def ask_torch(process: subprocess.Popen | None, case: dict[str, Any], timeout: f
     except subprocess.TimeoutExpired:
         stop(process)
         said, why = process.communicate()[0], f"stopped after {timeout:.0f} s"
+    why = why.strip() or f"ended with status {process.returncode}, without a result"
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{") and line.endswith("}")]
     found = {line["form"]: line for line in lines}
     return [found.get(form, {"form": form, "error": why[-1000:]}) for form in case["forms"]]
