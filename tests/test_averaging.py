@@ -249,6 +249,57 @@ def test_server_optimizer_steps_along_the_mean_update():
     np.testing.assert_allclose(state.params["w"][0], w, rtol=1e-4, atol=1e-5)
 
 
+def test_optimisers_that_take_the_loss_get_it():
+    """Polyak's step `f / |g|^2` in float64: on a client with its proximal term, on the server with the round's loss."""
+    clients, start = regression(6), np.ones(D, np.float32)
+    rule, sgd = optax.polyak_sgd(max_learning_rate=1e9), optax.sgd(0.1)
+
+    def after(optimizer, prox, **options):
+        training = jfcl.local_training(optimizer, num_steps=2, prox=prox)
+        algorithm = jfcl.fedavg(LINEAR, training, weights="equal", init_params={"w": start}, **options)
+        return jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=1)[0].params["w"][0]
+
+    models, losses = [], []
+    for x, y, _ in rows(clients):
+        w, moved = start.astype(np.float64), start.astype(np.float64)
+        for _ in range(2):
+            slope = x.T @ (x @ w - y) / len(y) + 0.3 * (w - start)
+            w = w - (loss64(w, x, y) + 0.15 * ((w - start) ** 2).sum()) / (slope @ slope) * slope
+            losses.append(loss64(moved, x, y))
+            moved = local64(moved, x, y, 0.1, 1)
+        models.append((w, moved))
+    by_client, by_sgd = np.mean(models, axis=0)
+    np.testing.assert_allclose(after(rule, 0.3), by_client, rtol=1e-4, atol=1e-4)
+    slope = start - by_sgd
+    by_server = start - np.mean(losses) / (slope @ slope) * slope
+    np.testing.assert_allclose(after(sgd, 0.0, server_optimizer=rule), by_server, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["optimizer", "server_optimizer"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lookahead(optax.sgd(0.1), 5, 0.5),
+        optax.lbfgs(),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+        optax.contrib.differentially_private_aggregate(1.0, 1.0, key=jax.random.key(0)),
+        optax.MultiSteps(optax.lbfgs(), 2),
+    ],
+)
+def test_optimisers_that_need_more_than_the_loss_are_refused(optimizer, side):
+    training = jfcl.local_training(optimizer if side == "optimizer" else optax.sgd(0.1), num_steps=1)
+    with pytest.raises(ValueError, match=rf"^{side} must be an optax optimiser that needs gradients, parameters and"):
+        jfcl.fedavg(LINEAR, training, **({} if side == "optimizer" else {side: optimizer}))
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    masked = optax.masked(optax.sgd(0.1), {"w": True})  # fits this task's parameters alone
+    for accepted in (plateau, optax.polyak_sgd(), masked, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))):
+        with jax.numpy_dtype_promotion("standard"):  # optax's plateau mixes types
+            jfcl.fedavg(LINEAR, training._replace(optimizer=accepted), server_optimizer=accepted)
+    private = {"weights": "equal", "dp": jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)}
+    with pytest.raises(ValueError, match=r"server_optimizer must be .* needs gradients and parameters alone"):
+        jfcl.fedavg(LINEAR, training._replace(optimizer=masked), server_optimizer=optax.polyak_sgd(), **private)
+
+
 def test_an_unused_model_keeps_its_parameters():
     clients = regression(7)
     start = np.stack([np.zeros(D), np.full(D, 1e3)]).astype(np.float32)

@@ -110,6 +110,31 @@ def test_an_option_of_a_wrong_type_is_refused_by_name(name):
             METHODS[name].make(task, training, **given)
 
 
+WEIGHTED = [name for name in METHODS if "weights" in options_of(METHODS[name].make)]
+
+
+@pytest.mark.parametrize("name", [n if n == "fedavg" else pytest.param(n, marks=pytest.mark.slow) for n in WEIGHTED])
+def test_weights_of_clients_may_be_given(name):
+    """The sizes as an array are `weights="size"`, in a cohort too; arrays that are no weights of these are refused."""
+    clients, _, task, training = problem(KIND.get(name, "regression"))
+    clients = clients._replace(id=np.array([3, 9, 1, 0, 4, 5, 8], np.int32))  # as in a population
+    by_id = np.full(10, np.nan, np.float32)
+    by_id[clients.id] = clients.size
+    options = {"cohort": 4} if "cohort" in options_of(METHODS[name].make) and name != "one_shot" else {}
+
+    def after(weights):
+        algorithm = factory(name, weights=weights, **options)(task, training)
+        if algorithm.check is not None:
+            algorithm.check(clients)
+        state = jax.jit(algorithm.init)(jax.random.key(0), clients)
+        return jax.jit(algorithm.step)(jax.random.key(1), state, clients)[0]
+
+    jax.tree.map(np.testing.assert_array_equal, after("size"), after(np.nan_to_num(by_id)))
+    for wrong in (by_id, -np.ones(10), np.zeros(10), np.ones((10, 1)), np.ones(9), np.array(["a"] * 10)):
+        with pytest.raises(ValueError, match="weights must be"):
+            after(wrong)
+
+
 NO_STATISTICS = {"federated_clustering", "momentum_clustering", "myopic_clustering"}  # clients send gradients
 PERSONAL = {"oracle", "hypcluster", "ifca", "cfl", "one_shot", "flhc", "byzantine_cfl"}
 

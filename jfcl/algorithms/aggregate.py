@@ -168,10 +168,26 @@ def _check_call(argument: str, fn: Callable, accepted: str, args: tuple, keyword
         return
 
 
-def adversary_check(adversary: Adversary | None) -> Callable[[Clients], None] | None:
-    """Returns the `Algorithm.check` of a method with this adversary: `malicious` must have an entry for each client."""
-    if adversary is None:
-        return None
+def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:
+    """Returns the `Algorithm.check` of a method with this adversary and these weights of clients.
+
+    `malicious`, and weights that are given, must have an entry for each client.
+    """
+    checks = []
+    if not isinstance(weights, str):
+        checks.append(partial(check_entries, "weights", weights))
+    if adversary is not None:
+        checks.append(_adversary_check(adversary))
+
+    def check_all(clients: Clients) -> None:
+        for check_one in checks:
+            check_one(clients)
+
+    return check_all if checks else None
+
+
+def _adversary_check(adversary: Adversary) -> Callable[[Clients], None]:
+    """Checks an adversary; returns the check of its entries for clients."""
     kind = "jfcl.Adversary(attack, malicious)"
     check(isinstance(adversary, Adversary), "adversary", type(adversary).__name__, kind)
     accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"

@@ -19,9 +19,10 @@ from jfcl.algorithms import privacy
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import (
     add_updates,
-    adversary_check,
     attacked,
     check_aggregator,
+    clients_check,
+    cluster_mean,
     divide_rows,
     robust_cluster_mean,
     where_rows,
@@ -128,7 +129,7 @@ class Averaging(NamedTuple):
       num_clusters: `K`.
       start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
       choose: how one client finds its cluster at the start of a round.
-      weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean.
+      weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean; or `[N]`, given ones.
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
@@ -151,7 +152,7 @@ class Averaging(NamedTuple):
     num_clusters: int
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
-    weights: str = "size"
+    weights: str | jax.Array = "size"
     divide_by: str = "cluster"
     shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
@@ -179,7 +180,7 @@ def averaging(rules: Averaging) -> Algorithm:
     """
     local.check_parts(rules.task, rules.training)
     check_count("num_clusters", rules.num_clusters)
-    check_choice("weights", rules.weights, phases.WEIGHTS)
+    phases.check_weights(rules.weights)
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
     if rules.cohort is not None:
         check_count("cohort", rules.cohort)
@@ -190,11 +191,15 @@ def averaging(rules: Averaging) -> Algorithm:
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
     check(fits, "aggregator", rules.aggregator, accepted)
+    if rules.server_optimizer is not None:  # the clients' losses are not private
+        local.check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
     apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
     privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
     check_aggregator(rules.aggregator)
     rules = rules._replace(server_optimizer=_server(rules), client_axis=mapping.or_auto(rules.client_axis))
-    return Algorithm(partial(init, rules), partial(step, rules), rules.task, adversary_check(rules.adversary))
+    return Algorithm(
+        partial(init, rules), partial(step, rules), rules.task, clients_check(rules.adversary, rules.weights)
+    )
 
 
 def check_scopes(
@@ -280,11 +285,12 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 
     # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
     client = train_client(rules, state, clients)
+    rows = last, own, phases.own_weights(rules.weights, client_ids(cohort.clients))
     if rules.adversary is None and rules.aggregator is None:
-        sent, report = phases.train_clients(rules.client_axis, client, cohort, last, own, sum_into=state.params)
+        sent, report = phases.train_clients(rules.client_axis, client, cohort, *rows, sum_into=state.params)
         usable = report.finite
     else:
-        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, last, own)
+        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, *rows)
         key, ids, usable = attack_key(cohort.key), client_ids(cohort.clients), report.finite & real
         updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
         sent = updates, cluster, counts * usable.astype(jnp.float32)
@@ -296,11 +302,18 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
         arguments = rules.dp, server_key(cohort.key), clip
         clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
         sent = privacy.release(*arguments, *sent, expected)
-    mean, changed, weight = aggregate(rules, state.params, sent, clients.size)
+    mean, changed, weight = aggregate(rules, state.params, sent, clients)
 
     # Update the server's models.
-    optimizer = rules.server_optimizer
-    params, server = phases.server_update(rules.task, optimizer, cohort, state.params, state.server, mean, changed)
+    optimizer, loss = rules.server_optimizer, None
+    if rules.dp is None and local.takes_loss(
+        optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))
+    ):
+        counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
+        counts = counts * (usable & real).astype(jnp.float32)
+        loss = cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
+    moved = state.params, state.server, mean, changed
+    params, server = phases.server_update(rules.task, optimizer, cohort, *moved, loss)
     stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
     unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
     own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
@@ -320,13 +333,14 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
 
     Returns:
-      `(key, examples, size, cluster, (opt_state, personal)) -> ((update, cluster, weight), Report)`.
+      `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`; the given
+      weight of the client, or None.
     """
     idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
     quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
     choice = rules.choose(state.params)
 
-    def client(key, examples, size, cluster, kept):
+    def client(key, examples, size, cluster, kept, given):
         opt_state, own = kept
         chosen, compared, products = choice(key, examples, size, cluster, quiet, own)
         begin = jax.tree.map(lambda p: p[chosen], state.params)
@@ -337,7 +351,7 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
         if rules.dp is not None:
             update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
             chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
-        weight = phases.client_weight(rules.weights, size) * finite.astype(jnp.float32)
+        weight = phases.client_weight(rules.weights, size, given) * finite.astype(jnp.float32)
         return (update, chosen, weight), Report(
             chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside
         )
@@ -345,21 +359,24 @@ def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> C
     return client
 
 
-def aggregate(rules: Averaging, params: PyTree, sent: tuple, size: jax.Array) -> tuple[PyTree, PyTree, jax.Array]:
+def aggregate(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
 
     Args:
       rules: the arguments of the method.
       params: the models `[K, ...]`.
       sent: `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
-      size: `[N]`, of all clients.
+      clients: all of them.
 
     Returns:
       `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
       the clients in each.
     """
     sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
-    total = phases.client_weight(rules.weights, jnp.asarray(size)) if rules.divide_by == "all" else weight
+    total = weight
+    if rules.divide_by == "all":
+        given = phases.own_weights(rules.weights, client_ids(clients))
+        total = phases.client_weight(rules.weights, jnp.asarray(clients.size), given)
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
     changed = jax.tree.map(lambda _: weight > 0, params)
     if rules.aggregator is not None:

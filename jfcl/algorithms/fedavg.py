@@ -35,12 +35,13 @@ def fedavg(
     Args:
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training`; with `prox > 0` this is FedProx.
-      weights: `"size"` (McMahan et al.) or `"equal"`.
+      weights: `"size"` (McMahan et al.) or `"equal"`; or an array `[N]`, the weight of each client by its id.
       personal: takes a parameter's path, e.g. `"Dense_1/kernel"`; true for the parameters that each client keeps,
         trains and never sends. `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
       personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
         these as they are. Default: all parameters are trained at once.
-      server_optimizer: takes the mean update as a descent direction: `optax.sgd(1.0, momentum=0.9)` is FedAvgM,
+      server_optimizer: takes the mean update as a descent direction, and the mean training loss of the round where it
+        needs it (`value`): `optax.sgd(1.0, momentum=0.9)` is FedAvgM,
         `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam, with Adam's correction of the first steps; default: the mean of
         the clients' models.
       cohort: clients per round, drawn without replacement; default: all.

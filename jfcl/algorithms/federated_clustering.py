@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
+from jfcl.algorithms.aggregate import attacked, clients_check, where_rows
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.client import local, losses
@@ -186,6 +186,7 @@ def federated_clustering(
     if radius is None and quantile is None:
         quantile = 0.2
     rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
+    phases.check_weights(weights)
     check_one_gradient(training)
     check_no_statistics(task, "federated_clustering")
 
@@ -193,12 +194,12 @@ def federated_clustering(
         phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
         return initial_state(task, training, key, clients, init_params)
 
-    check_adversary = adversary_check(adversary)
+    check_each = clients_check(adversary, weights)
 
     def check_quantile(clients: Clients) -> None:
         """Warns of a quantile with which every client trains alone."""
-        if check_adversary is not None:
-            check_adversary(clients)
+        if check_each is not None:
+            check_each(clients)
         if jax.process_count() == 1:
             compared = int((np.asarray(clients.size) > 0).sum())
             warn_if_alone(quantile, min(compared, subgroup_size or compared), quantile_rule)
@@ -209,7 +210,7 @@ def federated_clustering(
         has_examples = size > 0
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
-        counts = phases.client_weight(weights, size)
+        counts = phases.client_weight(weights, size, phases.own_weights(weights, client_ids(clients)))
         batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size
@@ -283,7 +284,9 @@ def train_client(
         m = jax.tree.leaves(examples)[0].shape[0]
         opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
         opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
-        updates, opt_state = training.optimizer.update(jax.tree.map(lambda v: v[0], center), opt_state, params)
+        updates, opt_state = local.optimizer_step(
+            training.optimizer, jax.tree.map(lambda v: v[0], center), opt_state, params, losses[own_row]
+        )
         new, loss = optax.apply_updates(params, updates), losses[own_row]
         if rest is not None:
             trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)

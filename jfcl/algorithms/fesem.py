@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import add_sent, adversary_check, attacked_models, divide_rows, nothing_sent, where_rows
+from jfcl.algorithms.aggregate import add_sent, attacked_models, clients_check, divide_rows, nothing_sent, where_rows
 from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.once import with_first_costs
 from jfcl.algorithms.one_shot import cluster_local_models
@@ -21,6 +21,7 @@ from jfcl.core import (
     Task,
     check,
     check_count,
+    client_ids,
     is_finite,
     num_bytes,
     trained_part,
@@ -77,6 +78,7 @@ def fesem(
     check_count("num_clusters", num_clusters)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
     client_axis = mapping.or_auto(client_axis)
+    phases.check_weights(weights)
     rules = Averaging(**given | {"client_axis": client_axis})
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
@@ -92,32 +94,32 @@ def fesem(
             trained = local.train_round(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
-        def join(model, size, cluster, usable):
+        def join(model, size, cluster, usable, own):
             away = jax.tree.map(lambda w, p: w[None] - p, model, state.params)
             away = squared_norms(rows_of(trained_part(task, away)))
             nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
-            return (model, nearest, phases.client_weight(weights, size) * usable.astype(jnp.float32)), nearest
+            return (model, nearest, phases.client_weight(weights, size, own) * usable.astype(jnp.float32)), nearest
 
-        def train_and_join(key, examples, size, cluster):
+        def train_and_join(key, examples, size, cluster, own):
             model, finite, loss, steps = train(key, examples, size, cluster)
-            sent, nearest = join(model, size, cluster, finite)
+            sent, nearest = join(model, size, cluster, finite, own)
             return sent, (nearest, finite, loss, steps)
 
-        real, last = size > 0, state.cluster
+        real, last, own = size > 0, state.cluster, phases.own_weights(weights, client_ids(clients))
         if adversary is None:
-            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, sum_into=state.params)
+            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, own, sum_into=state.params)
             (sums, weight), (cluster, finite, loss, steps) = sent, found
         else:
             sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
             begin = jax.tree.map(lambda p: p[last], state.params)
             sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
             joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
-            (sums, weight), cluster = joined(sent, size, last, finite)
+            (sums, weight), cluster = joined(sent, size, last, finite, own)
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(real, loss, finite, steps, model, model)
         params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
         return PersonalState(params, cluster, state.round + 1, ()), metrics
 
     return with_first_costs(
-        Algorithm(init, step, task, adversary_check(adversary)), training, messages=1, rounds=local_rounds
+        Algorithm(init, step, task, clients_check(adversary, weights)), training, messages=1, rounds=local_rounds
     )

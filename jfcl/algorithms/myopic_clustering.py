@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import adversary_check, attacked, where_rows
+from jfcl.algorithms.aggregate import attacked, clients_check, where_rows
 from jfcl.algorithms.federated_clustering import (
     Threshold,
     check_no_statistics,
@@ -196,7 +196,7 @@ def centers_of(
     quantile: Any,
     threshold_rounds: int,
     quantile_rule: str,
-    weights: str,
+    weights: str | jax.Array,
     centers: str,
     init_centers: PyTree | None,
     init_params: PyTree | None,
@@ -212,6 +212,7 @@ def centers_of(
       task, training and the others: as in `myopic_clustering`.
     """
     local.check_parts(task, training)
+    phases.check_weights(weights)
     check_count("num_clusters", num_clusters)
     if radius is None and quantile is None:
         quantile = 1 / (2 * num_clusters)
@@ -261,16 +262,21 @@ def centers_of(
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
         server = over_columns(client_axis, cluster_points)
+        weight = phases.client_weight(weights, size, phases.own_weights(weights, ids))
         is_first = ~state.chosen if carry else jnp.ones((), bool)
-        centers, group = server(stacked, usable, ids, phases.client_weight(weights, size), is_first)
+        centers, group = server(stacked, usable, ids, weight, is_first)
 
-        def move(key, params, opt_state, k):
+        def move(key, params, opt_state, k, loss):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
             opt_state = local.rekeyed(training, key, params, opt_state)
-            updates, opt_state = training.optimizer.update(jax.tree.map(lambda c: c[k], centers), opt_state, params)
+            updates, opt_state = local.optimizer_step(
+                training.optimizer, jax.tree.map(lambda c: c[k], centers), opt_state, params, loss
+            )
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
-        params, opt_states = client_axis(move)(client_keys(cohort.key, clients), state.params, state.client, group)
+        params, opt_states = client_axis(move)(
+            client_keys(cohort.key, clients), state.params, state.client, group, loss
+        )
         moved = usable & jax.vmap(is_finite)(params)  # a step may overflow
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(has_examples, loss, moved, 1, model, model)
@@ -287,7 +293,7 @@ def centers_of(
         )
         return new, metrics
 
-    return Algorithm(init, step, task, adversary_check(adversary))
+    return Algorithm(init, step, task, clients_check(adversary, weights))
 
 
 def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int) -> PyTree:

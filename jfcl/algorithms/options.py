@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
+import jax
+
 from jfcl.algorithms.round import WEIGHTS
 from jfcl.core.options import MOST_REPEATED, Excludes, Interval, Needs, OneOf, Range, Real
 from jfcl.kernels import OPERATORS
@@ -11,7 +13,7 @@ from jfcl.kernels.threshold import QUANTILE_RULES
 
 Rounds = Annotated[int, Range(1, MOST_REPEATED)]  # inside `init` or `step`
 PersonalSteps = Annotated[int | None, Range(1, MOST_REPEATED)]
-Weights = Annotated[str, OneOf(WEIGHTS)]
+Weights = Annotated[str | jax.Array, OneOf(WEIGHTS)]  # an array: of one weight per client
 Quantile = Annotated[Real | None, Interval("[0, 1]")]
 QuantileRule = Annotated[str, OneOf(QUANTILE_RULES), Excludes("radius")]
 Privacy = Annotated[str | None, OneOf(OPERATORS)]

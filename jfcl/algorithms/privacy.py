@@ -124,7 +124,7 @@ def check_mechanism(dp: Any) -> None:
     check_choice("dp.sampling", dp.sampling, SAMPLING)
 
 
-def check_private(dp: GaussianDP | None, task: Task, personal: Any, weights: str, **left_out: Any) -> None:
+def check_private(dp: GaussianDP | None, task: Task, personal: Any, weights: Any, **left_out: Any) -> None:
     """Checks that the guarantee of `dp` holds with the other arguments of a method; None passes.
 
     Args:
@@ -139,7 +139,12 @@ def check_private(dp: GaussianDP | None, task: Task, personal: Any, weights: str
     if dp is None:
         return
     check_mechanism(dp)
-    check(weights == "equal", "weights", weights, '"equal" with dp: a size would scale the influence of its client')
+    check(
+        isinstance(weights, str) and weights == "equal",
+        "weights",
+        weights,
+        '"equal" with dp: a size would scale the influence of its client',
+    )
     for name, value in left_out.items():
         check(value is None, name, value, "left out with dp: the guarantee would not hold")
     if task.statistics is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jfcl.algorithms.aggregate import add_sent, divide_rows, nothing_sent, where_rows
@@ -21,9 +22,11 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
+    check_choice,
     check_finite,
     client_keys,
     divided,
+    is_concrete,
     joined,
     num_clients,
     of_rest,
@@ -225,9 +228,28 @@ def train_scopes(
 # Phase 3: aggregation.
 
 
-def client_weight(weights: str, size: jax.Array) -> jax.Array:
-    """Returns a client's weight in a mean: its `size`, or 1 for `"equal"`; 0 for a client without examples."""
-    return (size if weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+def check_weights(weights: Any) -> None:
+    """Raises `ValueError` for other than a name in `WEIGHTS`, or a vector of weights with one above 0."""
+    if isinstance(weights, str) or not hasattr(weights, "dtype"):
+        check_choice("weights", weights, WEIGHTS)
+    elif is_concrete(weights):
+        values = np.asarray(weights)
+        numbers = values.ndim == 1 and values.dtype.kind in "biuf" and values.size > 0
+        accepted = f"one of {', '.join(WEIGHTS)}, or a vector of finite numbers, at least 0 and not all 0"
+        fits = numbers and np.isfinite(values).all() and values.min() >= 0 and values.max() > 0
+        check(fits, "weights", values if numbers else f"{values.dtype} {values.shape}", accepted)
+
+
+def own_weights(weights: str | jax.Array, ids: jax.Array) -> jax.Array | None:
+    """Returns `[C]` the given weights of the clients with `ids`; None where weights are not given but a name."""
+    return None if isinstance(weights, str) else jnp.asarray(weights).astype(jnp.float32)[ids]
+
+
+def client_weight(weights: str | jax.Array, size: jax.Array, own: jax.Array | None = None) -> jax.Array:
+    """Returns a client's weight in a mean: its `size`, 1 for `"equal"`, or its `own`; 0 without examples."""
+    if own is not None:
+        return jnp.where(size > 0, own, jnp.zeros_like(own))
+    return (size if isinstance(weights, str) and weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
 
 
 def share(
@@ -262,6 +284,7 @@ def server_update(
     opt_state: PyTree,
     mean: PyTree,
     changed: PyTree,
+    loss: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Moves the server's models along the mean updates, by one step of the server's optimiser.
 
@@ -274,6 +297,7 @@ def server_update(
       params, opt_state: the models and their optimiser states, `[K, ...]` each.
       mean: pytree of `[K, ...]`.
       changed: pytree of `[K]` bool; the other models stay as they are.
+      loss: `[K]`, of the models' clients, for optimisers that take it; None: not known.
 
     Returns:
       `(params, opt_state)`; the caller keeps the old `opt_state` of models without an update.
@@ -282,7 +306,7 @@ def server_update(
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
     opt_state = _server_noise(optimizer, cohort.key, weights, opt_state)
-    updates, opt_state = jax.vmap(optimizer.update)(direction, opt_state, weights)
+    updates, opt_state = jax.vmap(partial(local.optimizer_step, optimizer))(direction, opt_state, weights, loss)
     opt_state = noise.as_data(opt_state)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
     return jax.tree.map(where_rows, changed, new, params), opt_state

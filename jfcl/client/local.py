@@ -34,6 +34,7 @@ from jfcl.core import (
 
 KEEP = ("nothing", "schedule", "everything")
 SPAN = ("auto", "never", "always")
+_ONE = {"w": jax.ShapeDtypeStruct((1,), jnp.float32)}  # the parameters of the smallest model
 MODEL_STREAM = zlib.crc32(b"randomness of the model")  # folded into a client's key, of which training splits off others
 
 
@@ -80,8 +81,9 @@ def local_training(
     """Defines the clients' training, by exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
 
     Args:
-      optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`, that needs gradients and parameters alone
-        (not the loss, as `optax.polyak_sgd` does).
+      optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`, that needs no more than gradients, parameters
+        and, as `optax.polyak_sgd` does, the loss of the batch (`value`). One that evaluates the model itself, as
+        `optax.lbfgs`, or keeps two of it, as `optax.lookahead`, is refused by the method.
       num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and used in
         turn, from the start again after the last, so that every batch is full.
       num_epochs: passes over the client's examples a round, reshuffled before each; a pass ends with a smaller batch
@@ -152,10 +154,77 @@ def _counts_schedule(state: Any) -> bool:
 
 
 def check_parts(task: Any, training: Any) -> None:
-    """Checks the types of `task` and `training`, which are easily exchanged, and raises `ValueError`."""
+    """Checks `task` and `training`, which are easily exchanged, and raises `ValueError`."""
     check_task(task)
     accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
     check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
+    check_optimizer("optimizer", training.optimizer, task)
+
+
+def takes_loss(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
+    """Returns whether the update of an optimiser depends on the loss, as its argument `value`.
+
+    Args:
+      optimizer: of optax.
+      params: of a model, which is tried if a step of a single number fails: a mask may need it.
+
+    Example:
+      >>> [takes_loss(optimizer, jnp.ones(3)) for optimizer in (optax.polyak_sgd(), optax.adam(0.1))]
+      [True, False]
+    """
+
+    def step(params, loss):
+        return optimizer.update(params, optimizer.init(params), params, value=loss)
+
+    for like in (_ONE, params):
+        try:
+            made = jax.make_jaxpr(step)(like, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+        except Exception:  # whatever an optimiser raises; most take no such argument
+            continue
+        return any(made.invars[-1] is one for one in [*made.outvars, *(v for eqn in made.eqns for v in eqn.invars)])
+    return False
+
+
+def optimizer_step(
+    optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array | None
+) -> tuple[PyTree, PyTree]:
+    """Returns `(updates, opt_state)` of one step; an optimiser that takes it gets the loss `[]` as `value`."""
+    with_loss = {"value": loss} if loss is not None and takes_loss(optimizer, params) else {}
+    return optimizer.update(grads, opt_state, params, **with_loss)
+
+
+def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: bool = True) -> None:
+    """Checks that `optimizer_step` can do a step of a model.
+
+    Args:
+      argument: its name.
+      optimizer: of optax.
+      task: of the model, which is tried if a step of a single number fails: a mask may need it.
+      with_loss: whether a loss is known.
+
+    Raises:
+      ValueError: an optimiser that needs more than gradients, parameters and the loss, or returns other shapes.
+    """
+
+    def fault(params: PyTree) -> str | None:
+        def step(params, loss):
+            state = optimizer.init(params)
+            return (params, state), optimizer_step(optimizer, params, state, params, loss if with_loss else None)
+
+        try:
+            before, after = jax.eval_shape(step, params, jax.ShapeDtypeStruct((), jnp.float32))
+        except Exception as error:  # whatever an optimiser raises
+            return f"{type(error).__name__}: {error}"
+        same = jax.tree.structure(before) == jax.tree.structure(after)
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+        return None if same and shapes[0] == shapes[1] else "its updates or its state change their shapes"
+
+    check(hasattr(optimizer, "init") and hasattr(optimizer, "update"), argument, optimizer, "an optax optimiser")
+    if fault(_ONE) is None:
+        return
+    why = fault(trained_part(task, jax.eval_shape(task.init, jax.random.key(0))))
+    needs = "gradients, parameters and the loss (value)" if with_loss else "gradients and parameters"
+    check(why is None, argument, why, f"an optax optimiser that needs {needs} alone, such as optax.adam(0.01)")
 
 
 def examples_per_step(training: LocalTraining, max_examples: int) -> int:
@@ -357,6 +426,10 @@ def train(
     def pull(grads, params):
         return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
 
+    def distance(params):
+        squares = jax.tree.map(lambda p, a: jnp.square((p - a).astype(jnp.float32)).sum(), params, anchor)
+        return 0.5 * jnp.asarray(training.prox, jnp.float32) * sum(jax.tree.leaves(squares))
+
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
         params, statistics, opt_state, total = carry
@@ -367,9 +440,10 @@ def train(
             loss, grads, statistics = loss_and_gradient(task, step_key, params, statistics, batch, real)
         else:
             loss, grads = spans.loss_and_gradient(start, span, params, batch, rows, real)
+        value = loss
         if not (is_concrete(training.prox) and training.prox == 0):
-            grads = pull(grads, params)
-        updates, opt_state = training.optimizer.update(grads, opt_state, params)
+            grads, value = pull(grads, params), loss + distance(params).astype(loss.dtype)
+        updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, value)
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
 

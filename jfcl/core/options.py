@@ -88,7 +88,7 @@ class Option(NamedTuple):
       default: the value where none is given.
       text: one line of help.
       metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Excludes` of the annotation.
-      traced: whether a value may be a tracer, an argument of the compiled program.
+      traced: whether a value may be an array; of numbers, also a tracer, an argument of the compiled program.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Option(NamedTuple):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        check(fits, name, value, f"of type {kind.__name__}")
+        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if kind is str and self.traced else ""))
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
@@ -195,7 +195,7 @@ def check_options(function: Callable, given: Mapping[str, Any]) -> None:
     for name, option in options_of(function).items():
         value = given[name]
         if option.traced and isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value):
-            for extreme in (np.min, np.max) if value.size else ():
+            for extreme in (np.min, np.max) if value.size and option.kind is not str else ():
                 option.check(float(extreme(np.asarray(value))))
         elif is_concrete(value):
             option.check(value)

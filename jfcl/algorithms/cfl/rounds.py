@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.algorithms import round as phases
-from jfcl.algorithms.aggregate import adversary_check, attacked, check_aggregator, where_rows
+from jfcl.algorithms.aggregate import attacked, check_aggregator, clients_check, where_rows
 from jfcl.algorithms.averaging import check_scopes
 from jfcl.algorithms.cfl import server
 from jfcl.algorithms.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
@@ -53,7 +53,7 @@ class Options(NamedTuple):
     task: Task
     training: local.LocalTraining
     rules: Rules
-    weights: str
+    weights: str | jax.Array
     privacy: str | None
     privacy_seed: int
     init_params: PyTree | None
@@ -78,6 +78,7 @@ class TakingPart(NamedTuple):
       present: bool, members that train in this round if they are in the cohort.
       learns: int32, examples to train on.
       missed, pending: of `sides.missed_splits`.
+      weight: float32, their weights in means.
     """
 
     member: jax.Array
@@ -86,6 +87,7 @@ class TakingPart(NamedTuple):
     learns: jax.Array
     missed: jax.Array
     pending: jax.Array
+    weight: jax.Array
 
 
 def rounds(options: Options) -> Algorithm:
@@ -99,6 +101,7 @@ def rounds(options: Options) -> Algorithm:
     if options.privacy is not None:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
         check(rules.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
+    phases.check_weights(options.weights)
     check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
     accepted = "left out where parameters are shared"
     check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
@@ -106,7 +109,7 @@ def rounds(options: Options) -> Algorithm:
     rules = rules._replace(statistics=options.task.statistics)
     options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
-    check_clients = adversary_check(options.adversary)
+    check_clients = clients_check(options.adversary, options.weights)
     return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh)
 
 
@@ -208,7 +211,8 @@ def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPa
     missed, pending = missed_splits(state)
     present = member & (~state.final[state.cluster] | pending) if options.rules.recursive else member
     learns = jnp.where(present, num_training(examples, options.validation), 0)
-    return TakingPart(member, examples, present, learns, missed, pending)
+    weight = phases.client_weight(options.weights, learns, phases.own_weights(options.weights, client_ids(clients)))
+    return TakingPart(member, examples, present, learns, missed, pending, weight)
 
 
 def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
@@ -278,10 +282,9 @@ def messages(
         updates, expected = last.update, ~last.mute
         comparable = is_current(last, state.since[state.cluster]) & ~part.pending
         usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
-    voice_weight = phases.client_weight(options.weights, part.learns)
-    weight = voice_weight * (usable & ~part.pending).astype(jnp.float32)
+    weight = part.weight * (usable & ~part.pending).astype(jnp.float32)
     of_splits = able, comparable, expected, part.missed, part.pending
-    return Sent(updates, usable, present, weight, voice_weight, *of_splits, gradients=None), last
+    return Sent(updates, usable, present, weight, part.weight, *of_splits, gradients=None), last
 
 
 def shared_flags(rules: Rules, params: PyTree) -> PyTree:
