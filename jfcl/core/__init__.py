@@ -4,6 +4,7 @@ from jfcl.core.checks import (
     INT32_MAX,
     SHOWN,
     check,
+    check_apart,
     check_choice,
     check_count,
     check_finite,
@@ -49,7 +50,7 @@ from jfcl.core.scopes import (
     reparametrised,
     trained_part,
 )
-from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, stack_clients
+from jfcl.core.stacking import aligned_zeros, concatenate_clients, free_host_memory, padded_zeros, stack_clients
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, DenseStart, PyTree, Task, check_task, dense_start
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "attack_key",
     "by_platform",
     "check",
+    "check_apart",
     "check_at_most_clients",
     "check_choice",
     "check_clients",
@@ -100,6 +102,7 @@ __all__ = [
     "num_bytes",
     "num_clients",
     "of_rest",
+    "padded_zeros",
     "parameter_names",
     "part_like",
     "parts",

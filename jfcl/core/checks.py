@@ -112,6 +112,43 @@ def check_finite(tree: Any, name: str) -> None:
                 raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite, got NaN or infinity")
 
 
+def check_apart(name: str, columns: Any) -> None:
+    """Checks that float32, in which models compute, tells apart the numbers of each column.
+
+    Args:
+      name: of the numbers in errors.
+      columns: `[n]` or `[n, columns]`.
+
+    Raises:
+      ValueError: different integers, or numbers close to each other for their size, become equal.
+
+    Example:
+      >>> check_apart("x", 1.7e9 + np.arange(3.0))
+      Traceback (most recent call last):
+      ValueError: x must be of numbers that float32 tells apart, got 3 different ones that become 1, around 1.7e+09; ...
+    """
+    columns = np.asarray(columns)
+    exact = columns.dtype.kind not in "iuf" or columns.dtype.itemsize <= 2 or columns.dtype == np.float32
+    if exact or not columns.size:
+        return
+    columns = columns.reshape(len(columns), -1)
+    largest = np.maximum(columns.max(axis=0), -columns.min(axis=0).astype(np.float64))
+    span = columns.max(axis=0) - columns.min(axis=0).astype(np.float64)
+    coarse = np.spacing(largest.astype(np.float32)) > 1e-4 * span
+    for j in np.flatnonzero((coarse & (span > 0)) | (largest >= 2**24)):
+        column = columns[:, j]
+        if not coarse[j] and (column != np.rint(column)).any():
+            continue  # different in the last digits
+        before, after = len(np.unique(column)), len(np.unique(column.astype(np.float32)))
+        if after < before:
+            where = f"{name} (column {j})" if columns.shape[1] > 1 else name
+            raise ValueError(
+                f"{where} must be of numbers that float32 tells apart, got {before} different ones that become {after},"
+                f" around {largest[j]:.6g}; leave it out where they are identifiers; make times and other large numbers"
+                " small, such as the days since the first one"
+            )
+
+
 def check_key(key: Any) -> None:
     """Raises `ValueError` for other than a typed key, as from `jax.random.key`, or a vector of at least one."""
     made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

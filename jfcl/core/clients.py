@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import INT32_MAX, check, is_concrete
+from jfcl.core.checks import INT32_MAX, check, check_apart, is_concrete
 from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Clients, Task
 
@@ -124,6 +124,9 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         )
     real = np.arange(m)[None, :] < size[:, None]
     for where, leaf in named_leaves(clients.examples).items():
+        numbers = hasattr(leaf, "dtype") and getattr(leaf.dtype, "kind", "O") in "biufcV"
+        accepted = "an array of numbers; jfcl.data.from_arrays makes them of frames, lists and others"
+        check(numbers, f"{name}.examples{where}", getattr(leaf, "dtype", type(leaf)), accepted)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             # The sum of a row is finite exactly when all entries are (except for overflow of real data), and needs no
             # boolean copy of the data.
@@ -137,6 +140,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
                 largest = np.maximum(flat.max(axis=2, initial=0.0), -flat.min(axis=2, initial=0.0))[real].max()
                 accepted = f"of numbers that {held.dtype} holds, JAX's own type"
                 check(largest <= float(held.max), f"{name}.examples{where}", largest, accepted)
+                if leaf.ndim <= 3 and held.bits == 32:
+                    check_apart(f"{name}.examples{where}", np.asarray(leaf)[real])
         elif jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype.itemsize == 8 and leaf.size:
             held, found = jnp.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype)), (leaf.min(), leaf.max())
             accepted = f"of integers that {held.dtype} holds, JAX's own type"

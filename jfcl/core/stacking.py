@@ -53,6 +53,27 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[start : start + count].view(dtype).reshape(shape)
 
 
+def padded_zeros(sizes: Any, length: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns `aligned_zeros` `[N, M, ...]` for clients of `sizes` `[N]` and padding.
+
+    Raises:
+      ValueError: more than the free memory; the message says what helps where most of it is padding.
+    """
+    try:
+        return aligned_zeros((len(sizes), length, *shape), dtype)
+    except ValueError as error:
+        real, count = int(np.sum(sizes)), len(sizes) * length
+        if 4 * real > count:
+            raise
+        each = math.prod(shape) * np.dtype(dtype).itemsize / 1e9
+        raise ValueError(
+            f"{error}. They are padded to the largest client, {length} examples, and only {real * each:.2f} GB are"
+            " data: divide the largest clients, or cut them (examples_per_client of jfcl.data.build), or keep the"
+            " clients in a store (jfcl.data.ClientStore.create), of which jfcl.simulate_population holds one cohort"
+            " on the device"
+        ) from None
+
+
 def concatenate_clients(*parts: Clients) -> Clients:
     """Returns the clients of all parts in one, in their order, with padding to the largest client.
 
@@ -126,6 +147,8 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
         if jax.tree.structure(client) != structure:
             here, first = (list(c) if isinstance(c, dict) else jax.tree.structure(c) for c in (client, clients[0]))
             raise ValueError(f"client {i}: its arrays are {here}, those of client 0 {first}")
+        if any(hasattr(leaf, "columns") for leaf in jax.tree.leaves(client)):
+            raise ValueError(f"client {i}: its arrays must be arrays, not frames; jfcl.data.from_arrays takes those")
         if any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(client)):
             raise ValueError(
                 f"client {i}: give an array of all its examples for each name, as in {{'x': inputs, 'y': targets}}; got"
@@ -144,7 +167,9 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
         for i, leaf in enumerate(leaves):
             if leaf.shape[1:] != shape:
                 raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
-        out = aligned_zeros((len(leaves), length, *shape), np.result_type(*leaves))  # a type for all of them
+        kind = np.result_type(*leaves)  # a type for all of them
+        check(kind.kind in "biufcV", "clients", f"arrays of {kind}", "of arrays of numbers")
+        out = padded_zeros(sizes, length, shape, kind)
         for row, leaf in zip(out, leaves, strict=True):
             row[: len(leaf)] = leaf
         return out

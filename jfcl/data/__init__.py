@@ -26,6 +26,7 @@ from jfcl.data.partition import (
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
+from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds
 
@@ -61,6 +62,7 @@ __all__ = [
     "pathological",
     "power_law",
     "power_law_sizes",
+    "read_rows",
     "stratified",
     "synthetic_store",
     "tokenize",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfcl.core import Clients, aligned_zeros, check, check_at_most_clients, check_choice, check_count, free_host_memory
+from jfcl.core import Clients, check, check_at_most_clients, check_choice, check_count, free_host_memory, padded_zeros
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import RELABELLING, SELECTIVE
 from jfcl.data.partition import PARTITIONS, by_writer, iid
@@ -46,6 +46,8 @@ class Federation(NamedTuple):
       newcomers, newcomer_cluster: further clients `[N', M', ...]`, without training data, and their clusters.
       writer: `[N]` int32, the writer of every client where clients are writers, else `None`; `Dataset.writer_names` has
         their names.
+      names: of each client, the name of its writer, where writers have names; else `None`.
+      table: of a table, how it was read, for `jfcl.data.read_rows` (`Dataset.table`).
       truth: the true models where they are known (`[K, d]` for the linear regressions), else `None`.
     """
 
@@ -61,6 +63,8 @@ class Federation(NamedTuple):
     newcomer_cluster: np.ndarray | None = None
     truth: Any = None
     writer: np.ndarray | None = None
+    names: list[Any] | None = None
+    table: dict[str, Any] | None = None
 
 
 def build(
@@ -161,6 +165,7 @@ def build(
 
     # Stack, and transform each client's examples on the way.
     own = slice(None) if rows is None else rows(num_clients)
+    writer = split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None
     sizes = np.array([len(part) for part in train.rows])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
@@ -182,7 +187,9 @@ def build(
         ),
         newcomers=stack(new, examples) if new else None,
         newcomer_cluster=new.cluster if new else None,
-        writer=split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None,
+        writer=writer,
+        names=None if writer is None or dataset.writer_names is None else [dataset.writer_names[i] for i in writer],
+        table=dataset.table,
     )
 
 
@@ -252,7 +259,7 @@ def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clie
     ids = np.arange(count, dtype=np.int32)[own]
     parts, cluster = plan.rows[own], plan.cluster[own]
     size = np.array([len(rows) for rows in parts], np.int32)
-    stacked = jax.tree.map(lambda x: aligned_zeros((len(parts), length, *x.shape[1:]), x.dtype), examples)
+    stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
 
     for i, rows in enumerate(parts):
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import numpy as np
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import channels_last
+from jfcl.data.tables import column_of, described, encode_names, frame_of, numbers, row_numbers, scaled
 from jfcl.data.text import TOKENS
-from jfcl.data.values import as_type, check_whole, inputs_of, kept, stacked
+from jfcl.data.values import as_type, check_whole, inputs_of, kept, plain, stacked
 
 INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
 Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
 SPLITS = ("train", "test")
+KINDS = ("classification", "regression")
 
 
 def from_frame(
@@ -28,7 +30,9 @@ def from_frame(
     *,
     by: str | None = None,
     x: str | Sequence[str] | None = None,
-    y: str | None = None,
+    y: str | Sequence[str] | None = None,
+    kind: str | None = None,
+    scale: bool = False,
     extra: Sequence[str] = (),
     test: Any = None,
     tokens: str = "words",
@@ -40,11 +44,18 @@ def from_frame(
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
 
     Args:
-      frame: a row per example.
+      frame: a row per example, in a frame of pandas; a table of polars or pyarrow becomes one.
       by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.
-      x: the column of the inputs, or several, which become the entries of a vector (texts are joined). Default: all
-        columns but `by`, `y` and `extra`.
-      y: the column of the targets. Default: "y", "label" or another usual name.
+      x: the column of the inputs, or several, which become the entries of a vector (texts are joined; beside numbers,
+        each of the names in a column of texts becomes an entry that is 1 where the row has it, else 0). Default: all
+        columns but `by`, `y`, `extra`, and those that number the rows: the index in a saved csv (`Unnamed: 0`) and
+        integers from 0 or 1 on, which would tell the order of the rows. Name them in `x` to have them.
+      y: the column of the targets. Default: "y", "label" or another usual name. Several columns of numbers or truths
+        become targets `[n, T]` float32, for a regression or a task of your own.
+      kind: what the targets are: "classification" or "regression". Default: integers, strings and truths are labels,
+        and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, may be
+        both, and need it.
+      scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
       test: a further frame, the official test split.
       tokens: of texts, as in `Dataset`.
@@ -55,13 +66,15 @@ def from_frame(
       `Dataset`. Inputs are read as by `from_arrays`: single numbers and floats become float32, images (of PIL, or
       arrays of bytes or 16 bits) float32 in `[0, 1]` with a channel axis, rows of integers (token ids) int32. Targets:
       maps `[H, W]` of integers become int32, and `num_classes` is then `None`; otherwise integers from 0 are kept,
-      strings and booleans are numbered in their order, and floats are those of a regression. Texts need no targets.
-      `writer_names` are the different values of `by`, sorted. Cost: a copy of the columns that are used.
+      strings, booleans and negative integers are numbered in their order, and floats are those of a regression. Texts
+      need no targets. `writer_names` are the different values of `by`, sorted. `table` has the columns of the inputs,
+      the names of the labels and what was scaled (`description` has them in words), with which
+      `jfcl.data.read_rows` reads further rows. Cost: a copy of the columns that are used.
 
     Raises:
       ValueError: a column that does not exist (with the nearest name and all columns), missing values, or numbers that
-        float32 or int32 cannot hold (with the first row), inputs of different shapes (with both), keys that are not
-        hashable.
+        float32 or int32 cannot hold (with the first row) or tell apart, dates, more than 100 different texts beside
+        numbers, inputs of different shapes (with both), keys that are not hashable, names of columns that occur twice.
 
     Example:
       >>> import pandas as pd
@@ -71,17 +84,27 @@ def from_frame(
       ((3, 2), [0, 1, 0], [1, 0, 1], ['a', 'b'])
     """
 
-    def read(table: Any, wanted: list[str]) -> Columns:
-        return {column: table[column].to_numpy() for column in wanted}
+    splits = {"train": frame_of(frame, "frame")} | ({} if test is None else {"test": frame_of(test, "test")})
+    frame, beside = splits["train"], [extra] if isinstance(extra, str) else list(extra)
+    in_index = [level for level in getattr(frame.index, "names", ()) if level is not None and level == by]
+    check(not in_index or by in frame.columns, "by", by, "a column, not the index: frame.reset_index() makes it one")
+    by, xs, y = choose([name for name in frame.columns if name not in beside], by, x, y, others=True)
+    categorical = {name for name in xs if hasattr(frame[name].dtype, "categories")}
+    left_out = []
+    if x is None:
+        there = {c: [t[c] for t in splits.values()] for c in xs if all(c in t.columns for t in splits.values())}
+        numbered = {c: [np.asarray(part) for part in parts] for c, parts in there.items() if c not in categorical}
+        left_out = row_numbers(numbered)
+        xs = [column for column in xs if column not in left_out]
+        accepted = f"given: the only inputs, {left_out}, number the rows"
+        check(xs, "x", None, accepted)
 
-    for given, table in [("frame", frame), ("test", test)]:
-        is_frame = hasattr(table, "columns") and hasattr(table, "__getitem__")
-        check(is_frame or (given == "test" and table is None), given, type(table), "a frame with columns")
-    splits = {"train": frame} | ({} if test is None else {"test": test})
-    beside = [extra] if isinstance(extra, str) else list(extra)
-    wanted = choose([name for name in frame.columns if name not in beside], by, x, y, others=True)
-    about = {"tokens": tokens, "name": name, "extra": extra, "channels_first": channels_first}
-    return as_dataset(splits, read, *wanted, columns=lambda table: list(table.columns), **about)
+    def read(table: Any, wanted: list[str]) -> Columns:
+        return {column: column_of(table, column, as_names=column in categorical) for column in wanted}
+
+    about = {"tokens": tokens, "name": name, "extra": extra, "channels_first": channels_first, "kind": kind}
+    about |= {"scale": scale, "categorical": categorical, "left_out": left_out}
+    return as_dataset(splits, read, by, xs, y, columns=lambda table: list(table.columns), **about)
 
 
 def from_huggingface(
@@ -89,7 +112,9 @@ def from_huggingface(
     *,
     by: str | None = None,
     x: str | Sequence[str] | None = None,
-    y: str | None = None,
+    y: str | Sequence[str] | None = None,
+    kind: str | None = None,
+    scale: bool = False,
     extra: Sequence[str] = (),
     tokens: str = "words",
     channels_first: bool | None = None,
@@ -109,7 +134,7 @@ def from_huggingface(
       x: the column of the inputs, or several, which are joined as in `from_frame`. Default: "x", "image", "text" or
         another usual name.
       y: the column of the targets. Default: "y", "label", "character" or another usual name.
-      extra, tokens, channels_first, name: as in `from_frame`.
+      kind, scale, extra, tokens, channels_first, name: as in `from_frame`.
 
     Returns:
       `Dataset` with values as in `from_frame`; the number of classes is that of a `ClassLabel`, where there is one. It
@@ -156,7 +181,9 @@ def from_huggingface(
     by, xs, y = choose(columns_of(splits["train"]), by, x, y)
     features = getattr(splits["train"], "features", None) or {}
     about = {"tokens": tokens, "name": name, "columns": columns_of, "extra": extra, "channels_first": channels_first}
-    return as_dataset(splits, read, by, xs, y, num_classes=getattr(features.get(y), "num_classes", None), **about)
+    about |= {"kind": kind, "scale": scale}
+    of_labels = None if isinstance(y, list) else getattr(features.get(y), "num_classes", None)
+    return as_dataset(splits, read, by, xs, y, num_classes=of_labels, **about)
 
 
 def _holds_images(feature: Any) -> bool:
@@ -196,13 +223,22 @@ def _from_disk(path: Path) -> Any:
 
 
 def choose(
-    names: list[str], by: str | None, x: str | Sequence[str] | None, y: str | None, *, others: bool = False
-) -> tuple[str | None, list[str], str | None]:
+    names: list[str],
+    by: str | None,
+    x: str | Sequence[str] | None,
+    y: str | Sequence[str] | None,
+    *,
+    others: bool = False,
+) -> tuple[str | None, list[str], str | list[str] | None]:
     """Returns the columns `(by, inputs, targets)`, found by their usual names where they are not given.
 
     With `others`, the inputs that are not given are all columns that are left.
     """
-    for argument, value in [("by", by), ("y", y)]:
+    if y is not None and not isinstance(y, str | int):
+        y = list(y)
+        check(y and len(set(y)) == len(y), "y", y, "one column at least, each once")
+        y = y[0] if len(y) == 1 else y
+    for argument, value in [("by", by), *(("y", one) for one in (y if isinstance(y, list) else [y]))]:
         if value is not None:
             check_choice(f"column for {argument}", value, names)
     chosen = [x] if isinstance(x, str | int) else None if x is None else list(x)
@@ -212,11 +248,13 @@ def choose(
     taken = {by, *(chosen or ())}
     y = y if y is not None else next((name for name in TARGETS if name in names and name not in taken), None)
     if chosen is None:
-        left = [name for name in names if name not in (by, y)]
+        left = [name for name in names if name != by and name not in (y if isinstance(y, list) else [y])]
         chosen = left if others else [name for name in INPUTS if name in left][:1]
         if not chosen:
             raise ValueError(f"x must be given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
-    twice = [name for name in {by, y} - {None} if name in chosen]
+    of_others = {by, *(y if isinstance(y, list) else [y])} - {None}
+    check(by is None or isinstance(y, list) or by != y, "y", y, "another column than by")
+    twice = [name for name in of_others if name in chosen] + [name for name in chosen if chosen.count(name) > 1]
     check(not twice, "x", chosen, f"of other columns than by and y, without {twice}")
     return by, chosen, y
 
@@ -234,28 +272,40 @@ def as_dataset(
     num_classes: int | None = None,
     extra: Sequence[str] = (),
     channels_first: bool | None = None,
+    kind: str | None = None,
+    scale: bool = False,
+    categorical: Collection[str] = (),
+    left_out: Sequence[str] = (),
 ) -> Dataset:
     """Returns the data set of the splits "train" and maybe "test", of which `read(split, columns)` reads columns."""
     check_choice("tokens", tokens, TOKENS)
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
+    ys = [] if y is None else y if isinstance(y, list) else [y]
     extra = [extra] if isinstance(extra, str) else list(extra)
-    taken = [column for column in extra if column in (*xs, by, y) or column in ("x", "y") or extra.count(column) > 1]
+    taken = [column for column in extra if column in (*xs, by, *ys) or column in ("x", "y") or extra.count(column) > 1]
     check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
-    wanted = list(dict.fromkeys([*xs, *([] if y is None else [y]), *([] if by is None else [by]), *extra]))
+    wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
     found, targets, keys = {}, {}, {}
     for split, table in splits.items():
         for column in wanted:
             check_choice(f"column of the split {split!r}", column, columns(table))
         found[split] = values = read(table, wanted)
         check(len(values[xs[0]]) > 0, f"the split {split!r}", "0 rows", "at least one")
-        targets[split] = None if y is None else values[y]
+        targets[split] = None if y is None else numbers([values[c] for c in y], y) if len(ys) > 1 else values[y]
         keys[split] = None if by is None else values[by]
-    parts, moved = _inputs(found, xs, "" if tokens == "characters" else " ", channels_first)
+    between = "" if tokens == "characters" else " "
+    parts, inputs, moved = _inputs(found, xs, between, channels_first, categorical, scale)
+    names_of_labels = None
     if y is None:
         texts = parts["train"]["x"].dtype == object
         check(texts, "y", y, f"given: no column has a usual name ({', '.join(TARGETS)})")
         labels = {split: np.zeros(len(part["x"]), np.int32) for split, part in parts.items()}
+    elif len(ys) > 1:
+        check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
+        labels, num_classes = targets, None
     else:
-        labels, num_classes = _targets(targets, y, num_classes)
+        labels, num_classes, names_of_labels = _targets(targets, y, num_classes, kind)
     shapes = {part["x"].shape[1:] for part in parts.values()}
     check(len(shapes) == 1, f"inputs {xs}", sorted(shapes), "of one shape in all splits")
     for split, part in parts.items():
@@ -265,21 +315,50 @@ def as_dataset(
             part["y"] = channels_last(part["y"])
         part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
     writer, names = (None, None) if by is None else _numbered(keys, by)
-    about = name if by is None else f"{name}, by {by}"
-    return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens)
+    table = {"by": by, "target": y, "kind": "regression" if num_classes is None else "classification"}
+    table |= {"inputs": inputs, "labels": names_of_labels, "left_out": list(left_out)}
+    about = [name if by is None else f"{name}, by {by}", described(table)]
+    if num_classes is not None and "test" in parts:
+        of_test = np.setdiff1d(parts["test"]["y"], parts["train"]["y"])[:8].tolist()
+        of_test = [names_of_labels[label] for label in of_test] if names_of_labels else of_test
+        about += [f"labels that only the test split has: {', '.join(map(str, of_test))}"] if of_test else []
+    about = "; ".join(about)
+    return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens, table)
 
 
 def _inputs(
-    splits: dict[str, Columns], xs: list[str], between: str, channels_first: bool | None
-) -> tuple[dict[str, dict[str, np.ndarray]], bool]:
-    """Returns `{"x": [n, ...]}` of every split: one column, or several of single numbers or texts put together."""
+    splits: dict[str, Columns],
+    xs: list[str],
+    between: str,
+    channels_first: bool | None,
+    categorical: Collection[str],
+    scale: bool,
+) -> tuple[dict[str, dict[str, np.ndarray]], list[dict[str, Any]], bool]:
+    """Returns `{"x": [n, ...]}` of every split, how each column was read, and whether images had channels first.
+
+    Several columns of single numbers, names or texts are put together.
+    """
     made, moved = {}, False
     for column in xs:
         parts = [(f"column {column!r}", values[column]) for values in splits.values()]
         made[column], first = inputs_of(parts, channels_first)
         moved = moved or first
+    texts, inputs = (
+        [column for column, parts in made.items() if parts[0].dtype == object],
+        {c: {"column": c} for c in xs},
+    )
+    joined = len(texts) == len(xs) and not categorical
+    for column, parts in made.items():
+        if parts[0].dtype == object and not joined:
+            made[column], inputs[column]["values"] = encode_names(parts, column)
+        elif scale and parts[0].shape[1:] == (1,):
+            made[column] = scaled(parts, inputs[column])
     columns = {split: {column: parts[i] for column, parts in made.items()} for i, split in enumerate(splits)}
-    return {split: {"x": _joined(of_split, between)} for split, of_split in columns.items()}, moved
+    return (
+        {split: {"x": _joined(of_split, between)} for split, of_split in columns.items()},
+        list(inputs.values()),
+        moved,
+    )
 
 
 def _joined(made: dict[str, np.ndarray], between: str) -> np.ndarray:
@@ -293,28 +372,52 @@ def _joined(made: dict[str, np.ndarray], between: str) -> np.ndarray:
     return np.concatenate(list(made.values()), axis=1)
 
 
-def _targets(splits: dict[str, Any], column: str, num_classes: int | None) -> tuple[dict[str, np.ndarray], int | None]:
-    """Returns the targets of every split, and the number of classes; `None` for a regression."""
+def _targets(
+    splits: dict[str, Any], column: str, num_classes: int | None, kind: str | None
+) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
+    """Returns the targets of every split, the number of classes, and their names where they were numbered.
+
+    The number of classes is `None` for a regression.
+    """
     where, arrays = f"column {column!r}", {}
     for split, values in splits.items():
+        values = plain(values, where)
         rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biu" else list(values)
         if isinstance(rows, list):
             check_whole(rows, where)
             rows = np.array(rows, object) if isinstance(rows[0], str) else stacked(rows, where)
         arrays[split] = rows
     kinds = "".join(sorted({array.dtype.kind for array in arrays.values()}))
+    single = all(array.ndim == 1 for array in arrays.values())
+    if kind == "regression" and set(kinds) <= set("biuf"):
+        return {split: as_type(np.float32, array, where) for split, array in arrays.items()}, None, None
+    check(kind != "regression", "kind", kind, f"classification, or left out: {where} holds no numbers")
     if kinds in ("O", "b", "bO"):
-        numbers, names = _numbered(arrays, column)
-        return numbers, len(names)
+        found, names = _numbered(arrays, column)
+        return found, len(names), names
     if "f" in kinds and set(kinds) <= set("fiu"):
-        return {split: as_type(np.float32, array, where) for split, array in arrays.items()}, None
+        every = {split: as_type(np.float32, array, where) for split, array in arrays.items()}
+        whole = single and all((array == np.rint(array)).all() for array in every.values())
+        if kind is None and whole:
+            some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))
+            raise ValueError(
+                f"{where} holds whole numbers as floats ({some}, ...): give kind='classification' for labels, or"
+                " kind='regression' for quantities"
+            )
+        if kind is None:
+            return every, None, None
+        check(whole, f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
+        arrays, kinds = {split: array.astype(np.int64) for split, array in arrays.items()}, "i"
     if kinds in ("i", "u", "iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
-        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None
-    single = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
+        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
+    single = single and set(kinds) <= set("iu")
     check(single, where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, "a label or floats in each row")
     low, high = min(array.min() for array in arrays.values()), max(array.max() for array in arrays.values())
-    check(low >= 0, where, low, "labels from 0; strings are numbered by themselves")
-    return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, num_classes or int(high) + 1
+    labels = {split: as_type(np.int32, array, where) for split, array in arrays.items()}
+    if low < 0:
+        found, names = _numbered(labels, column)
+        return found, len(names), names
+    return labels, num_classes or int(high) + 1, None
 
 
 def _numbered(splits: dict[str, Any], column: str) -> tuple[dict[str, np.ndarray], list[Any]]:

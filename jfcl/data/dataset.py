@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check, named_leaves
+from jfcl.core import check, check_apart, named_leaves
 
 
 class Dataset(NamedTuple):
@@ -24,6 +24,8 @@ class Dataset(NamedTuple):
       description: one line.
       writer_names: the name of writer `i`, of any type: a user's key, a speaker. `None` where they have no names.
       tokens: of texts: what `tokenize` cuts them into, "words" or "characters".
+      table: of a table: the columns of the inputs, the names of the labels and what was scaled, for
+        `jfcl.data.read_rows`; `None` for other data sets.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Dataset(NamedTuple):
     description: str
     writer_names: Sequence[Any] | None = None
     tokens: str = "words"
+    table: dict[str, Any] | None = None
 
 
 def check_form(dataset: Dataset) -> None:
@@ -115,8 +118,11 @@ def check_dataset(dataset: Dataset) -> None:
         bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1).sum(axis=1, dtype=np.float64)))
         if len(bad):
             raise ValueError(f"{where}: NaN or infinite inputs in {len(bad)} example(s), first at {bad[0]}")
+        if x.ndim <= 2 and x.dtype.kind == "f":
+            check_apart(f"{where}: inputs", x)
         if dataset.num_classes is not None and y.dtype.kind not in "iu":
-            raise ValueError(f"{where}: labels must be integers, got {y.dtype}")
+            hint = "; y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"
+            raise ValueError(f"{where}: labels must be integers, got {y.dtype}{hint if y.dtype.kind == 'f' else ''}")
         if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
             raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
         if dataset.num_classes is None and not np.isfinite(y).all():

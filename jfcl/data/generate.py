@@ -121,6 +121,7 @@ def generate_store(
     known = {
         "num_classes": dataset.num_classes,
         "num_clusters": num_clusters,
+        **({} if dataset.table is None else {"table": dataset.table}),
         "description": f"{dataset.name}: {num_clients} clients of {examples_per_client} examples ({partition}),"
         f" {num_clusters} cluster(s) ({heterogeneity})",
         "made": {"dataset": dataset.name} | made | options | (about or {}),

@@ -25,6 +25,7 @@ from jfcl.data.label_skew import as_distribution
 from jfcl.data.partition import OF_LABELS, PARTITIONS
 from jfcl.data.parts import parts_of
 from jfcl.data.sources import DATASETS, load
+from jfcl.data.values import plain_dataset
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
@@ -118,6 +119,7 @@ def split_dataset(
         )
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
+    dataset = plain_dataset(dataset)
     check_dataset(dataset)
     if partition == "writer" and dataset.writer is None:
         raise ValueError(
@@ -176,7 +178,7 @@ def _pools_of_writers(dataset: Dataset, fraction: float, seed: int) -> tuple[Poo
     if (np.unique(writer[others], return_counts=True)[1] > 1).any():
         held = others[hold_out(writer[others], fraction, seed=(seed, HOLD_OUT))[1]]
         both = take(dataset.test, tested), take(dataset.train, held)
-        both = {name: np.concatenate([part[name] for part in both]) for name in dataset.train}
+        both = jax.tree.map(lambda *parts: np.concatenate(parts), *both)
         kind = np.concatenate([of_test[tested], writer[held]])
         test = Pool(both, np.arange(len(kind)), kind)
         count = len(np.unique(writer[held]))

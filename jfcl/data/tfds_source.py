@@ -60,7 +60,9 @@ def from_tfds(
     *,
     by: str | None = None,
     x: str | Sequence[str] | None = None,
-    y: str | None = None,
+    y: str | Sequence[str] | None = None,
+    kind: str | None = None,
+    scale: bool = False,
     extra: Sequence[str] = (),
     data_dir: str | os.PathLike | None = None,
     tokens: str = "words",
@@ -75,7 +77,7 @@ def from_tfds(
       by: the feature of the clients. `None`: the data set has no writers.
       x, y: the features of the inputs and of the targets, as the columns of `jfcl.data.from_huggingface`.
       data_dir: a TFDS directory to search first; default: the environment variable `JFCL_DATA_DIR`.
-      extra, tokens, channels_first: as in `jfcl.data.from_frame`.
+      kind, scale, extra, tokens, channels_first: as in `jfcl.data.from_frame`.
 
     Returns:
       `Dataset` of the splits "train" and "test" (if there is one), with values as in `jfcl.data.from_frame`.
@@ -100,10 +102,10 @@ def from_tfds(
         return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
 
     by, xs, y = choose(sorted(features), by, x, y)
-    classes = getattr(features[y], "num_classes", None) if y else None
+    classes = getattr(features[y], "num_classes", None) if isinstance(y, str) else None
     parts = {split: split for split in SPLITS if split in splits}
     about = {"tokens": tokens, "name": name, "columns": lambda split: sorted(features), "num_classes": classes}
-    about |= {"extra": extra, "channels_first": channels_first}
+    about |= {"extra": extra, "channels_first": channels_first, "kind": kind, "scale": scale}
     return as_dataset(parts, read, by, xs, y, **about)
 
 

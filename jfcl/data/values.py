@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jfcl.core import check, shown
+from jfcl.core import check, check_apart, shown
 from jfcl.data import images
+from jfcl.data.dataset import Dataset
 
 
 def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> tuple[list[np.ndarray], bool]:
@@ -24,7 +28,7 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
     """
     made, pictured, moved = [], [], False
     for where, values in parts:
-        array = as_numpy(values)
+        array = plain(values, where)
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
             rows = list(array)
             check_whole(rows, where)
@@ -56,10 +60,14 @@ def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...]
     if isinstance(values, dict):
         options = {"moved": moved, "plane": plane}
         return {name: kept(part, f"{where}[{name!r}]", **options) for name, part in values.items()}
-    array = as_numpy(values)
+    array = plain(values, where)
+    if is_table(values) and array.shape[1] == 1:
+        array = array[:, 0]
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
-        rows = list(values)
+        rows = list(array)
         check_whole(rows, where)
+        texts = any(isinstance(row, str) for row in rows)
+        check(not texts, where, "texts", "numbers; jfcl.data.from_frame numbers texts, of all clients alike")
         array = stacked(rows, where)
     check(array.ndim > 0, where, shown(values), "an array with an entry for each example")
     if moved and array.ndim == 4 and array.shape[2:] == plane:
@@ -67,6 +75,72 @@ def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...]
     if array.dtype.kind == "f":
         return as_type(np.float32, array, where)
     return as_type(np.int32, array, where) if array.dtype.itemsize > 4 else array
+
+
+def is_table(values: Any) -> bool:
+    """Returns whether values are a table with named columns, as a pandas frame."""
+    return hasattr(values, "columns") and hasattr(values, "__getitem__") and not isinstance(values, dict)
+
+
+def plain(values: Any, where: str) -> Any:
+    """Returns `as_numpy` of values, also of those that hide numbers: frames, series and sparse matrices.
+
+    A frame becomes `[n, columns]`; a list of decimals becomes numbers.
+
+    Raises:
+      ValueError: a frame with a column of other than numbers; dates; names of columns that occur twice.
+    """
+    if is_table(values):
+        names = list(values.columns)
+        check(names and len(set(names)) == len(names), f"{where}: columns", names, "names that differ, one at least")
+        columns = [plain(values[name], f"{where}: column {name!r}") for name in names]
+        for i, column in enumerate(columns):
+            if column.dtype == object and not isinstance(column[0], str):
+                check_whole(list(column), f"{where}: column {names[i]!r}")
+                columns[i] = stacked(list(column), f"{where}: column {names[i]!r}")
+        for name, column in zip(names, columns, strict=True):
+            fits = column.ndim == 1 and column.dtype.kind in "biuf"
+            accepted = "one column of numbers; jfcl.data.from_frame reads texts and categories, of all clients alike"
+            check(fits, f"{where}: column {name!r}", f"{column.dtype} {column.shape}", accepted)
+        named = zip(names, columns, strict=True)
+        return np.stack([as_type(np.float32, c, f"{where}: column {name!r}") for name, c in named], axis=1)
+    if hasattr(values, "tocsr") and hasattr(values, "toarray"):  # of scipy
+        return values.toarray()
+    array = as_numpy(values)
+    in_turn = isinstance(array, list) or (isinstance(array, np.ndarray) and array.ndim == 1)
+    first = array[0] if in_turn and len(array) else None
+    dated = isinstance(array, np.ndarray) and array.dtype.kind in "mM"
+    if dated or isinstance(first, datetime.date | datetime.time | datetime.timedelta | np.datetime64 | np.timedelta64):
+        kind = array.dtype if dated else type(first).__name__
+        accepted = (
+            "numbers in the place of dates and times, such as the days since the first one (.dt.days) or the hour"
+        )
+        check(False, where, kind, accepted)
+    if isinstance(first, decimal.Decimal | fractions.Fraction):
+        check_whole(list(array), where)
+        return np.array([float(value) for value in array])
+    return array
+
+
+def plain_dataset(dataset: Any) -> Any:
+    """Returns a data set with frames, series, sparse matrices and JAX's arrays in its splits as arrays of NumPy."""
+
+    def of_split(split: Any, name: str) -> Any:
+        if not isinstance(split, dict):
+            return split
+        made = {}
+        for key, values in split.items():
+            hides = not isinstance(values, np.ndarray | list | dict | tuple)
+            made[key] = plain(values, f"data set {dataset.name!r} ({name}): {key}") if hides else values
+        return made
+
+    if not isinstance(dataset, Dataset):
+        return dataset
+    splits = {name: of_split(getattr(dataset, name), name) for name in ("train", "test")}
+    writer = dataset.writer
+    if isinstance(writer, dict):
+        writer = {name: np.asarray(ids) if hasattr(ids, "__array__") else ids for name, ids in writer.items()}
+    return dataset._replace(**splits, writer=writer)
 
 
 def as_numpy(values: Any) -> Any:
@@ -94,6 +168,8 @@ def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
         good = (rows == array.reshape(rows.shape)).all(axis=1)
     else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
         good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
+    if dtype == np.float32 and good.all() and array.ndim <= 2:
+        check_apart(where, array)
     bad = np.flatnonzero(~good)
     if len(bad):
         what = f"numbers beyond {made.dtype}" if np.isfinite(array[bad[0]]).all() else "NaN or infinity"

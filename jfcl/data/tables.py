@@ -1,0 +1,212 @@
+"""Tables with named columns: which columns become inputs, and how, so that a new row is read as those of training.
+
+How a data set was read is a plain dictionary, `Dataset.table`, which a run's folder keeps:
+
+* `"by"`, `"target"`: the columns of the clients and of the targets.
+* `"inputs"`: of each input column in turn `{"column": name}`; with `"mean"` and `"deviation"` where it was scaled; with
+  `"values"` where it holds names, of which each became an input of zeros and ones.
+* `"labels"`: the names of the labels 0, 1, ..., where they were numbered; `None` for labels that are numbers already,
+  and for a regression.
+* `"left_out"`: columns that are no inputs, since they number the rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jfcl.core import check, check_choice, shown
+from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
+
+MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
+FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
+_INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
+
+
+def frame_of(table: Any, argument: str) -> Any:
+    """Returns a table as a pandas frame with names that differ; those of polars and pyarrow are converted.
+
+    Raises:
+      ValueError: other than a table; names that occur twice, or of several levels.
+    """
+    if not is_table(table) and hasattr(table, "to_pandas"):
+        table = _to_pandas(table, argument)
+    check(is_table(table), argument, type(table), "a frame with columns")
+    if hasattr(table, "to_pandas"):  # polars
+        table = _to_pandas(table, argument)
+    if getattr(table.columns, "nlevels", 1) > 1:
+        raise ValueError(
+            f"{argument} has columns of several levels, {list(table.columns)[:3]}...; give each one name:"
+            " frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
+        )
+    names = list(table.columns)
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    check(not twice, f"{argument}: the names of columns", twice, "different: each of these occurs more than once")
+    return table
+
+
+def _to_pandas(table: Any, argument: str) -> Any:
+    try:
+        return table.to_pandas()
+    except ImportError as error:
+        raise ValueError(f"{argument}: a {type(table).__module__} table is read by way of pandas: {error}") from None
+
+
+def column_of(frame: Any, name: Any, *, as_names: bool = False) -> np.ndarray:
+    """Returns the values of a column; `as_names`: those of a categorical one as texts, also where they are numbers."""
+    series = frame[name]
+    if not hasattr(series.dtype, "categories"):
+        return plain(series, f"column {name!r}")
+    values = series.astype(object).to_numpy()
+    missing = series.isna().to_numpy()
+    return np.array([None if m else str(v) if as_names else v for v, m in zip(values, missing, strict=True)], object)
+
+
+def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
+    """Returns the columns that number the rows of a table, or of a larger one that it was a part of.
+
+    Args:
+      columns: of each column its values in every split.
+
+    Returns:
+      Those with the name that an index gets in a file, and different integers; and those with the integers from 0 or 1
+      on (in 10 rows or more), in any order.
+    """
+    found = []
+    for name, parts in columns.items():
+        if any(part.ndim != 1 or part.dtype.kind not in "iuf" for part in parts):
+            continue
+        values = np.concatenate(parts)
+        if not np.isfinite(values).all() or (values != np.rint(values)).any() or len(np.unique(values)) < len(values):
+            continue
+        from_start = len(values) >= FEWEST_ROWS and values.min() in (0, 1) and np.ptp(values) == len(values) - 1
+        if from_start or _INDEX.fullmatch(str(name)):
+            found.append(name)
+    return found
+
+
+def encode_names(parts: Sequence[np.ndarray], column: Any) -> tuple[list[np.ndarray], list[str]]:
+    """Returns the names of a column in every split as `[n, names]` zeros and ones, and the names in training, sorted.
+
+    Raises:
+      ValueError: more than 100 different names, or one that training does not have.
+    """
+    names = sorted(set(parts[0].tolist()))
+    if len(names) > MOST_NAMES:
+        raise ValueError(
+            f"column {column!r} holds {len(names)} different texts, too many to be inputs beside numbers; give the"
+            f" columns of the inputs without it (x), or fewer names (at most {MOST_NAMES})"
+        )
+    return [_one_hot(part, names, column) for part in parts], names
+
+
+def _one_hot(values: Sequence[str], names: list[str], column: Any) -> np.ndarray:
+    for i, value in enumerate(values):
+        if value not in names:
+            raise ValueError(
+                f"column {column!r}: row {i} holds {value!r}, which training does not have; it has {shown(names)}"
+            )
+    return (np.asarray(values, object)[:, None] == np.array(names, object)).astype(np.float32)
+
+
+def scaled(parts: Sequence[np.ndarray], about: dict[str, Any]) -> list[np.ndarray]:
+    """Returns numbers `[n, 1]` with mean 0 and deviation 1 over the training table, which goes into `about`."""
+    train = parts[0].astype(np.float64)
+    about |= {"mean": float(train.mean()), "deviation": float(train.std()) or 1.0}
+    return [_scale(part, about) for part in parts]
+
+
+def _scale(values: np.ndarray, about: dict[str, Any]) -> np.ndarray:
+    return ((values.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
+
+
+def described(table: dict[str, Any]) -> str:
+    """Returns in words how a table was read."""
+
+    def listed(names):
+        return ", ".join(map(str, names[:8])) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+
+    inputs = []
+    for one in table["inputs"]:
+        inputs.append(f"{one['column']} ({listed(one['values'])})" if "values" in one else one["column"])
+    words = [f"inputs {listed(inputs)}"]
+    if any("mean" in one for one in table["inputs"]):
+        words[0] += ", numbers scaled to mean 0 and deviation 1"
+    if table["target"] is not None:
+        target = table["target"] if isinstance(table["target"], list) else [table["target"]]
+        of = f" ({listed(table['labels'])})" if table["labels"] else ""
+        words.append(f"target {listed(target)}{of}")
+    if table["left_out"]:
+        words.append(f"left out, as they number the rows: {listed(table['left_out'])}")
+    return "; ".join(words)
+
+
+def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns further rows of a table as a data set's own were read: by the names of columns, in any order.
+
+    Args:
+      frame: a pandas frame with the input columns of `table`, and others.
+      table: how the data set was read: `Dataset.table`, `Federation.table`, or `"table"` in a run's `summary.json`.
+
+    Returns:
+      `{"x": [n, ...], "y": [n]}`, without `"y"` where the frame has no column of the targets.
+
+    Raises:
+      ValueError: a column that is missing, a name or a label that training does not have, and the errors of
+        `from_frame`.
+
+    Example:
+      >>> import jfcl, pandas as pd
+      >>> train = pd.DataFrame({"device": ["pc", "phone"], "age": [20, 40], "buys": ["no", "yes"]})
+      >>> data = jfcl.data.from_frame(train, y="buys", scale=True)
+      >>> new = pd.DataFrame({"age": [30], "device": ["phone"], "buys": ["yes"]})
+      >>> rows = jfcl.data.read_rows(new, data.table)
+      >>> rows["x"].tolist(), rows["y"].tolist(), data.table["labels"]
+      ([[0.0, 1.0, 0.0]], [1], ['no', 'yes'])
+    """
+    frame = frame_of(frame, "frame")
+    check(len(frame) > 0, "frame", "0 rows", "of at least one")
+    names, made = list(frame.columns), []
+    for about in table["inputs"]:
+        column = about["column"]
+        check_choice("column of the inputs", column, names)
+        values = column_of(frame, column, as_names="values" in about)
+        if "values" in about:
+            check_whole(list(values), f"column {column!r}")
+            made.append(_one_hot(list(values), about["values"], column))
+            continue
+        (array,), _ = inputs_of([(f"column {column!r}", values)], None)
+        made.append(_scale(array, about) if "mean" in about else array)
+    rows = {"x": made[0] if len(made) == 1 else np.concatenate(made, axis=1)}
+    target = table["target"]
+    if target is None or not {target} <= set(names) if not isinstance(target, list) else not set(target) <= set(names):
+        return rows
+    if isinstance(target, list):
+        rows["y"] = numbers([column_of(frame, one) for one in target], target)
+    elif table["labels"] is not None:
+        number, values = {name: i for i, name in enumerate(table["labels"])}, column_of(frame, target)
+        wrong = next((v for v in values.tolist() if v not in number), None)
+        check(wrong is None, f"column {target!r}", wrong, f"one of the labels of training, {shown(table['labels'])}")
+        rows["y"] = np.array([number[v] for v in values.tolist()], np.int32)
+    else:
+        where, values = f"column {target!r}", column_of(frame, target)
+        rows["y"] = as_type(np.int32 if table["kind"] == "classification" else np.float32, values, where)
+    return rows
+
+
+def numbers(columns: Sequence[Any], names: Sequence[Any]) -> np.ndarray:
+    """Returns `[n, T]` float32 of `T` columns of numbers or truths."""
+    made = []
+    for name, values in zip(names, columns, strict=True):
+        array = plain(values, f"column {name!r}")
+        if array.dtype.kind not in "biuf":
+            check_whole(list(array), f"column {name!r}")
+            array = plain(list(array), f"column {name!r}")
+        fits = isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "biuf"
+        accepted = "numbers, or true and false, where there are several columns of targets"
+        check(fits, f"column {name!r}", shown(values[0]), accepted)
+        made.append(as_type(np.float32, array, f"column {name!r}"))
+    return np.stack(made, axis=1)
