@@ -120,7 +120,12 @@ def test_weights_of_clients_may_be_given(name):
     clients = clients._replace(id=np.array([3, 9, 1, 0, 4, 5, 8], np.int32))  # as in a population
     by_id = np.full(10, np.nan, np.float32)
     by_id[clients.id] = clients.size
+    others = {"knn_per": {"mixing": 0.5}}.get(name, {})  # else a part of the examples chooses it
+    if name == "oracle":
+        clients = clients._replace(id=None)
+        by_id = clients.size
     options = {"cohort": 4} if "cohort" in options_of(METHODS[name].make) and name != "one_shot" else {}
+    options |= others
 
     def after(weights):
         algorithm = factory(name, weights=weights, **options)(task, training)
@@ -130,7 +135,8 @@ def test_weights_of_clients_may_be_given(name):
         return jax.jit(algorithm.step)(jax.random.key(1), state, clients)[0]
 
     jax.tree.map(np.testing.assert_array_equal, after("size"), after(np.nan_to_num(by_id)))
-    for wrong in (by_id, -np.ones(10), np.zeros(10), np.ones((10, 1)), np.ones(9), np.array(["a"] * 10)):
+    n = len(by_id)
+    for wrong in (by_id * np.nan, -np.ones(n), np.zeros(n), np.ones((n, 1)), np.ones(n - 1), np.array(["a"] * n)):
         with pytest.raises(ValueError, match="weights must be"):
             after(wrong)
 

@@ -375,8 +375,7 @@ def aggregate(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -
     sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
     total = weight
     if rules.divide_by == "all":
-        given = phases.own_weights(rules.weights, client_ids(clients))
-        total = phases.client_weight(rules.weights, jnp.asarray(clients.size), given)
+        total = phases.weights_of(rules.weights, clients)
     of_all = jnp.broadcast_to(total.sum(), weight.shape)
     changed = jax.tree.map(lambda _: weight > 0, params)
     if rules.aggregator is not None:

@@ -210,7 +210,7 @@ def federated_clustering(
         has_examples = size > 0
         group_key, clients_key = jax.random.split(key)
         keys = client_keys(clients_key, clients)
-        counts = phases.client_weight(weights, size, phases.own_weights(weights, client_ids(clients)))
+        counts = phases.weights_of(weights, clients)
         batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
         groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
         width = n if groups is None else subgroup_size

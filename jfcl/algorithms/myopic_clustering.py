@@ -262,21 +262,18 @@ def centers_of(
         points = where_rows(usable, points, jax.tree.map(jnp.zeros_like, points))
         stacked = [points, state.centers] if carry else [points]
         server = over_columns(client_axis, cluster_points)
-        weight = phases.client_weight(weights, size, phases.own_weights(weights, ids))
         is_first = ~state.chosen if carry else jnp.ones((), bool)
-        centers, group = server(stacked, usable, ids, weight, is_first)
+        centers, group = server(stacked, usable, ids, phases.weights_of(weights, clients), is_first)
 
         def move(key, params, opt_state, k, loss):
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
             opt_state = local.rekeyed(training, key, params, opt_state)
-            updates, opt_state = local.optimizer_step(
-                training.optimizer, jax.tree.map(lambda c: c[k], centers), opt_state, params, loss
-            )
+            slope = jax.tree.map(lambda c: c[k], centers)
+            updates, opt_state = local.optimizer_step(training.optimizer, slope, opt_state, params, loss)
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
-        params, opt_states = client_axis(move)(
-            client_keys(cohort.key, clients), state.params, state.client, group, loss
-        )
+        rows = client_keys(cohort.key, clients), state.params, state.client, group, loss
+        params, opt_states = client_axis(move)(*rows)
         moved = usable & jax.vmap(is_finite)(params)  # a step may overflow
         model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
         metrics = phases.round_metrics(has_examples, loss, moved, 1, model, model)

@@ -14,9 +14,9 @@ from jfcl.algorithms.averaging import Averaging
 from jfcl.algorithms.once import clustered_once
 from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.personal import initial_state, train_alone
-from jfcl.algorithms.round import client_weight, own_weights
+from jfcl.algorithms.round import weights_of
 from jfcl.client import local
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, client_ids, divided, trained_part
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, divided, trained_part
 from jfcl.core.options import check_options
 from jfcl.execution import mapping
 from jfcl.execution.columns import over_columns
@@ -121,8 +121,7 @@ def cluster_local_models(
     if len(size) <= DENSE_UP_TO:
         cluster_models = over_columns(client_axis, cluster_models)
     cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
-    given = own_weights(rules.weights, client_ids(clients))
-    counts = client_weight(rules.weights, size, given) * usable.astype(jnp.float32)
+    counts = weights_of(rules.weights, clients) * usable.astype(jnp.float32)
     in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
     means = cluster_mean(models, cluster, counts, num_clusters, in_order)
     # A cluster that k-means left empty starts at the mean of all, or where all started.

@@ -24,6 +24,7 @@ from jfcl.core import (
     check,
     check_choice,
     check_finite,
+    client_ids,
     client_keys,
     divided,
     is_concrete,
@@ -250,6 +251,11 @@ def client_weight(weights: str | jax.Array, size: jax.Array, own: jax.Array | No
     if own is not None:
         return jnp.where(size > 0, own, jnp.zeros_like(own))
     return (size if isinstance(weights, str) and weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+
+
+def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
+    """Returns `[N]` the `client_weight` of each of the clients."""
+    return client_weight(weights, jnp.asarray(clients.size), own_weights(weights, client_ids(clients)))
 
 
 def share(

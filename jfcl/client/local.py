@@ -372,6 +372,12 @@ def loss_and_gradient(
     return loss, grads, statistics
 
 
+def distance(params: PyTree, anchor: PyTree, prox: Any) -> jax.Array:
+    """Returns FedProx's term of the loss, `prox / 2 * ||params - anchor||^2`, `[]` float32."""
+    squares = jax.tree.map(lambda p, a: jnp.square((p - a).astype(jnp.float32)).sum(), params, anchor)
+    return 0.5 * jnp.asarray(prox, jnp.float32) * sum(jax.tree.leaves(squares))
+
+
 def train(
     task: Task,
     training: LocalTraining,
@@ -426,10 +432,6 @@ def train(
     def pull(grads, params):
         return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
 
-    def distance(params):
-        squares = jax.tree.map(lambda p, a: jnp.square((p - a).astype(jnp.float32)).sum(), params, anchor)
-        return 0.5 * jnp.asarray(training.prox, jnp.float32) * sum(jax.tree.leaves(squares))
-
     def step(t, carry, rows, real):
         """Does one local step on the examples at `rows` (None: all)."""
         params, statistics, opt_state, total = carry
@@ -440,10 +442,10 @@ def train(
             loss, grads, statistics = loss_and_gradient(task, step_key, params, statistics, batch, real)
         else:
             loss, grads = spans.loss_and_gradient(start, span, params, batch, rows, real)
-        value = loss
+        objective = loss
         if not (is_concrete(training.prox) and training.prox == 0):
-            grads, value = pull(grads, params), loss + distance(params).astype(loss.dtype)
-        updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, value)
+            grads, objective = pull(grads, params), loss + distance(params, anchor, training.prox).astype(loss.dtype)
+        updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
 
