@@ -267,7 +267,7 @@ def test_seeds_are_added_to_their_cell(cells):
     assert path.name == "byzantine_cfl.table2-20-rounds.json" and "20 of the paper's 200 rounds" in result["title"]
     cfl, fl = result["rows"]  # in the order of the paper's tables
     assert fl["method"] == "FL" and fl["accuracy %"] == 50 and fl["paper %"] == 81.6
-    assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(5)
+    assert cfl["seeds"] == 2 and cfl["accuracy %"] == pytest.approx(85) and cfl["std"] == pytest.approx(50**0.5)
     assert cfl["adversaries removed"] == "3 of 3" and cfl["benign removed"] == 1 and cfl["all out by round"] == 2
     assert cfl["benign out in rounds"] == [7, 7] and fl.get("benign out in rounds") is None
     assert cfl["seconds by seed"] == [10, 11] and cfl["accuracy % by round"] == {"5": 5, "20": 20}

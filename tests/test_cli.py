@@ -87,7 +87,7 @@ def test_a_run_leaves_what_the_design_promises(finished):
     for name in metrics:
         values = [row[name] for row in summary["per_seed"]]
         assert summary["mean"][name] == pytest.approx(np.mean(values))
-        assert summary["std"][name] == pytest.approx(np.std(values))
+        assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
     model = 4 * (64 * 200 + 200 + 2000 + 10)
     assert summary["bytes_up"] == 4 * 8 * model and summary["bytes_down"] == 2 * 4 * 8 * model
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -110,6 +110,15 @@ def test_compare_prints_a_table_and_plots(finished, capsys):
     with (finished / "compare" / "results.csv").open() as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert float(rows["ifca"]["accuracy"]) == accuracy and rows["fedavg"]["seeds"] == rows["ifca"]["seeds"] == "2"
+    # A line for each run, and what it shows as a dash is empty in the file.
+    lines = {line.split()[0]: line.split() for line in printed.splitlines() if line[:4] in ("ifca", "feda")}
+    assert len(lines) == 2 and lines["fedavg"][3:5] == ["–", "–"] and lines["fedavg"][6] == "–"
+    for name in ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery"):
+        assert rows["fedavg"][name] == rows["fedavg"][f"{name}_std"] == "", name
+    for name, column in (("accuracy", 1), ("worst_client_accuracy", 2), ("cluster_accuracy", 3)):
+        shown = f"{100 * float(rows['ifca'][name]):.1f}±{100 * float(rows['ifca'][f'{name}_std']):.1f}"
+        assert lines["ifca"][column] == shown, name
+    assert "sent received" in " ".join(printed.split()) and "mean ± sample std over 2 seeds" in printed
 
 
 def test_the_same_command_gives_the_same_results(finished, tmp_path):

@@ -276,7 +276,7 @@ def test_records_by_seed():
     assert list(report.by_seed(records)) == [0, 1] and report.first_seed(records) == records[:2]
     np.testing.assert_array_equal(report.seed_columns(records, "gap"), [[5, 15], [6, 16]])
     assert np.isnan(report.seed_columns(records, "gap", slot=1)).all()
-    assert report.mean_and_std([1.0, 3.0], "x") == {"x": 2.0, "std": 1.0}
+    assert report.mean_and_std([1.0, 3.0], "x") == {"x": 2.0, "std": pytest.approx(2**0.5)}
 
 
 @pytest.mark.parametrize("name", RECIPES)

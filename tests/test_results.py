@@ -41,7 +41,7 @@ def test_a_run_in_python_leaves_its_results(tmp_path):
     for name in ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "clusters_in_use", "bytes_up"):
         values = [row[name] for row in last]
         assert summary["mean"][name] == pytest.approx(np.mean(values)), name
-        assert summary["std"][name] == pytest.approx(np.std(values)), name
+        assert summary["std"][name] == pytest.approx(np.std(values, ddof=1)), name
         assert [row[name] for row in summary["per_seed"]] == values, name
     about = {"method": "mine", "dataset": None, "num_clients": N, "num_clusters": len(set(CLUSTER.tolist()))}
     about |= {"num_rounds": ROUNDS, "ended": history.ended, "seconds": history.seconds, "finds_clusters": True}
@@ -100,7 +100,7 @@ def test_runs_in_python_are_compared_and_reported(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert "identity" not in printed and "different splits" not in printed
     right = [100 * row["cluster_accuracy"] for row in read_run("runs/clusters")[0]["per_seed"]]
-    found = f"{np.mean(right):.1f}±{np.std(right):.1f}"
+    found = f"{np.mean(right):.1f}±{np.std(right, ddof=1):.1f}"
     mean, clusters = ([line.split() for line in printed.splitlines() if line.startswith(name)] for name in ("m", "c"))
     assert mean[0][3:5] == ["–", "–"] and clusters[0][3] == found  # one model finds none
     assert "they differ in num_rounds" not in printed and "rounds: 2 (mean), 4 (clusters)" in printed
@@ -257,7 +257,7 @@ def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
     simulate(newcomers=CLIENTS, out=tmp_path)
     summary = read_run(tmp_path)[0]
     accuracy = [100 * row["newcomer_accuracy"] for row in summary["per_seed"]]
-    text = f"{np.mean(accuracy):.1f}±{np.std(accuracy):.1f} % (a)"
+    text = f"{np.mean(accuracy):.1f}±{np.std(accuracy, ddof=1):.1f} % (a)"
     assert results_notes({"a": summary}) == [f"client acc. of newcomers, with the model of lowest loss: {text}"]
 
 
@@ -290,7 +290,7 @@ def test_a_method_without_steps_has_no_speed(tmp_path):
 
     simulate(jfcl.Algorithm(FEDAVG.init, step, TASK), out=tmp_path)
     summary = read_run(tmp_path)[0]
-    assert summary["client_steps_per_second"] is None and results_rows({"mine": summary})[1][0][-1] == "–"
+    assert summary["client_steps_per_second"] is None and "–" not in results_rows({"mine": summary})[1][0][-2:]
 
 
 def test_a_resumption_with_another_key_is_refused_beside_a_configuration(tmp_path):

@@ -85,7 +85,9 @@ def test_a_cell_is_a_run(row_axis, runs):
             for name in ("loss", "accuracy", "worst_client_accuracy", "pooled_accuracy"):
                 assert row[name] == pytest.approx(record[name], abs=1e-5), (cell.values, name)
         losses = [row["loss"] for row in cell.per_seed]
-        assert cell.mean["loss"] == pytest.approx(np.mean(losses)) and cell.std["loss"] == pytest.approx(np.std(losses))
+        assert cell.mean["loss"] == pytest.approx(np.mean(losses)) and cell.std["loss"] == pytest.approx(
+            np.std(losses, ddof=1)
+        )
     scores = [cell.mean["accuracy"] for cell in found.cells]
     assert found.metric == "accuracy" and found.best == int(np.argmax(scores))
     assert found.rows()[-1]["accuracy"] == scores[-1] and found.rows()[-1]["num_clusters"] == 2

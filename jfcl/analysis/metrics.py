@@ -7,6 +7,7 @@ for the model of lowest loss on the evaluated data (IFCA's inference for new cli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -214,6 +215,18 @@ def _normalized_mutual_information(table: np.ndarray) -> float:
     information = parts[np.abs(parts) > np.finfo(float).eps].sum()  # independent clusterings have exactly 0
     entropies = entr(by_found).sum() + entr(by_true).sum()
     return float(np.clip(2.0 * information / entropies, 0.0, 1.0))
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Returns the sample standard deviation (with the divisor `R - 1`) of `R` values; None for fewer than two.
+
+    It is that of every ± in tables, figures and files.
+
+    Example:
+      >>> deviation([1.0, 3.0]) ** 2, deviation([1.0])
+      (2.0000000000000004, None)
+    """
+    return float(np.std(np.asarray(values, np.float64), ddof=1)) if len(values) > 1 else None
 
 
 def rounds_to_recovery(rounds: list[int], cluster_accuracy: list[float], *, level: float = FOUND) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 from cycler import cycler
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
-from jfcl.analysis.metrics import contingency
+from jfcl.analysis.metrics import contingency, deviation
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core import check
 from jfcl.core.files import write_whole
@@ -146,7 +146,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
 
 
 def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "worst_client_accuracy")) -> Figure:
-    """Plots methods side by side: the last round's metrics, mean over seeds with standard deviation.
+    """Plots methods side by side: the last round's metrics, mean over seeds with the sample standard deviation.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.9, "worst_client_accuracy": 0.5}]
@@ -159,12 +159,11 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
     width, tallest = 0.8 / len(metrics), 0.0
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
+        spread = [deviation(v) or np.nan for v in last]
         at = np.arange(len(runs)) + (j - (len(metrics) - 1) / 2) * width
         means = [v.mean() for v in last]
         tallest = max([tallest, *means])  # NaN is never larger
-        shown = axes.bar(
-            at, means, width * 0.92, yerr=[v.std() for v in last], label=metric.replace("_", " "), capsize=3
-        )
+        shown = axes.bar(at, means, width * 0.92, yerr=spread, label=metric.replace("_", " "), capsize=3)
         axes.bar_label(shown, [f"{v:.3f}" for v in means], padding=2, fontsize=8)
     axes.set_xticks(np.arange(len(runs)), list(runs))
     axes.set_ylim(0, 1.18 * max(1.0, tallest))

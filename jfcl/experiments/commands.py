@@ -266,8 +266,10 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
         console.print(f"note: {note}", markup=False)
     before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
+    steps = summary["client_steps_per_second"]
+    speed = "" if steps is None else f" {steps:,.0f} client-steps/s,"
     console.print(
-        f"{summary['num_rounds']} rounds{before}, {summary['rounds_per_second']:.2f} rounds/s,"
+        f"{summary['num_rounds']} rounds{before}, {summary['rounds_per_second']:.2f} rounds/s,{speed}"
         f" {summary['seconds']:.1f} s + {summary['compile_seconds']:.1f} s compiling, on {summary['device']},"
         f" products in {precision}"
     )

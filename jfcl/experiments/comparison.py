@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfcl.analysis.metrics import FOUND
+import numpy as np
 
-RECOVERY = ("cluster_accuracy", "adjusted_rand")  # agreement with the true clusters
+from jfcl.analysis.metrics import FOUND, deviation
+
+OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
 NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 
 
@@ -41,11 +43,33 @@ def unused(path: Path, suffix: str = "") -> Path:
     return next(found for name in names if not (found := path.with_name(name)).exists())
 
 
-def number(value: float | None, std: float | None, digits: int) -> str:
-    """Returns `value`, and the standard deviation where there is one, with so many decimals."""
+def number(value: float | None, std: float | None, digits: int, scale: float = 1) -> str:
+    """Returns `value`, and the standard deviation where there is one, times `scale`, with so many decimals."""
     if value is None:
         return "–"
-    return f"{value:.{digits}f}" + ("" if std is None else f"±{std:.{digits}f}")
+    return f"{scale * value:.{digits}f}" + ("" if std is None else f"±{scale * std:.{digits}f}")
+
+
+def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, float | None]:
+    """Returns the mean and the sample standard deviation of a metric over the seeds of a run.
+
+    Both are None where a seed does not have the metric, or where clusters cannot agree with the true ones; the second
+    also for one seed. Those of `rounds_to_recovery` are over the seeds that have found the clusters.
+
+    Example:
+      >>> over_seeds({"per_seed": [{"accuracy": 0.5}, {"accuracy": 0.5}]}, "accuracy")
+      (0.5, 0.0)
+    """
+    values = [row.get(metric) for row in summary["per_seed"]]
+    known = [value for value in values if value is not None]
+    partly = metric == "rounds_to_recovery"
+    if (
+        not known
+        or (len(known) < len(values) and not partly)
+        or (metric in OF_CLUSTERS and not compares_clusters(summary))
+    ):
+        return None, None
+    return float(np.mean(known)), deviation(known)
 
 
 def size_text(value: float | None) -> str:
@@ -58,9 +82,10 @@ def size_text(value: float | None) -> str:
 
 
 def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Returns the heads and the rows of a table with one row per run: mean ± standard deviation over seeds.
+    """Returns the heads and the rows of a table with one line per run: mean ± sample standard deviation over seeds.
 
-    A dash stands for what a summary, such as that of an unfinished run, does not have.
+    Bytes are those that all clients have sent and received. A dash stands for what a summary, such as that of an
+    unfinished run, does not have.
     """
     texts = any("perplexity" in summary["mean"] for summary in summaries.values())
     first = ("perplex-\nity", "perplexity", 1, 1) if texts else ("client\nacc. %", "accuracy", 100, 1)
@@ -71,44 +96,45 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
         ("cluster\nacc. %", "cluster_accuracy", 100, 1),
         ("adjusted\nRand", "adjusted_rand", 1, 2),
     )
-    others = ("clusters\nin use", "found at\nround", "sent up\nand down", "steps/s")
     rows = []
     for name, summary in summaries.items():
-        mean, std = summary["mean"], summary["std"]
-        several, recovers = len(summary["per_seed"]) > 1, compares_clusters(summary)
-        cells = []
-        for _, metric, scale, digits in metrics:
-            unknown = mean.get(metric) is None or (metric in RECOVERY and not recovers)
-            deviation = scale * std[metric] if several and not unknown else None
-            cells.append(number(None if unknown else scale * mean[metric], deviation, digits))
-        recovered = [row["rounds_to_recovery"] for row in summary["per_seed"]]
-        found = [r for r in recovered if r is not None and recovers]
-        rounds = "–" if not found else f"{sum(found) / len(found):.0f}"
-        if found and len(found) < len(recovered):
-            rounds += f"\n({len(found)} of {len(recovered)})"
-        sent = "\n".join(size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))
-        steps = summary.get("client_steps_per_second")
-        cells += [number(mean["clusters_in_use"], None, 1), rounds, sent, "–" if steps is None else f"{steps:,.0f}"]
-        rows.append([name, *cells])
-    return ["run", *(head for head, *_ in metrics), *others], rows
+        cells = [number(*over_seeds(summary, metric), digits, scale) for _, metric, scale, digits in metrics]
+        cells.append(number(summary["mean"]["clusters_in_use"], None, 1))
+        cells.append(number(over_seeds(summary, "rounds_to_recovery")[0], None, 0))
+        found, seeds = recovered_seeds(summary), len(summary["per_seed"])
+        cells[-1] += f" ({found}/{seeds})" if 0 < found < seeds else ""
+        rows.append([name, *cells, *(size_text(summary.get(name)) for name in ("bytes_up", "bytes_down"))])
+    return ["run", *(head for head, *_ in metrics), "clusters\nin use", "found at\nround", "sent", "received"], rows
+
+
+def recovered_seeds(summary: dict[str, Any]) -> int:
+    """Returns the number of seeds of a run that have found the true clusters; 0 where there are none to find."""
+    return (
+        sum(row["rounds_to_recovery"] is not None for row in summary["per_seed"]) if compares_clusters(summary) else 0
+    )
 
 
 def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
-    """Returns the final results of all runs as csv: each metric's mean and standard deviation over seeds.
+    """Returns the final results of all runs as csv: each metric's mean and sample standard deviation over seeds.
+
+    A cell is empty where the table of results has a dash. `rounds_to_recovery` is over the `recovered_seeds`.
 
     Example:
-      >>> one = {"method": "fedavg", "per_seed": [{}, {}], "mean": {"accuracy": 0.5}, "std": {"accuracy": 0.1}}
+      >>> rows = [{"accuracy": 0.5, "rounds_to_recovery": 3}, {"accuracy": 0.75, "rounds_to_recovery": None}]
+      >>> one = {"method": "ifca", "per_seed": rows, "mean": {"accuracy": 0.625}}
       >>> print(results_csv({"a": one}), end="")
-      run,method,seeds,accuracy,accuracy_std
-      a,fedavg,2,0.5,0.1
+      run,method,seeds,recovered_seeds,accuracy,accuracy_std
+      a,ifca,2,1,0.625,0.1767766952966369
     """
     names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["run", "method", "seeds", *(head for name in names for head in (name, f"{name}_std"))])
+    heads = (head for name in names for head in (name, f"{name}_std"))
+    table.writerow(["run", "method", "seeds", "recovered_seeds", *heads])
     for run, summary in summaries.items():
-        cells = (summary[part].get(name) for name in names for part in ("mean", "std"))
-        table.writerow([run, summary["method"], len(summary["per_seed"]), *cells])
+        found = recovered_seeds(summary) if compares_clusters(summary) else None
+        cells = (cell for name in names for cell in over_seeds(summary, name))
+        table.writerow([run, summary["method"], len(summary["per_seed"]), found, *cells])
     return text.getvalue()
 
 
@@ -134,13 +160,12 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     found = [[row["rounds_to_recovery"] for row in s["per_seed"]] for s in summaries.values() if compares_clusters(s)]
     if any(None in rounds and set(rounds) != {None} for rounds in found):
         share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
-        notes.append(f"found at round, (n of m): in n of the m seeds, {share}; the round is the mean over these")
+        notes.append(f"found at round, (n/m): in n of the m seeds, {share}; the round is the mean over these")
     new = {name: s for name, s in summaries.items() if s["mean"].get("newcomer_accuracy") is not None}
     if new:
         cells = []
         for name, summary in new.items():
-            std = 100 * summary["std"]["newcomer_accuracy"] if len(summary["per_seed"]) > 1 else None
-            cells.append(f"{number(100 * summary['mean']['newcomer_accuracy'], std, 1)} % ({name})")
+            cells.append(f"{number(*over_seeds(summary, 'newcomer_accuracy'), 1, 100)} % ({name})")
         notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
     return notes
 
@@ -148,7 +173,7 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
 def seeds_text(summary: dict[str, Any]) -> str:
     """Returns the seeds of a run, for the title of a table."""
     count = len(summary["per_seed"])
-    return f"mean ± std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
+    return f"mean ± sample std over {count} seeds" if count > 1 else f"seed {summary['per_seed'][0]['seed']}"
 
 
 def is_configured(config: dict[str, Any]) -> bool:

@@ -195,7 +195,9 @@ def _curves(runs: dict[str, PartialRun]) -> list[str]:
     found.append(_figure(runs, "clients", draw, caption))
     last = {name: rows for name, rows in records.items() if _has_values(rows, "accuracy")}
     if len(last) > 1:
-        caption = "Final accuracy: mean over clients, and of the worst client; with the standard deviation over seeds."
+        caption = (
+            "Final accuracy: mean over clients, and of the worst client; with the sample standard deviation over seeds."
+        )
         found.append(_figure(runs, "methods", partial(plots.bars, last), caption))
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jfcl.core import shown
 from jfcl.experiments import html_page as html
-from jfcl.experiments.comparison import RECOVERY, compares_clusters, is_configured, number
+from jfcl.experiments.comparison import OF_CLUSTERS, compares_clusters, is_configured, number
 from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.own import is_own
 from jfcl.experiments.partial import PartialRun, first_seed, planned_rounds
@@ -60,7 +60,7 @@ def seeds(run: PartialRun, label: str) -> str:
     if len(per_seed) < 2:
         return ""
     recovers = compares_clusters(run.summary)
-    names = {n: style for n, style in names.items() if recovers or n not in RECOVERY}
+    names = {n: style for n, style in names.items() if recovers or n not in OF_CLUSTERS}
     heads = [n.replace("_", " ") + (" %" if scale == 100 else "") for n, (scale, _) in names.items()]
     rows = []
     for row in per_seed:

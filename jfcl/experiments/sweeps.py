@@ -241,7 +241,7 @@ def _line(entry: tuple[str, Any]) -> str:
 
 
 def sweep_table(found: Sweep, title: str) -> Table:
-    """Returns the table of the best cells, in 80 columns: mean ± standard deviation over seeds."""
+    """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
     texts = not any("accuracy" in cell.mean for cell in found.cells)
     columns = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
     columns = ({} if texts else columns) | {"loss": ("loss", 1, 3)}
@@ -251,9 +251,8 @@ def sweep_table(found: Sweep, title: str) -> Table:
     sign = -1 if METRICS[found.metric] else 1
     order = sorted(found.cells, key=lambda cell: sign * cell.mean[found.metric] if cell.mean else math.inf)
     for cell in order[:MOST_SHOWN]:
-        several = len(cell.per_seed) > 1
         cells = [
-            number(scale * cell.mean[name], scale * cell.std[name] if several else None, digits) if cell.mean else "–"
+            number(cell.mean.get(name), cell.std.get(name), digits, scale)
             for name, (_, scale, digits) in columns.items()
         ]
         names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]

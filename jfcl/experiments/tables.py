@@ -27,7 +27,7 @@ def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Tab
 
 
 def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
-    """Returns a table with one row per run: mean ± standard deviation over seeds, in 80 columns."""
+    """Returns a table with one line per run: mean ± sample standard deviation over seeds, in 80 columns."""
     heads, rows = results_rows(summaries)
     table = numbers_table(title, heads[:1], heads[1:])
     for name, *cells in rows:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jfcl.analysis import plots
+from jfcl.analysis.metrics import deviation
 from jfcl.core import check, check_choice
 
 # The results on held-out examples, and whether more is better.
@@ -111,12 +112,12 @@ def static_options(values: dict[str, Value], traced: Collection[str]) -> tuple[t
 
 
 def make_cell(values: dict[str, Value], per_seed: list[dict[str, Any]]) -> Cell:
-    """Returns a cell with the mean and the standard deviation over its seeds."""
+    """Returns a cell with the mean and the sample standard deviation over its seeds, None for one."""
     if any(row["diverged"] for row in per_seed):
         return Cell(values, per_seed, {}, {})
     columns = {name: [row[name] for row in per_seed] for name in METRICS if name in per_seed[0]}
     mean = {name: float(np.mean(column)) for name, column in columns.items()}
-    return Cell(values, per_seed, mean, {name: float(np.std(column)) for name, column in columns.items()})
+    return Cell(values, per_seed, mean, {name: deviation(column) for name, column in columns.items()})
 
 
 def best_of(cells: list[Cell], metric: str) -> int | None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.analysis.metrics import deviation
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
 from jfcl.execution import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
@@ -63,12 +64,12 @@ class History(NamedTuple):
     init_rounds: int = 0
 
     def __repr__(self) -> str:
-        """Returns three lines: the end, the last records, the costs."""
+        """Returns three lines: the end, the mean ± sample deviation over seeds of the last records, the costs."""
         last = [row for row in self.records if row["round"] == self.records[-1]["round"]]
         seeds = f", {len(last)} seeds" if len(last) > 1 else ""
         names = [name for name in SHOWN if last and all(name in row for row in last)]
         found = {name: [row[name] for row in last] for name in names}
-        spread = {name: f" ± {np.std(values):.3g}" if seeds else "" for name, values in found.items()}
+        spread = {name: f" ± {deviation(values):.3g}" if seeds else "" for name, values in found.items()}
         means = ", ".join(f"{name} {np.mean(values):.4g}{spread[name]}" for name, values in found.items())
         rate = self.client_steps / max(self.seconds, 1e-9)
         return (

@@ -13,7 +13,7 @@ import numpy as np
 
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.cfl import CFLState
-from jfcl.analysis.metrics import rounds_to_recovery
+from jfcl.analysis.metrics import deviation, rounds_to_recovery
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
 
@@ -24,7 +24,8 @@ BYTES = ("bytes_up", "bytes_down")
 def summarize_records(records: list[dict[str, Any]], last: int | None = None) -> dict[str, Any]:
     """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records.
 
-    Without `last` they are those of each seed's own last record: seeds that ran apart may have ended at other rounds.
+    `std` is the sample standard deviation, None for one seed. Without `last` they are those of each seed's own last
+    record: seeds that ran apart may have ended at other rounds.
     """
     per_seed = []
     of_seeds = {r["seed"]: r for r in records if last is None or r["round"] == last}
@@ -40,9 +41,13 @@ def summarize_records(records: list[dict[str, Any]], last: int | None = None) ->
     def over_seeds(statistic) -> dict[str, float | None]:
         names = [name for name in per_seed[0] if name != "seed"]
         columns = {name: [row.get(name) for row in per_seed] for name in names}
-        return {name: None if None in values else float(statistic(values)) for name, values in columns.items()}
+        return {name: None if None in values else statistic(values) for name, values in columns.items()}
 
-    return {"per_seed": per_seed, "mean": over_seeds(np.mean), "std": over_seeds(np.std)}
+    return {
+        "per_seed": per_seed,
+        "mean": over_seeds(lambda values: float(np.mean(values))),
+        "std": over_seeds(deviation),
+    }
 
 
 def finds_clusters(history: History) -> bool:

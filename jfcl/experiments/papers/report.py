@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jfcl.analysis import plots
+from jfcl.analysis.metrics import deviation
 from jfcl.experiments.config import Config, common_options, method_options, methods_with
 from jfcl.experiments.recipes import Bench, Row
 
@@ -41,8 +42,8 @@ def seed_columns(records: Records, name: str, slot: int = 0) -> np.ndarray:
 
 
 def mean_and_std(values: Sequence[float], name: str = "accuracy %") -> Row:
-    """Returns the columns of a value that is repeated over seeds."""
-    return {name: float(np.mean(values)), "std": float(np.std(values))}
+    """Returns the mean and the sample standard deviation of a value over seeds, as columns."""
+    return {name: float(np.mean(values)), "std": deviation(values)}
 
 
 def accuracy_columns(summary: dict[str, Any], name: str = "accuracy %") -> Row:
