@@ -262,6 +262,19 @@ def test_what_may_be_several_things_is_refused(x, words):
             from_arrays([(x, y)], channels_first=True)
 
 
+def test_files_that_cannot_be_read(tmp_path):
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64)).astype(np.uint8))
+    picture.save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:900])
+    picture.save(tmp_path / "c.gif", save_all=True, append_images=[picture.rotate(90)])
+    for name, words in [("b.png", "row 0 is an image that cannot be read"), ("c.gif", "row 0 is an image of 2 frames")]:
+        with Image.open(tmp_path / name) as image, pytest.raises(ValueError, match=words):
+            from_arrays([([image], [0])])
+    missing = np.ma.masked_greater(np.arange(6.0).reshape(2, 3), 4)
+    with pytest.raises(ValueError, match="a masked array has missing values"):
+        from_arrays([(missing, [0, 1])])
+
+
 def test_maps_beside_images_with_channels_first():
     rng = np.random.default_rng(0)
     x, y = rng.random((4, 3, 9, 8), np.float32), rng.integers(0, 5, (4, 1, 9, 8))

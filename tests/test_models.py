@@ -441,6 +441,13 @@ def test_tasks_are_cached_and_named():
     ]
 
 
+@pytest.mark.parametrize("name", ["resnet18_gn", "mobilenet_bn", "cnn_mnist32", "vgg"])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
+def test_networks_refuse_channels_first(name, shape):
+    with pytest.raises(ValueError, match=r"input_shape .* has the channels first, but .* reads images \[H, W, C\]"):
+        jfcl.models.classification(jfcl.models.MODELS[name][0](10), shape, 10)
+
+
 class WithBatchNorm(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -28,9 +28,13 @@ def picture(image: Any, where: str) -> np.ndarray:
     """Returns `[H, W, C]` float32 in `[0, 1]`, what an image of PIL shows.
 
     Raises:
-      ValueError: 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; an unknown
-        mode.
+      ValueError: 32-bit integers, and floats outside `[0, 1]`, of unknown white; several frames; an unknown mode; a
+        file that is damaged or closed.
     """
+    try:
+        image.load()
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{where} is an image that cannot be read ({error})") from None
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise ValueError(f"{where} is an image of {image.n_frames} frames; give one of them (image.seek, image.copy)")
     if image.getexif().get(_ORIENTATION, 1) != 1:

@@ -164,6 +164,9 @@ def _femnist(data_dir) -> Dataset:
             try:
                 by_writer = json.loads(path.read_text())["user_data"]
                 for name, examples in by_writer.items():
+                    check(
+                        set(examples) == {"x", "y"}, f"writer {name}", sorted(examples), "of examples 'x' and 'y' alone"
+                    )
                     x.append(np.asarray(examples["x"], np.float32).reshape(-1, 28, 28, 1))
                     labels = np.asarray(examples["y"])
                     fits = labels.ndim == 1 and (labels == np.rint(labels)).all()

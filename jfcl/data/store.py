@@ -110,7 +110,8 @@ class ClientStore:
         n = len(clients.size)
         named = clients.id is None or np.array_equal(clients.id, np.arange(n))
         check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
-        check(isinstance(clients.examples, dict), "clients.examples", type(clients.examples), "a dict of arrays")
+        plain = isinstance(clients.examples, dict) and all(hasattr(x, "dtype") for x in clients.examples.values())
+        check(plain, "clients.examples", jax.tree.structure(clients.examples), "a dict of single arrays")
         check_clients(clients, allow_empty=True)
         size, m = np.asarray(clients.size), max_examples(clients)
         real = np.arange(m)[None, :] < size[:, None]

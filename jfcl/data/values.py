@@ -45,10 +45,10 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
             pictured.append(False)
         if images.has_channels_first(array.shape, where, channels_first):
             array, moved = images.channels_last(array), True
-        array = images.images_or_ids(array, where)
-        if array.ndim == 1:
-            array = as_type(np.float32, array, where)[:, None]
-        made.append(as_type(np.int32 if array.dtype.kind in "iu" else np.float32, array, where))
+        x = images.images_or_ids(array, where)
+        if x is array:
+            x = as_type(np.int32 if array.dtype.kind in "iu" and array.ndim > 1 else np.float32, array, where)
+        made.append(x[:, None] if x.ndim == 1 else x)
     return (images.alike(made) if made and all(pictured) else made), moved
 
 
@@ -151,6 +151,8 @@ def as_numpy(values: Any) -> Any:
             values = values.numpy()
         except TypeError:  # bfloat16 and smaller
             values = values.float().numpy()
+    if np.ma.is_masked(values):
+        raise ValueError("a masked array has missing values; fill them (values.filled), or leave out their rows")
     if hasattr(values, "__array__") and not images.is_picture(values):
         values = np.asarray(values)
     small = isinstance(values, np.ndarray) and values.dtype.kind == "V" and values.dtype.names is None

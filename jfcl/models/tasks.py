@@ -153,12 +153,19 @@ def network(
         `IS_TRAINING` or `IS_NOT_TRAINING`. (An nnx module without such an argument is put into training by `train()`.)
 
     Raises:
-      ValueError: no such argument, and a module that needs one; state other than statistics of real numbers; a module
+      ValueError: a network of `jfcl.models` for images with their channels first; no such argument, and a module that
+        needs one; state other than statistics of real numbers; a module
         that fails on a batch of inputs, or returns more than one array.
     """
     if isinstance(module, type) and issubclass(module, nn.Module):
         name = module_name(module)
         raise ValueError(f"module must be an instance of a flax.linen module, got the class {name}: give {name}(...)")
+    first = len(input_shape) == 3 and input_shape[0] <= 4 < min(input_shape[1:])
+    if first and type(module).__module__.startswith("jfcl.models") and type(module) not in DENSE_FIRST:
+        raise ValueError(
+            f"input_shape {input_shape} has the channels first, but {module_name(type(module))} reads images [H, W, C];"
+            " jfcl.data.from_torch and from_arrays move them (channels_first)"
+        )
     if isinstance(module, nn.Module):
         net = of_linen(module, input_shape, dtype, training_argument)
     else:
