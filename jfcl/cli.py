@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import threading
 import traceback
 import warnings
@@ -18,12 +18,11 @@ from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
 from jfcl.simulation.callbacks import CallbackError
 from jfcl.simulation.probe import cache_dir
-from jfcl.simulation.progress import DivergedError, answered_at_once
+from jfcl.simulation.progress import DivergedError
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 LONGEST_MESSAGE = 4000  # characters
-PATIENCE = 2.0  # seconds from a second Ctrl-C to the end of the process
 
 
 def _compilation_cache() -> None:
@@ -41,25 +40,33 @@ def main(argv: list[str] | None = None) -> int:
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
         console = Console(width=120, **plain)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
-    ended = threading.Event()
-
-    def leave(count: int) -> None:
-        if count > 1 and not ended.wait(PATIENCE):  # compiled code does not return
-            errors.show_cursor()  # a progress bar hides it
-            errors.print(
-                "\ninterrupted; what is in a folder continues with the same command (run, sweep: and --resume)",
-                markup=False,
-            )
-            os._exit(130)
-
-    with answered_at_once(leave) if argv is None else contextlib.nullcontext():
-        try:
-            status = _main(argv, console, errors)
-        finally:
-            ended.set()
+    if argv is None and os.name == "posix":
+        _end_at_second_ctrl_c(errors)
+    status = _main(argv, console, errors)
     if status and hosts.connected():
         hosts.leave(status)
     return status
+
+
+def _end_at_second_ctrl_c(errors: Console) -> None:
+    """Ends the process at the second Ctrl-C, also while compiled code runs, perhaps for minutes, and Python waits.
+
+    What is in a folder is whole at any time.
+    """
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)  # Python writes the numbers of signals there at once
+
+    def listen():
+        presses = 0
+        while presses < 2:
+            presses += os.read(receiver, 1)[0] == signal.SIGINT
+        errors.show_cursor()  # a progress bar hides it
+        text = "\ninterrupted at once; what is in a folder continues with the same command (run, sweep: and --resume)"
+        errors.print(text, markup=False)
+        os._exit(130)
+
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def _sentence(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import sys
 import time
 import warnings
 from functools import partial
-from multiprocessing.context import SpawnProcess
 
 import jax
 import jax.numpy as jnp
@@ -131,23 +129,6 @@ def test_processes_that_fail(tmp_path):
         with pytest.raises(ValueError, match="jobs must be an integer, at least 1"):
             reproduce("toy", recipes=SMALL, out=tmp_path / "none", jobs=jobs)
     assert not (tmp_path / "none").exists()
-
-
-def test_ctrl_c_while_a_process_begins(monkeypatch, capfd):
-    def start(process, begin=SpawnProcess.start):
-        begin(process)
-        os.kill(os.getpid(), signal.SIGINT)  # to the process, that is to any of its threads
-        time.sleep(0.1)
-
-    monkeypatch.setattr(SpawnProcess, "start", start)
-    hears = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(in_processes({"slow": partial(time.sleep, 600)}, 1))
-    finally:
-        signal.signal(signal.SIGINT, hears)
-    assert not multiprocessing.active_children()
-    assert capfd.readouterr().err == ""  # of the process, which was about to import JAX
 
 
 @pytest.mark.slow

@@ -1,16 +1,13 @@
 """The terminal: the progress bar, Ctrl-C, and the text of a history."""
 
 import io
-import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 import rich.console
 
@@ -63,48 +60,6 @@ def test_a_store_that_is_built_has_a_bar(screen, tmp_path):
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_is_answered_while_compiled_code_runs():
-    @jax.jit
-    def compute(x):
-        return jax.lax.fori_loop(0, 10**8, lambda _, x: jnp.sin(x) + 1, x)  # more than a second
-
-    compiled, order, heard = compute.lower(0.0).compile(), [], threading.Event()
-    old = signal.signal(signal.SIGINT, lambda *_: order.append("handled"))
-
-    def answer(count):
-        order.append(f"answered {count}")
-        heard.set()
-
-    try:
-        with progress.answered_at_once(answer):
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            jax.block_until_ready(compiled(0.0))
-            assert heard.wait(60)
-    finally:
-        signal.signal(signal.SIGINT, old)
-    assert order == ["answered 1", "handled"]
-
-
-def test_answers_are_passed_on_to_the_one_before():
-    outer, inner, heard = [], [], threading.Semaphore(0)
-
-    def add(counts):
-        return lambda count: (counts.append(count), heard.release())
-
-    old = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        with progress.answered_at_once(add(outer)):
-            with progress.answered_at_once(add(inner)):
-                for _ in range(2):
-                    signal.raise_signal(signal.SIGINT)
-                assert all(heard.acquire(timeout=60) for _ in range(4))
-            signal.raise_signal(signal.SIGINT)
-            assert heard.acquire(timeout=60)
-    finally:
-        signal.signal(signal.SIGINT, old)
-    assert (outer, inner) == ([1, 2, 3], [1, 2])
-
-
 def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsys):
     class Interrupt:
         def on_start(self, run):
@@ -113,7 +68,7 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
     run = {"key": jax.random.key(0), "num_rounds": 2, "out": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         jfcl.simulate(FEDAVG, CLIENTS, **run, callbacks=[Interrupt()])
-    assert "stopping after this round; Ctrl-C again stops at once" in capsys.readouterr().err
+    assert "stopping after these rounds; Ctrl-C again stops at once" in capsys.readouterr().err
     assert not list((tmp_path / "checkpoints").iterdir())
     resumed = jfcl.simulate(FEDAVG, CLIENTS, **run, resume=True)
     whole = jfcl.simulate(FEDAVG, CLIENTS, **(run | {"out": None}))
@@ -133,9 +88,10 @@ def test_a_second_ctrl_c_ends_a_long_round(tmp_path):
             time.sleep(0.1)
         time.sleep(5)  # it compiles, and begins a round of many minutes
         process.send_signal(signal.SIGINT)
-        assert "stopping after this round" in process.stderr.readline()
+        time.sleep(1)
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=10)
     finally:
         process.kill()
     assert process.returncode == 130 and "--resume" in rest and "Traceback" not in rest

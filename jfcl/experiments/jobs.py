@@ -15,7 +15,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -87,7 +86,7 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
                 (name, part), slot = waiting.pop(0), free.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(part, jobs, slot, options, sender), daemon=True)
-                with _ctrl_c_waits():
+                with _ctrl_c_ignored():
                     process.start()
                     sender.close()
                     running.append(_Process(name, process, receiver, slot))
@@ -102,29 +101,19 @@ def in_processes(parts: Mapping[str, Callable[[], Any]], jobs: int) -> Iterator[
 
 
 @contextlib.contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of the block, and in a process that begins there until `_work`.
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Ignores Ctrl-C until the end of the block; so does a process that begins there, until `_work`.
 
-    Otherwise it could leave a process running, or end its imports with a traceback.
+    Otherwise the process could end its imports with a traceback.
     """
-    came: list[int] = []
-    hears = signal.getsignal(signal.SIGINT)
-    is_heard = callable(hears) and threading.current_thread() is threading.main_thread()
-    if is_heard:  # a mask is not enough here: another thread would take the signal, and Python interrupt this one
-        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    has_masks = hasattr(signal, "pthread_sigmask")
-    if has_masks:
-        resource_tracker.ensure_running()  # it lifts the mask when it begins
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process begins with it
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        if has_masks:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if is_heard:
-            signal.signal(signal.SIGINT, hears)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
 
 def _raise_failure(one: _Process) -> None:
@@ -172,8 +161,6 @@ def _work(part: Callable[[], Any], jobs: int, slot: int, options: dict[str, Any]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
         try:
-            if hasattr(signal, "pthread_sigmask"):
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _ctrl_c_waits
             _take_share(jobs, slot)
             part()
         except BaseException as raised:  # also that of Ctrl-C, which the parent has seen

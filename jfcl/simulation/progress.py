@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import signal
-import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,41 +102,6 @@ class compile_ahead:
         return self._ahead
 
 
-@contextlib.contextmanager
-def answered_at_once(answer: Callable[[int], None]) -> Iterator[None]:
-    """Calls `answer(n)` in a thread when Ctrl-C is pressed for the `n`-th time; only in the main thread.
-
-    Python calls a handler of signals once compiled code returns, which may take minutes. The number of the signal is
-    written to a file descriptor at once; the thread reads it, and passes it on to the descriptor that was set before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-
-    def listen():
-        count = 0
-        while number := receiver.recv(1):
-            if before != -1:
-                with contextlib.suppress(OSError):
-                    os.write(before, number)
-            if number[0] == signal.SIGINT:
-                count += 1
-                answer(count)
-
-    thread = threading.Thread(target=listen, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        sender.close()
-        thread.join()
-        receiver.close()
-
-
 def progress_bar(is_shown: bool, *columns: Any) -> Progress:
     """Returns a bar of rich's `columns` on stderr, which vanishes at its end; terminals and notebooks alone show it."""
     console = Console(stderr=True)
@@ -150,8 +113,8 @@ class Watch:
     """The clock of a run, its progress bar, its handler of Ctrl-C, and the schedule of its checkpoints.
 
     Attributes:
-      interrupted: whether Ctrl-C was pressed. It is answered at once and takes effect after the present rounds; after a
-        second Ctrl-C, the run ends as soon as jax returns.
+      interrupted: whether Ctrl-C was pressed, which takes effect after the present rounds; a second one raises
+        `KeyboardInterrupt` as soon as jax returns.
     """
 
     def __init__(self, num_rounds: int, *, description: str, progress: bool, checkpoint_seconds: float):
@@ -168,7 +131,6 @@ class Watch:
             if threading.current_thread() is threading.main_thread():
                 before = signal.signal(signal.SIGINT, self._interrupt)
                 opened.callback(signal.signal, signal.SIGINT, before)
-                opened.enter_context(answered_at_once(self._answer))
             opened.enter_context(self._compiling)
             self._open = opened.pop_all()
         self._opened = time.perf_counter()
@@ -183,10 +145,7 @@ class Watch:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-
-    def _answer(self, count: int) -> None:
-        text = "stopping after this round; Ctrl-C again stops at once" if count == 1 else "stopping at once"
-        self._bar.console.print(text)
+        self._bar.console.print("stopping after these rounds; Ctrl-C again stops at once")
 
     def show(self, note: str) -> None:
         """Shows the bar, if it is not there yet, with a note such as "compiling"."""
