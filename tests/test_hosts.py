@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -28,13 +27,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(folder, options, num_processes=2):
-    """The processes of one run; `folder` gets `out/` and `log-<process>`."""
+def start(folder, common, num_processes=2, options=([], [], [])):
+    """The processes of one run, those whose `options` are not None; `folder` gets `out/` and `log-<process>`."""
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JFCL_CACHE_DIR": ""}
     where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(num_processes), "--devices", "1"]
     processes = []
-    for i in range(num_processes):
-        command = [sys.executable, "-m", "jfcl", *METHOD, *options, *where, "--process-id", str(i), "--out", "out"]
+    for i in [i for i in range(num_processes) if options[i] is not None]:
+        command = [sys.executable, "-m", "jfcl", *METHOD, *common, *where, "--process-id", str(i), "--out", "out"]
+        command += options[i]
         with (folder / f"log-{i}").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=env))
     return processes
@@ -46,7 +46,7 @@ def records(folder):
 
 @pytest.mark.slow
 def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
-    """They find what one process finds; one is killed, the other says so; one process alone goes on with their run."""
+    """They find what one process finds; one is killed, the other says so; two go on, and then one alone."""
     processes = start(tmp_path, ["--rounds", "100000", "--checkpoint-seconds", "0"])
     lines = tmp_path / "out" / "metrics.jsonl"
     try:
@@ -64,6 +64,8 @@ def test_two_processes_and_one_that_is_lost(tmp_path, capsys):
     said = (tmp_path / "log-0").read_text()
     assert "another process was lost; continue with --resume" in said and "Traceback" not in said
     rounds = str(len(records(tmp_path / "out")) + 2)
+    processes = start(tmp_path, ["--rounds", str(int(rounds) - 1), "--resume"])
+    assert [p.wait(timeout=240) for p in processes] == [0, 0], (tmp_path / "log-0").read_text()
     devices = ["--devices", "1", "--rounds", rounds]
     assert cli.main([*METHOD, *devices, "--out", str(tmp_path / "out"), "--resume"]) == 0
     assert cli.main([*METHOD, *devices, "--out", str(tmp_path / "alone")]) == 0
@@ -82,6 +84,7 @@ def test_two_processes_leave_the_results_of_all_clients(tmp_path):
     finally:
         for p in processes:
             p.kill()
+    assert "2 devices of 1 host (2 x cpu), 2 processes" in (tmp_path / "log-0").read_text()
     with (tmp_path / "out" / "clients.csv").open() as f:
         rows = list(csv.DictReader(f))
     last = records(tmp_path / "out")[-1]
@@ -185,57 +188,143 @@ def test_the_first_process_calls_the_callbacks_and_all_stop(tmp_path):
     assert [p.name for p in (tmp_path / "out-True" / "checkpoints").iterdir()] == ["1"]
 
 
-def test_a_coordinator_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
-    with pytest.raises(ValueError, match=r"did not answer within 0.3 seconds .* process with id 0 running"):
-        hosts.connect(f"localhost:{free_port()}", 2, 1)
+@pytest.fixture
+def asked(monkeypatch):
+    """What `jax.distributed.initialize` was asked for; it connects to nobody."""
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.update(options, args=args))
+    monkeypatch.setattr(hosts, "_check_count", lambda *_: None)
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "CUDA_VISIBLE", "ROCR_VISIBLE", "JAX_LOCAL")):
+            monkeypatch.delenv(name)
+    return given
 
 
-def test_processes_that_do_not_come(monkeypatch):
-    monkeypatch.setattr(hosts, "TIMEOUT", 0.5)
-    port = free_port()
-    with pytest.raises(
-        ValueError, match=rf"of the 3 processes, 1, 2 did not connect to port {port} within 0.5 seconds"
-    ):
-        hosts.connect(f"localhost:{port}", 3, 0)
+def test_what_does_not_come_is_said_in_time(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"waited 0\.3 seconds at localhost:9 in vain: not all of the 2 processes"):
+        hosts.connect("localhost:9", 2, 1, timeout=0.3)
+    assert time.monotonic() - began < 10
 
 
-def test_a_port_that_is_taken():
+def test_what_jax_refuses_is_said():
+    with pytest.raises(ValueError, match=r"^coordinator: jax\.distributed\.initialize\(\) must be called before any"):
+        hosts.connect("localhost:9", 2, 1)  # this process has devices already
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 80, "256.1.1.1", "[::1::2]"])
+def test_a_host_that_is_not_known(host, asked):
+    with pytest.raises(ValueError, match=r"the host .* is not known on this machine .* the machine of process 0"):
+        hosts.connect(f"{host}:1234", 2, 0)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("127.0.0.1", "127.0.0.1:1234"), ("localhost", "localhost:1234"), ("192.0.2.7", None), ("host0", None)],
+)
+def test_the_coordinator_listens_where_it_was_told(host, bound, asked, monkeypatch):
+    """192.0.2.7 is of no machine: it may be that of a router in front of this one."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    for process_id in (0, 1):
+        hosts.connect(f"{host}:1234", 2, process_id)
+        assert asked["coordinator_bind_address"] == (bound if process_id == 0 else None)
+
+
+# Slurm: the GPUs of a process, by the variables of its task, as (what is set, the tasks' GPUs). A task sees what
+# CUDA_VISIBLE_DEVICES names, and the numbers are of those.
+EIGHT, EACH = ",".join(map(str, range(8))), [[i] for i in range(8)]
+STEPS = {
+    "one task a machine, of two": ({"STEP_TASKS_PER_NODE": "1(x2)", "GPUS_ON_NODE": "8"}, EIGHT, [None]),
+    "that said as an option": ({"NTASKS_PER_NODE": "1"}, EIGHT, [None]),
+    "known by the machines alone": ({"STEP_NODELIST": "gpu[003,007]", "NTASKS": "2"}, EIGHT, [None]),
+    "of another number in the batch file": ({"STEP_TASKS_PER_NODE": "1(x2)", "NTASKS_PER_NODE": "8"}, EIGHT, [None]),
+    "no GPU is masked": ({"STEP_TASKS_PER_NODE": "1(x2)"}, None, [None]),
+    "a task a GPU, all visible": ({"STEP_TASKS_PER_NODE": "8(x2)", "GPUS_ON_NODE": "8"}, EIGHT, EACH),
+    "machines alone": ({"STEP_NODELIST": "a[1-2],b", "NTASKS": "24"}, EIGHT, EACH),
+    "a task a GPU, each sees its own": ({"STEP_TASKS_PER_NODE": "8", "GPUS_PER_TASK": "1"}, "0", [None] * 8),
+    "each sees its own, by --gpu-bind": ({"STEP_TASKS_PER_NODE": "8", "GPUS_ON_NODE": "8"}, "5", [None] * 8),
+    "each sees its own, of one model": ({"STEP_TASKS_PER_NODE": "4", "GPUS_PER_TASK": "a100:2"}, "0,1", [None] * 4),
+    "two GPUs a task, all visible": ({"STEP_TASKS_PER_NODE": "4"}, EIGHT, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    "on the second machine": ({"STEP_TASKS_PER_NODE": "1,2(x3)", "NODEID": "1"}, "0,1", [[0], [1]]),
+    "parts of a GPU": ({"STEP_TASKS_PER_NODE": "2"}, "MIG-a,MIG-b", [[0], [1]]),
+    "no mask, but a number": ({"STEP_TASKS_PER_NODE": "2", "GPUS_ON_NODE": "4"}, None, [[0, 1], [2, 3]]),
+    "nothing known": ({"STEP_TASKS_PER_NODE": "2"}, None, [[0], [1]]),
+    "CPUs": ({"STEP_TASKS_PER_NODE": "2"}, "NoDevFiles", [None, None]),
+}
+
+
+def slurm(monkeypatch, said, visible=None, process=0):
+    """The variables of task `process` on its machine."""
+    base = {"JOB_ID": "7", "STEP_NODELIST": "a,b", "NTASKS": "16", "PROCID": process, "LOCALID": process}
+    for name, value in (base | said).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_slurm_gives_each_task_its_gpus(step, monkeypatch, asked):
+    said, visible, wanted = STEPS[step]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    found = []
+    for process in range(len(wanted)):
+        slurm(monkeypatch, said, visible, process)
+        hosts.connect("auto")
+        found.append(asked["local_device_ids"])
+        assert asked["args"][1:] == (int(os.environ["SLURM_NTASKS"]), process)
+        assert asked["cluster_detection_method"] == "deactivate"  # or jax would choose the GPUs after all
+    assert found == wanted
+
+
+def test_slurm_where_tasks_cannot_share_gpus(monkeypatch, asked):
+    for tasks, gpus in (("3", EIGHT), ("8", "0,1,2,3")):
+        slurm(monkeypatch, {"STEP_TASKS_PER_NODE": tasks, "GPUS_ON_NODE": str(gpus.count(",") + 1)}, gpus)
+        with pytest.raises(ValueError, match=rf"the {tasks} tasks of this machine .* one task for each machine"):
+            hosts.connect("localhost:1234", 2, 0)
+    assert not asked
+
+
+def test_open_mpi_gives_each_task_its_gpus(monkeypatch, asked):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT)
+    for rank, size, wanted in ((0, 1, None), (1, 2, [4, 5, 6, 7])):
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(size))
+        hosts.connect("localhost:1234", 2, rank)
+        assert asked["local_device_ids"] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ([], ["--clients", "8", "--resume"], "every process must be given the same"),
+        (["--num-processes", "2"], ["--num-processes", "3"], "num_processes must be the same in all processes"),
+        (["--connect-seconds", "1"], None, "process 0 waited 1 seconds"),
+        (None, ["--connect-seconds", "1"], "process 1 waited 1 seconds"),
+    ],
+    ids=["options", "numbers", "only the first", "only the second"],
+)
+def test_processes_that_do_not_fit(first, second, said, tmp_path):
+    processes = start(tmp_path, [], options=(first, second))
+    try:
+        assert [p.wait(timeout=100) for p in processes] == [2] * len(processes)
+    finally:
+        for p in processes:
+            p.kill()
+    for log in tmp_path.glob("log-*"):
+        assert said in log.read_text() and "stack trace" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"port {port} cannot be used .* does another program use it\?"):
-            hosts.connect(f"localhost:{port}", 2, 0)
-
-
-def test_something_else_at_the_port():
-    """It answers, but not as process 0 does."""
-    with socket.create_server(("localhost", 0)) as other:
-
-        def answer():
-            guest = other.accept()[0]
-            guest.recv(100)
-            guest.sendall(b"HTTP/1.0 400 Bad request\n")
-            guest.close()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(ValueError, match=r"a process 0 that waits for others: 'HTTP/1.0 400"):
-            hosts.connect(f"localhost:{other.getsockname()[1]}", 2, 1)
-        thread.join()
-
-
-def test_processes_that_say_the_wrong_thing():
-    """Of another run, and twice the same: they are told, and those who fit go on."""
-    port = free_port()
-    zero = threading.Thread(target=hosts._gather, args=(port, 3))
-    zero.start()
-    with pytest.raises(ValueError, match="process 1 of 2 does not fit: there are 3, each once"):
-        hosts._announce("localhost", port, 2, 1)
-    first = threading.Thread(target=hosts._announce, args=("localhost", port, 3, 1))
-    first.start()
-    hosts._announce("localhost", port, 3, 2)
-    first.join()
-    zero.join()
+        where = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", "0"]
+        command = [sys.executable, "-m", "jfcl", *METHOD, *where]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert found.returncode == 2 and f"port {port} cannot be used here" in found.stderr
 
 
 def test_what_the_first_process_refuses_all_refuse(tmp_path):
@@ -329,6 +418,7 @@ def test_the_devices_of_a_process_lie_next_to_each_other(monkeypatch):
 def test_more_processes_than_clients(monkeypatch, capsys, run):
     monkeypatch.setattr(mapping.jax, "process_count", lambda: 20)
     if run:
+        monkeypatch.setattr(hosts, "check_alike", lambda *_: None)
         assert run(METHOD) == 2
         said = capsys.readouterr().err
     else:
@@ -357,25 +447,8 @@ def test_a_process_without_a_client(tmp_path):
         assert a["cluster"] == b["cluster"] and len(a["cluster"]) == 4
 
 
-def slurm(monkeypatch, process, count=2):
-    said = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": count, "PROCID": process, "LOCALID": process}
-    for name, value in said.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    monkeypatch.setenv("JAX_COORDINATOR_PORT", str(free_port()))
-    monkeypatch.setattr(hosts, "TIMEOUT", 0.3)
-
-
-@pytest.mark.parametrize(
-    ("process", "said"), [(0, "of the 2 processes, 1 did not connect"), (1, "did not answer within")]
-)
-def test_slurm_where_not_all_come(monkeypatch, process, said):
-    slurm(monkeypatch, process)
-    with pytest.raises(ValueError, match=said):
-        hosts.connect("auto")
-
-
-def test_auto_where_nobody_knows(monkeypatch):
-    with pytest.raises(ValueError, match="no cluster was detected here, got 'auto'"):
+def test_auto_where_nobody_knows(asked):
+    with pytest.raises(ValueError, match="no cluster was detected here; under Slurm, start the program with srun"):
         hosts.connect("auto")
 
 

@@ -6,13 +6,17 @@ of one process these functions return their arguments unchanged.
 
 from __future__ import annotations
 
-import contextlib
+import ipaddress
 import json
 import os
+import re
 import socket
 import sys
-import time
+import threading
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -22,33 +26,43 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check
 
-HELLO = "jfcl-hello"
 MOST = 2**16  # processes of one run
 TIMEOUT = 60  # seconds that a process waits for the others to connect, and for a lost one to answer
+FOREVER = 10**6  # seconds
 
 
-def connect(coordinator: str, num_processes: int | None = None, process_id: int | None = None) -> None:
+def connect(
+    coordinator: str, num_processes: int | None = None, process_id: int | None = None, timeout: float = TIMEOUT
+) -> None:
     """Connects the processes of one run; call it before any other function of JAX.
+
+    A process has all GPUs that it sees. Where Slurm or Open MPI start several tasks on a machine, each has its own:
+    those that Slurm bound to it, or an equal share.
+
+    The service of process 0 listens at the address of `coordinator` if that is one of its own, as 127.0.0.1; given a
+    name, on all interfaces, since a machine may know its own name by another address than others do. It does not
+    authenticate who connects.
 
     Args:
       coordinator: `"host:port"` of the first process; or `"auto"` on Cloud TPU, Slurm and the other clusters that
         `jax.distributed.initialize` detects, without further arguments.
       num_processes: the number of processes.
       process_id: the number of this process, from 0.
+      timeout: seconds to wait for the other processes.
 
     Raises:
-      ValueError: numbers that do not fit; a port in use; processes that do not connect, or a coordinator that does not
-        answer, within `TIMEOUT` seconds.
+      ValueError: numbers that do not fit, here or between processes; a host that does not resolve; a port in use; GPUs
+        that the tasks of a machine cannot share equally; processes that do not connect in time. The program must then
+        end.
 
     Example:
       >>> connect("host0:1234", num_processes=2, process_id=2)
       Traceback (most recent call last):
       ValueError: process_id must be in 0..1, got 2
     """
+    check(0 < timeout < np.inf, "timeout", timeout, "a number of seconds above 0")
     if coordinator == "auto":
-        coordinator, num_processes, process_id = _surroundings()
-        accepted = "given as host:port, with the number of processes and this one's: no cluster was detected here"
-        check(None not in (coordinator, num_processes, process_id), "coordinator", "auto", accepted)
+        coordinator, num_processes, process_id = _surroundings(timeout)
     host, _, port = coordinator.rpartition(":")
     check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
     whole = num_processes is not None and 1 <= num_processes <= MOST
@@ -56,98 +70,183 @@ def connect(coordinator: str, num_processes: int | None = None, process_id: int 
     fits = process_id is not None and 0 <= process_id < num_processes
     check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
     check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")
-    # First without JAX: its own service and client end a process without an exception.
-    if process_id == 0:
-        _gather(int(port), num_processes)
-    else:
-        _announce(host, int(port), num_processes, process_id)
-        _await(host, int(port)).close()
     try:
-        jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=TIMEOUT, heartbeat_timeout_seconds=TIMEOUT
-        )
-    except RuntimeError as error:
+        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"coordinator: not all of the {num_processes} processes connected to {coordinator} within {TIMEOUT} seconds"
-            f" ({str(error).splitlines()[0]})"
+            f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
+            " the machine of process 0"
         ) from None
+    is_first = process_id == 0
+    gpus = own_gpus()
+    # In a thread that is left behind: a client of jax that waits in vain ends its process by SIGABRT.
+    waiting = Future()
+
+    def initialize():
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                process_id,
+                local_device_ids=gpus,
+                cluster_detection_method="deactivate",
+                initialization_timeout=FOREVER,
+                heartbeat_timeout_seconds=TIMEOUT,
+                coordinator_bind_address=_own_address(host, port) if is_first else None,
+            )
+            waiting.set_result(None)
+        except Exception as error:
+            waiting.set_exception(error)
+
+    threading.Thread(target=initialize, daemon=True).start()
+    try:
+        waiting.result(timeout)
+    except TimeoutError:
+        raise ValueError(
+            f"coordinator: process {process_id} waited {timeout:g} seconds at {coordinator} in vain: not all of the"
+            f" {num_processes} processes connected. Each must be running, with the same coordinator and num_processes"
+            " and its own process_id, and be allowed to reach that port"
+        ) from None
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        in_use = f"port {port} cannot be used here ({why}); does another program use it?"
+        raise ValueError(f"coordinator: {in_use if 'RPC server' in why else why}") from None
+    _check_count(num_processes, process_id)
 
 
-def _surroundings() -> tuple[str | None, int | None, int | None]:
-    """Returns `(coordinator, num_processes, process_id)` from Slurm, Cloud TPU, ..., or None for unknown ones.
+def _surroundings(timeout: float) -> tuple[str, int, int]:
+    """Returns `(coordinator, num_processes, process_id)` from Slurm, Cloud TPU, ...; `ValueError` outside of them.
 
     This is the detection of `jax.distributed.initialize`, which has no public name.
     """
     from jax._src.clusters import ClusterEnv
 
-    return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, TIMEOUT)[:3]
-
-
-def _gather(port: int, count: int) -> None:
-    """Waits, as process 0, for a message of all others at `port`, and answers; `ValueError` if some are missing."""
-    two = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if two else socket.AF_INET
     try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=two)
-    except OSError as error:
-        raise ValueError(f"coordinator: port {port} cannot be used ({error}); does another program use it?") from None
-    there: dict[int, socket.socket] = {}
-    until = time.monotonic() + TIMEOUT
-    with contextlib.ExitStack() as stack, server:
-        while len(there) < count - 1:
-            server.settimeout(max(until - time.monotonic(), 0.01))
-            try:
-                guest = stack.enter_context(server.accept()[0])
-                guest.settimeout(5)
-                word, rank, of = guest.makefile().readline().split()
-                known = word == HELLO and int(of) == count and 0 < int(rank) < count and int(rank) not in there
-            except TimeoutError:
-                if time.monotonic() < until:
-                    continue
-                missing = ", ".join(str(i) for i in range(1, count) if i not in there)
-                raise ValueError(
-                    f"coordinator: of the {count} processes, {missing} did not connect to port {port} within {TIMEOUT}"
-                    " seconds"
-                ) from None
-            except (OSError, ValueError):  # another program
-                continue
-            if known:
-                there[int(rank)] = guest
-            elif word == HELLO:
-                guest.sendall(f"process {rank} of {of} does not fit: there are {count}, each once\n".encode())
-        for guest in there.values():
-            guest.sendall(b"go\n")
-        for guest in there.values():  # they close first, so that the port is free for jax's service at once
-            with contextlib.suppress(OSError):
-                guest.recv(1)
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
+        why = "no cluster was detected here; under Slurm, start the program with srun"
+    except Exception as error:  # of a query of the cluster
+        found, why = (None,), f"the cluster did not answer ({str(error).strip() or type(error).__name__})"
+    accepted = f"given as host:port, with the number of processes and this one's: {why}"
+    check(None not in found, "coordinator", "auto", accepted)
+    return found
 
 
-def _announce(host: str, port: int, count: int, process_id: int) -> None:
-    """Sends a message to process 0, and waits for its answer; `ValueError` if there is none."""
-    with _await(host, port) as guest:
-        guest.settimeout(TIMEOUT + 10)
+def own_gpus() -> list[int] | None:
+    """Returns which of the GPUs that this process sees are its own; None for all.
+
+    Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
+    machine: one of eight where a task has the machine to itself, and one that it does not see where each sees its own.
+
+    Raises:
+      ValueError: the tasks of this machine see the same GPUs, and cannot share them equally.
+    """
+    env = os.environ
+    if "SLURM_LOCALID" in env:
+        index, tasks = int(env["SLURM_LOCALID"]), _slurm_tasks()
+    else:  # of Open MPI, or alone
+        index, tasks = (int(env.get(f"OMPI_COMM_WORLD_LOCAL_{name}", n)) for name, n in (("RANK", 0), ("SIZE", 1)))
+    if tasks == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
+        return None
+    visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
+    of_machine, of_task = (_last_number(env.get(f"SLURM_GPUS_{name}", "")) for name in ("ON_NODE", "PER_TASK"))
+    seen = (
+        of_machine if visible is None else len([name for name in visible.split(",") if name and name != "NoDevFiles"])
+    )
+    if seen is None:
+        return [index]
+    if seen in (0, of_task) or seen < (of_machine or tasks):
+        return None
+    if seen % tasks:
+        raise ValueError(
+            f"the {tasks} tasks of this machine see the same {seen} GPUs and cannot share them equally: start one task"
+            " for each machine (--ntasks-per-node 1), which uses all of its GPUs, or one for each GPU"
+        )
+    return list(range(index * seen // tasks, (index + 1) * seen // tasks))
+
+
+def _slurm_tasks() -> int:
+    """Returns the number of tasks of this step of Slurm on this machine."""
+    env = os.environ
+    if "SLURM_STEP_TASKS_PER_NODE" in env:  # "4(x2),3"
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        of_nodes = [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
+        return of_nodes[int(env.get("SLURM_NODEID", 0))]
+    if "SLURM_NTASKS_PER_NODE" in env:
+        return int(env["SLURM_NTASKS_PER_NODE"])
+    nodes = re.findall(r"[^,\[]+(?:\[([^\]]*)\])?[^,\[]*", env.get("SLURM_STEP_NODELIST", ""))  # "a[1-3,7],b"
+    spans = [re.findall(r"(\d+)(?:-(\d+))?", span) or [("1", "")] for span in nodes]
+    count = sum(int(last or first) - int(first) + 1 for span in spans for first, last in span)
+    return max(1, int(env.get("SLURM_NTASKS", 1)) // max(count, 1))
+
+
+def _last_number(text: str) -> int | None:
+    """Returns the number at the end of `"8"` or `"a100:8"`."""
+    found = re.search(r"(\d+)$", text)
+    return int(found[1]) if found else None
+
+
+def _own_address(host: str, port: str) -> str | None:
+    """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names."""
+    if host != "localhost":
         try:
-            guest.sendall(f"{HELLO} {process_id} {count}\n".encode())
-            answer = guest.makefile().readline().strip()
-        except OSError as error:
-            answer = str(error)
-    if answer != "go":
-        raise ValueError(f"coordinator: {host}:{port} is not (any more) a process 0 that waits for others: {answer!r}")
+            family = socket.AF_INET6 if ipaddress.ip_address(host.strip("[]")).version == 6 else socket.AF_INET
+            with socket.socket(family) as here:
+                here.bind((host.strip("[]"), 0))
+        except (OSError, ValueError):
+            return None
+    return f"{host}:{port}"
 
 
-def _await(host: str, port: int) -> socket.socket:
-    """Connects as soon as a program listens at `host:port`."""
-    until = time.monotonic() + TIMEOUT
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=5)
-        except OSError as error:
-            if time.monotonic() > until:
-                raise ValueError(
-                    f"coordinator: {host}:{port} did not answer within {TIMEOUT} seconds ({error}); is the process with"
-                    " id 0 running there, and the port open?"
-                ) from None
-            time.sleep(0.2)
+def _check_count(count: int, process_id: int) -> None:
+    """Raises `ValueError` in all processes unless they were given the same number of processes.
+
+    JAX itself would wait for minutes for those that do not exist. Its store of keys and values, which knows no arrays
+    and so needs no devices, has no public name.
+    """
+    from jax._src.distributed import global_state
+
+    client, milliseconds = global_state.client, 1000 * TIMEOUT
+    client.key_value_set(f"jfcl/num_processes/{process_id}", str(count))
+    client.wait_at_barrier("jfcl/num_processes", milliseconds)
+    counts = {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get("jfcl/num_processes")}
+    said = ", ".join(f"{counts[i]} in process {i}" for i in sorted(counts, key=int)[:8])
+    check(len({*counts.values()}) == 1, "num_processes", said, "the same in all processes")
+
+
+def check_alike(values: dict[str, Any], name: str) -> None:
+    """Raises `ValueError` in all processes unless each of them passes the same `values`, JSON-like.
+
+    Example:
+      >>> check_alike({"rounds": 3}, "options")
+    """
+    mine = json.loads(json.dumps(values, default=str))
+    first = same_everywhere(mine)
+    differing = [key for key in sorted({*first, *mine}) if first.get(key) != mine.get(key)]
+    which = np.flatnonzero(everybodys([bool(differing)])[:, 0]).tolist()
+    if which:
+        here = ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in differing[:8])
+        raise ValueError(
+            f"{name}: every process must be given the same, and those of processes {which} differ from those of process"
+            f" 0{': ' * bool(here)}{here}"
+        )
+
+
+def devices() -> str:
+    """Returns the devices of the run in words, with the numbers of hosts and of processes; all processes must call it.
+
+    Example:
+      >>> devices()
+      '... of 1 host (...), 1 process'
+    """
+    names = everybodys([zlib.crc32(socket.gethostname().encode()) >> 1])[:, 0]
+    kinds = Counter(device.device_kind for device in jax.devices())
+
+    def counted(count, noun):
+        return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    here = f"{counted(len(jax.devices()), 'device')} of {counted(len(np.unique(names)), 'host')} ({kinds})"
+    return f"{here}, {counted(jax.process_count(), 'process')}"
 
 
 def connected() -> bool:

@@ -137,7 +137,11 @@ def _unused(folder: str) -> Path:
 def _find_devices(args: argparse.Namespace, config: Config) -> None:
     """Connects to the other processes and divides the CPU, where the options say so."""
     if args.coordinator is not None:
-        hosts.connect(args.coordinator, args.num_processes, args.process_id)
+        if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
+            mine = f"process {args.process_id} of {args.num_processes} connects to {args.coordinator}"
+            rule = "all need the same --num-processes, and each its own --process-id from 0"
+            Console(stderr=True, soft_wrap=True, quiet=args.quiet).print(f"{mine}; {rule}", markup=False)
+        hosts.connect(args.coordinator, args.num_processes, args.process_id, args.connect_seconds)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
     divides = config.mapping not in ("vmap", "chunked") and args.coordinator is None
@@ -177,8 +181,9 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     callbacks = [trackers.tracker(name) for name in args.track]
     # Run.
     _find_devices(args, config)
-    if not hosts.is_first():
-        console = Console(quiet=True)
+    console = console if hosts.is_first() else Console(quiet=True)
+    if hosts.connected():
+        console.print(hosts.devices(), markup=False)
     summary, _, _ = run(
         config,
         out=args.out,

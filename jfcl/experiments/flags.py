@@ -12,6 +12,7 @@ from pathlib import Path
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
 from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
+from jfcl.execution import hosts
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.commands import read_config
 from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
@@ -139,10 +140,17 @@ def run_parser(
         files.add_argument("--track", action="append", default=[], metavar="NAME", help=known)
     several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
     several.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the other two"
+        "--coordinator", metavar="HOST:PORT", help="of process 0; auto on Cloud TPU and Slurm, without the next two"
     )
     several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     several.add_argument("--process-id", type=int, metavar="N", help="number of this process, from 0")
+    several.add_argument(
+        "--connect-seconds",
+        type=float,
+        default=hosts.TIMEOUT,
+        metavar="X",
+        help=f"time to wait until all processes are there [{hosts.TIMEOUT}]",
+    )
     return parser
 
 

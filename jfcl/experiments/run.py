@@ -14,7 +14,7 @@ import numpy as np
 
 from jfcl.core import files
 from jfcl.execution import hosts
-from jfcl.experiments.config import Config, of_population, to_resume
+from jfcl.experiments.config import Config, as_dict, of_population, to_resume
 from jfcl.experiments.population import run_population
 from jfcl.experiments.report import report
 from jfcl.experiments.results import summarize_run, write_results
@@ -55,6 +55,7 @@ def run(
     """
     check_callbacks(callbacks)
     check_values(config)
+    hosts.check_alike(as_dict(config) | {"out": out is not None, "resume": resume}, "options")
     if out is not None:
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
