@@ -30,6 +30,21 @@ QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "3", "--local-steps", 
 def test_targets_have_the_chips_of_their_slices():
     assert [targets.target(name).count for name in ("v5e:1x1", "v5e:2x4", "v6e:16x16", "v5p:4x4x8")] == [1, 8, 256, 128]
     assert targets.target("H100").name == "h100" and targets.target("h100:8").count == 8
+    types = {
+        "v5e-1": "v5e:1x1",
+        "v5e-8": "v5e:2x4",
+        "v5litepod-16": "v5e:4x4",
+        "tpu-v6e-256": "v6e:16x16",
+        "h100-8": "h100:8",
+    }
+    types |= {
+        "V5P-8": "v5p:2x2x1",
+        "v5p-256": "v5p:4x4x8",
+        "v5p-1024": "v5p:8x8x8",
+        "v4-8": "v4:2x2x1",
+        "v4-64": "v4:2x4x4",
+    }
+    assert {name: targets.target(name).name for name in types} == types
     assert targets.larger(V5E, 1.1) == "v5e:2x4" and targets.larger(targets.target("v5e:16x16"), 2) is None
     for chip in targets.CHIPS.values():
         assert chip.bfloat16 > chip.tf32 > chip.float32 and chip.link < chip.bandwidth
@@ -46,6 +61,10 @@ def test_targets_have_the_chips_of_their_slices():
         ("v5e", ["a slice of v5e"]),
         ("v5p:2x2", ["the nearest is v5p:2x2x"]),
         ("h100:3", ["a slice of h100 that exists: 1, 2, 4, 8"]),
+        ("v5e-3", ["'v5e-3': the number of v5e counts chips", "1, 4, 8, 16", "the nearest is v5e-4"]),
+        ("v5p-4", ["counts the two cores of each chip", "8, 16, 32, 64", "the nearest is v5p-8"]),
+        ("v3-8", ["unknown target 'v3-8': did you mean 'v"]),
+        ("v5e-8:2x4", ["unknown target"]),
         ("", ["unknown target ''"]),
     ],
 )

@@ -54,19 +54,24 @@ class Chip(NamedTuple):
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _FOURS = [(4 * a, 4 * b, 4 * c) for a in range(1, 5) for b in range(a, 5) for c in range(b, 7)]
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", *(f"{a}x{b}x{c}" for a, b, c in _FOURS if a * b * c <= 6144))
+_SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_CUBES = (*_SMALL_CUBES, *(f"{a}x{b}x{c}" for a, b, c in _FOURS if a * b * c <= 6144))
+_CUBES_OF_V4 = (*_SMALL_CUBES, *(f"{a}x{b}x{c}" for a, b, c in _FOURS if a * b * c <= 4096))
 _ONE_MACHINE = ("1", "2", "4", "8")
 
-# Cloud TPU's pages of v5e, v6e and v5p, and NVIDIA's data sheets (SXM; without sparsity), as of November 2026.
+# Cloud TPU's pages of v4, v5e, v6e and v5p, and NVIDIA's data sheets (SXM; without sparsity), as of November 2026.
 CHIPS = {
     "v5e": Chip("TPU v5e", 16e9, 819e9, 197e12, 197e12 / 3, 197e12 / 6, 100e9, 1.5e9, _FLAT),
     "v6e": Chip("TPU v6e", 32e9, 1640e9, 918e12, 918e12 / 3, 918e12 / 6, 224e9, 1.75e9, _FLAT),
+    "v4": Chip("TPU v4", 32e9, 1228e9, 275e12, 275e12 / 3, 275e12 / 6, 150e9, 1.05e9, _CUBES_OF_V4),
     "v5p": Chip("TPU v5p", 95e9, 2765e9, 459e12, 459e12 / 3, 459e12 / 6, 300e9, 1.75e9, _CUBES),
     "a100": Chip("NVIDIA A100 80GB", 80e9, 2039e9, 312e12, 156e12, 19.5e12, 300e9, 1.41e9, _ONE_MACHINE),
     "h100": Chip("NVIDIA H100 80GB", 80e9, 3350e9, 989e12, 494e12, 67e12, 450e9, 1.98e9, _ONE_MACHINE),
     "h200": Chip("NVIDIA H200 141GB", 141e9, 4800e9, 989e12, 494e12, 67e12, 450e9, 1.98e9, _ONE_MACHINE),
     "b200": Chip("NVIDIA B200 180GB", 180e9, 7700e9, 2250e12, 1125e12, 75e12, 900e9, 1.965e9, _ONE_MACHINE),
 }
+# Cloud TPU's accelerator types, such as v5litepod-8 and v4-8, count chips, or the two cores of each chip.
+_CORES = {"v4": 2, "v5p": 2}
 # What the CUDA compiler wants to know of a GPU: its compute capability, multiprocessors, lanes of each, bytes of
 # shared memory of a multiprocessor, and of the L2 cache.
 _GPUS = {
@@ -101,14 +106,23 @@ class Target(NamedTuple):
 def target(name: str) -> Target:
     """Returns the target of a name: `CHIP:SLICE` for TPUs, `CHIP` or `CHIP:NUMBER` for GPUs.
 
+    TPUs also have the names of Cloud TPU's accelerator types, with a number: `"v5e-8"`, `"v5litepod-8"` and `"v6e-8"`
+    have 8 chips, but `"v4-8"` and `"v5p-8"` have 4, since these types count the two cores of a chip.
+
     Raises:
       ValueError: an unknown chip, with the known ones and the nearest; a slice that cannot be rented.
 
     Example:
       >>> target("v5e:2x4").count, target("h100").count, target("h100").chip.memory
       (8, 1, 80000000000.0)
+      >>> target("v5e-8").name, target("v5p-8").name
+      ('v5e:2x4', 'v5p:2x2x1')
     """
     kind, _, shape = str(name).strip().lower().partition(":")
+    typed = re.fullmatch(r"(?:tpu[-_ ]?)?(\w+)-(\d{1,6})", kind)
+    if typed and not shape:
+        kind, shape = re.sub(r"^v5lite(pod)?$", "v5e", typed[1]), typed[2]
+        shape = _slice_of(kind, int(shape), str(name)) if kind in CHIPS else shape
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind[:100], CHIPS, n=1, cutoff=0.5)
         hint = f": did you mean {near[0]!r}?" if near else "."
@@ -125,6 +139,21 @@ def target(name: str) -> Target:
         )
     plain = not chip.is_tpu and shape == "1"
     return Target(kind if plain else f"{kind}:{shape}", chip, math.prod(int(n) for n in shape.split("x")))
+
+
+def _slice_of(kind: str, number: int, name: str) -> str:
+    """Returns the most compact slice of an accelerator type, `KIND-NUMBER`; `ValueError` where there is none."""
+    chip, cores = CHIPS[kind], _CORES.get(kind, 1)
+    sizes = [[int(n) for n in shape.split("x")] for shape in chip.slices]
+    counts = sorted({cores * math.prod(size) for size in sizes})
+    if number not in counts:
+        nearest = min(counts, key=lambda count: abs(count - number))
+        what = "the two cores of each chip" if cores == 2 else "chips"
+        raise ValueError(
+            f"target {name[:100]!r}: the number of {kind} counts {what}, and must be one of"
+            f" {', '.join(map(str, counts[:8]))}{', ...' if len(counts) > 8 else ''}; the nearest is {kind}-{nearest}"
+        )
+    return chip.slices[min((max(size), i) for i, size in enumerate(sizes) if cores * math.prod(size) == number)[1]]
 
 
 def _examples() -> list[str]:

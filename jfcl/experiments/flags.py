@@ -274,7 +274,7 @@ def _sentence(text: str) -> str:
 
 def _plan_parser(parser: argparse.ArgumentParser, method: str | None) -> argparse.ArgumentParser:
     """Adds the arguments of `jfcl plan` to a parser: the target, and those of `jfcl run`."""
-    known = "v5e:2x2, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
+    known = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
     parser.add_argument_group("Target").add_argument("--target", metavar="NAME", help=known)
     return run_parser(parser, method, trackers=False)
 
