@@ -209,6 +209,7 @@ def _check_count(count: int, process_id: int) -> None:
     client.key_value_set(f"jfcl/num_processes/{process_id}", str(count))
     client.wait_at_barrier("jfcl/num_processes", milliseconds)
     counts = {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get("jfcl/num_processes")}
+    client.wait_at_barrier("jfcl/num_processes/read", milliseconds)  # process 0, which leaves first, has the store
     said = ", ".join(f"{counts[i]} in process {i}" for i in sorted(counts, key=int)[:8])
     check(len({*counts.values()}) == 1, "num_processes", said, "the same in all processes")
 
