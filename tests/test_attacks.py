@@ -193,7 +193,7 @@ def test_choice_is_a_share_and_depends_on_the_seed():
     ("options", "said"),
     [
         ({"aggregator": "krum"}, "aggregator must be a function .updates, mask=.*make_aggregator.*got 'krum'"),
-        ({"aggregator": kernels.krum}, "aggregator must be .*; krum: missing a required argument: 'num_malicious'"),
+        ({"aggregator": kernels.krum}, "aggregator must be .*; krum: missing a required .*'num_malicious'"),
         ({"aggregator": lambda updates: updates}, "aggregator must be .*got an unexpected keyword argument 'mask'"),
         ({"adversary": jfcl.Adversary(attacks.ipm, np.ones(7, bool))}, "attack must be .*; ipm: too many positional"),
         ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "attack must be a function .*, got 'ipm'"),
