@@ -300,7 +300,7 @@ def mesh_or_skip(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:2x2", "v5p:2x2x1", "a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:2x2", "v5p:2x2x1", "v4-8", "a100", "h100", "h200", "b200"])
 def test_plain_products_are_predicted_near_the_peak(target):
     """8,192^3 in bfloat16: what large products reach on these chips, and never more than the peak."""
     mesh = mesh_or_skip(target)

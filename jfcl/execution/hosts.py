@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfcl.core import PyTree, check
+from jfcl.execution.targets import first_line
 
 MOST = 2**16  # processes of one run
 TIMEOUT = 60  # seconds that a process waits for the others to connect, and for a lost one to answer
@@ -77,41 +78,42 @@ def connect(
             f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
             " the machine of process 0"
         ) from None
-    is_first = process_id == 0
-    gpus = own_gpus()
-    # In a thread that is left behind: a client of jax that waits in vain ends its process by SIGABRT.
-    waiting = Future()
+    options = {"local_device_ids": own_gpus(), "cluster_detection_method": "deactivate"}
+    if process_id == 0:
+        options["coordinator_bind_address"] = _own_address(host, port)
+    _initialize(coordinator, num_processes, process_id, timeout, options)
+    _check_count(num_processes, process_id)
 
-    def initialize():
+
+def _initialize(coordinator: str, count: int, process_id: int, timeout: float, options: dict[str, Any]) -> None:
+    """Calls `jax.distributed.initialize`; `ValueError` if it fails, or has not returned after `timeout` seconds.
+
+    It runs in a thread that is left behind then: a client of jax that waits in vain ends its process by SIGABRT.
+    """
+    options = options | {"initialization_timeout": FOREVER, "heartbeat_timeout_seconds": TIMEOUT}
+    connected = Future()
+
+    def work():
         try:
-            jax.distributed.initialize(
-                coordinator,
-                num_processes,
-                process_id,
-                local_device_ids=gpus,
-                cluster_detection_method="deactivate",
-                initialization_timeout=FOREVER,
-                heartbeat_timeout_seconds=TIMEOUT,
-                coordinator_bind_address=_own_address(host, port) if is_first else None,
-            )
-            waiting.set_result(None)
+            connected.set_result(jax.distributed.initialize(coordinator, count, process_id, **options))
         except Exception as error:
-            waiting.set_exception(error)
+            connected.set_exception(error)
 
-    threading.Thread(target=initialize, daemon=True).start()
+    threading.Thread(target=work, daemon=True).start()
     try:
-        waiting.result(timeout)
+        connected.result(timeout)
     except TimeoutError:
         raise ValueError(
             f"coordinator: process {process_id} waited {timeout:g} seconds at {coordinator} in vain: not all of the"
-            f" {num_processes} processes connected. Each must be running, with the same coordinator and num_processes"
-            " and its own process_id, and be allowed to reach that port"
+            f" {count} processes connected. Each must be running, with the same coordinator and num_processes and its"
+            " own process_id, and be allowed to reach that port"
         ) from None
     except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        in_use = f"port {port} cannot be used here ({why}); does another program use it?"
-        raise ValueError(f"coordinator: {in_use if 'RPC server' in why else why}") from None
-    _check_count(num_processes, process_id)
+        why = first_line(error)
+        if "RPC server" in why:
+            port = coordinator.rpartition(":")[2]
+            why = f"port {port} cannot be used here ({why}); does another program use it?"
+        raise ValueError(f"coordinator: {why}") from None
 
 
 def _surroundings(timeout: float) -> tuple[str, int, int]:
@@ -125,7 +127,7 @@ def _surroundings(timeout: float) -> tuple[str, int, int]:
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
         why = "no cluster was detected here; under Slurm, start the program with srun"
     except Exception as error:  # of a query of the cluster
-        found, why = (None,), f"the cluster did not answer ({str(error).strip() or type(error).__name__})"
+        found, why = (None,), f"the cluster did not answer ({first_line(error)})"
     accepted = f"given as host:port, with the number of processes and this one's: {why}"
     check(None not in found, "coordinator", "auto", accepted)
     return found

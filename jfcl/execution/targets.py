@@ -201,6 +201,8 @@ def _devices(chosen: Target) -> list:
     if chosen.chip.is_tpu:
         kind, package, wanted = "tpu", "libtpu", _libtpu_of_jax()
         described = {"topology_name": chosen.name} | ({"chips_per_host_bounds": [1, 1, 1]} if chosen.count == 1 else {})
+        if chosen.name.startswith("v4:"):  # whose two cores are one device where JAX runs, as on later chips
+            described["chip_config_name"] = "megacore"
     else:
         package = "jax-cuda13-plugin" if _version("jax-cuda13-plugin") else "jax-cuda12-plugin"
         kind, wanted = "cuda", _version("jax")
