@@ -27,6 +27,7 @@ TABLES = {
     "cfl-round-cpu-2-cores": "clients parameters what seconds share_of_training gflops memory_mb updates_mb",
     "bench-cpu-2-cores": "method model mapping clients seconds client_steps/s peak temporary_mb",
     "checkpoint-cpu-2-cores": "what gb seconds fastest slowest gb/s speed_of_plain_write",
+    "gpu-nvidia-h200": "row what mapping ms times_best_peer compile_seconds temporaries_gb",
     "measured-nvidia-h100-80gb-hbm3": "case mapping measured_ms compile_seconds",
     "targets": "case target mapping ms mfu temporaries_gb collectives sent_mb steps",
     "federated-clustering-cpu-2-cores": "clients what seconds us_per_pair gflops peak_mb times_torch",

@@ -295,8 +295,8 @@ def fedavg(case, form, models, x, y):
 
     own = {name: p.clone().requires_grad_() for name, p in start.items()}
     total = [torch.zeros_like(p) for p in start.values()]
-    bx = torch.empty(steps * batch, *x.shape[2:], device=DEVICE)
-    by = torch.empty(steps * batch, dtype=y.dtype, device=DEVICE)
+    bx = torch.zeros(steps * batch, *x.shape[2:], device=DEVICE)
+    by = torch.zeros(steps * batch, dtype=y.dtype, device=DEVICE)
 
     def client():
         leaves = list(own.values())

@@ -43,7 +43,7 @@ from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 
-MEMORY = 2**30  # bytes of gradients that a GPU has at once
+MEMORY = 2**31  # bytes of gradients that a GPU has at once; temporaries are three times that
 
 
 class Threshold(NamedTuple):
