@@ -28,6 +28,7 @@ from jfcl.algorithms.aggregate import (
     where_rows,
 )
 from jfcl.client import local, noise
+from jfcl.client.optimizer import check_optimizer, takes_loss
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -192,7 +193,7 @@ def averaging(rules: Averaging) -> Algorithm:
     fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
     check(fits, "aggregator", rules.aggregator, accepted)
     if rules.server_optimizer is not None:  # the clients' losses are not private
-        local.check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
+        check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
     apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
     privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
     check_aggregator(rules.aggregator)
@@ -306,9 +307,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
 
     # Update the server's models.
     optimizer, loss = rules.server_optimizer, None
-    if rules.dp is None and local.takes_loss(
-        optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))
-    ):
+    if rules.dp is None and takes_loss(optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))):
         counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
         counts = counts * (usable & real).astype(jnp.float32)
         loss = cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)

@@ -17,6 +17,7 @@ import optax
 
 from jfcl.algorithms.aggregate import add_sent, divide_rows, nothing_sent, where_rows
 from jfcl.client import local, noise
+from jfcl.client.optimizer import optimizer_step
 from jfcl.core import (
     Clients,
     PyTree,
@@ -312,7 +313,7 @@ def server_update(
     mean, of_statistics = divided(task.statistics, mean)
     direction = jax.tree.map(jnp.negative, mean)
     opt_state = _server_noise(optimizer, cohort.key, weights, opt_state)
-    updates, opt_state = jax.vmap(partial(local.optimizer_step, optimizer))(direction, opt_state, weights, loss)
+    updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
     opt_state = noise.as_data(opt_state)
     new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
     return jax.tree.map(where_rows, changed, new, params), opt_state
