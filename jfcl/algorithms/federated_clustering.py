@@ -18,6 +18,7 @@ from jfcl.algorithms.aggregate import attacked, clients_check, where_rows
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import PersonalState, initial_state
 from jfcl.client import local, losses
+from jfcl.client.optimizer import optimizer_step
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -284,7 +285,7 @@ def train_client(
         m = jax.tree.leaves(examples)[0].shape[0]
         opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
         opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
-        updates, opt_state = local.optimizer_step(
+        updates, opt_state = optimizer_step(
             training.optimizer, jax.tree.map(lambda v: v[0], center), opt_state, params, losses[own_row]
         )
         new, loss = optax.apply_updates(params, updates), losses[own_row]

@@ -22,6 +22,7 @@ from jfcl.algorithms.federated_clustering import (
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
 from jfcl.algorithms.personal import initial_state
 from jfcl.client import local
+from jfcl.client.optimizer import optimizer_step
 from jfcl.core import (
     Adversary,
     Algorithm,
@@ -269,7 +270,7 @@ def centers_of(
             opt_state = local.optimizer_at(training, params, opt_state, state.round, 1, m)
             opt_state = local.rekeyed(training, key, params, opt_state)
             slope = jax.tree.map(lambda c: c[k], centers)
-            updates, opt_state = local.optimizer_step(training.optimizer, slope, opt_state, params, loss)
+            updates, opt_state = optimizer_step(training.optimizer, slope, opt_state, params, loss)
             return optax.apply_updates(params, updates), local.carried(training, opt_state)
 
         rows = client_keys(cohort.key, clients), state.params, state.client, group, loss
