@@ -176,7 +176,7 @@ def build(
         num_classes=dataset.num_classes,
         input_shape=tuple(dataset.train["x"].shape[1:]),
         split_hash=split_hash(
-            [dataset.name, heterogeneity, num_clusters, seed, *_unseen_classes(dataset, heterogeneity)],
+            [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)],
             train.cluster,
             [*train.rows, *test.rows, *(new.rows if new else [])],
         ),
@@ -270,10 +270,14 @@ def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clie
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 
-def _unseen_classes(dataset: Dataset, heterogeneity: str) -> list[int]:
-    """Returns the number of classes where it decides new labels and does not follow from those of the examples."""
+def _beyond_rows(dataset: Dataset, heterogeneity: str) -> list[Any]:
+    """Returns what decides on the examples beside the rows.
+
+    These are the number of classes, where it decides new labels and does not follow from those of the examples, and
+    how a table was read.
+    """
     follows = heterogeneity not in RELABELLING or int(dataset.train["y"].max()) + 1 == dataset.num_classes
-    return [] if follows else [dataset.num_classes]
+    return ([] if follows else [dataset.num_classes]) + ([] if dataset.table is None else [dataset.table])
 
 
 def split_hash(settings: list, cluster, parts) -> str:

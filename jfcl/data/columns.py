@@ -14,7 +14,17 @@ import numpy as np
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import channels_last
-from jfcl.data.tables import column_of, described, encode_names, frame_of, numbers, row_numbers, scaled
+from jfcl.data.tables import (
+    column_of,
+    described,
+    encode_names,
+    frame_of,
+    is_file,
+    numbers,
+    read_file,
+    row_numbers,
+    scaled,
+)
 from jfcl.data.text import TOKENS
 from jfcl.data.values import as_type, check_whole, inputs_of, kept, plain, stacked
 
@@ -44,7 +54,9 @@ def from_frame(
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name.
 
     Args:
-      frame: a row per example, in a frame of pandas; a table of polars or pyarrow becomes one.
+      frame: a row per example, in a frame of pandas; a table of polars or pyarrow becomes one. Or the name of a file:
+        comma or tab separated values (`.csv`, `.tsv`, also packed as `.csv.gz`) or `.parquet`, of which the values of
+        `by` are read as texts.
       by: the column of the clients: strings, integers, or other keys. `None`: the data set has no writers.
       x: the column of the inputs, or several, which become the entries of a vector (texts are joined; beside numbers,
         each of the names in a column of texts becomes an entry that is 1 where the row has it, else 0). Default: all
@@ -57,7 +69,7 @@ def from_frame(
         both, and need it.
       scale: whether inputs that are single numbers are scaled to mean 0 and deviation 1 over the training table.
       extra: columns that become further arrays of the examples under their names, such as weights or masks.
-      test: a further frame, the official test split.
+      test: a further frame or file, the official test split.
       tokens: of texts, as in `Dataset`.
       channels_first: of images that are arrays, as in `from_arrays`.
       name: of the data set.
@@ -84,6 +96,7 @@ def from_frame(
       ((3, 2), [0, 1, 0], [1, 0, 1], ['a', 'b'])
     """
 
+    frame, test = (read_file(t, a, by) if is_file(t) else t for a, t in [("frame", frame), ("test", test)])
     splits = {"train": frame_of(frame, "frame")} | ({} if test is None else {"test": frame_of(test, "test")})
     frame, beside = splits["train"], [extra] if isinstance(extra, str) else list(extra)
     in_index = [level for level in getattr(frame.index, "names", ()) if level is not None and level == by]
@@ -350,7 +363,7 @@ def _inputs(
     joined = len(texts) == len(xs) and not categorical
     for column, parts in made.items():
         if parts[0].dtype == object and not joined:
-            made[column], inputs[column]["values"] = encode_names(parts, column)
+            made[column], inputs[column]["values"] = encode_names(parts, column, categorical=column in categorical)
         elif scale and parts[0].shape[1:] == (1,):
             made[column] = scaled(parts, inputs[column])
     columns = {split: {column: parts[i] for column, parts in made.items()} for i, split in enumerate(splits)}

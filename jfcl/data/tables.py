@@ -12,8 +12,10 @@ How a data set was read is a plain dictionary, `Dataset.table`, which a run's fo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
 
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
 FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
+_FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$")
+_NUMBER = re.compile(r"\s*[-+]?[\d., ]*\d\s*%?")
 _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
 
 
@@ -46,6 +50,39 @@ def frame_of(table: Any, argument: str) -> Any:
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     check(not twice, f"{argument}: the names of columns", twice, "different: each of these occurs more than once")
     return table
+
+
+def is_file(name: Any) -> bool:
+    """Returns whether a name is that of a file with a table, by its suffix.
+
+    Example:
+      >>> is_file("shop.csv"), is_file("data/shop.csv.gz"), is_file("digits")
+      (True, True, False)
+    """
+    return isinstance(name, str | os.PathLike) and _FILE.search(os.fspath(name)) is not None
+
+
+def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> Any:
+    """Returns the frame in a file of comma or tab separated values, or in a Parquet file; `by` is read as text.
+
+    Raises:
+      ValueError: no such file, one that pandas cannot read, or no pandas.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{argument}: there is no file {path}")
+    try:
+        import pandas as pd
+
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        tabs = ".tsv" in path.suffixes
+        return pd.read_csv(path, sep="\t" if tabs else ",", dtype=None if by is None else {by: str}, low_memory=False)
+    except ImportError as error:
+        raise ValueError(f"{argument}: {path} is read by pandas (pip install pandas pyarrow): {error}") from None
+    except Exception as error:  # of the readers of several formats
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{argument}: {path} cannot be read as a table with a line of names ({why})") from None
 
 
 def _to_pandas(table: Any, argument: str) -> Any:
@@ -88,13 +125,19 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     return found
 
 
-def encode_names(parts: Sequence[np.ndarray], column: Any) -> tuple[list[np.ndarray], list[str]]:
+def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool) -> tuple[list[np.ndarray], list[str]]:
     """Returns the names of a column in every split as `[n, names]` zeros and ones, and the names in training, sorted.
 
     Raises:
-      ValueError: more than 100 different names, or one that training does not have.
+      ValueError: more than 100 different names, numbers written as texts (if not `categorical`), or a name that
+        training does not have.
     """
     names = sorted(set(parts[0].tolist()))
+    if not categorical and all(map(_NUMBER.fullmatch, names)):
+        raise ValueError(
+            f"column {column!r} holds numbers written as texts ({shown(names[0])}); make them numbers, as with"
+            " pandas.to_numeric or read_csv(decimal=','), or names with astype('category')"
+        )
     if len(names) > MOST_NAMES:
         raise ValueError(
             f"column {column!r} holds {len(names)} different texts, too many to be inputs beside numbers; give the"

@@ -207,6 +207,8 @@ def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
 
 def command_plan(args: argparse.Namespace, console: Console) -> None:
     """`jfcl plan`."""
+    target = args.target
+    del args.target  # that of a table stands in --config
     config = _read_options(args)
     _check_out(args.out)
     if args.out is not None:
@@ -214,7 +216,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     targets.only_compile()
     with _bar("compiling for a target", args.quiet) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
-        found = plan.plan_run(config, args.target, data_dir=args.data_dir, tick=tick)
+        found = plan.plan_run(config, target, data_dir=args.data_dir, tick=tick)
     for table in plan.tables(found, config):
         console.print(table, "")
     console.print(

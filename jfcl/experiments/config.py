@@ -18,9 +18,11 @@ from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
+from jfcl.data.columns import KINDS
+from jfcl.data.tables import is_file
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own
+from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own, num_users
 from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
@@ -74,7 +76,12 @@ class Data:
     """Data: which client holds which examples.
 
     Attributes:
-      dataset: data set; 'jfcl list datasets' shows them, MODULE:FUNCTION is one of your own.
+      dataset: data set; 'jfcl list datasets' shows them, MODULE:FUNCTION is one of your own, FILE.csv (or .parquet) a
+        table.
+      by: column of a table with the client of each row; --clients is then the number of its clients.
+      target: column of a table with the labels; default: label, y or another usual name.
+      inputs: columns of a table that are inputs, comma separated; default: all others but those that number the rows.
+      kind: what the targets of a table are, where whole numbers may be both.
       heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'.
       clients: number of clients.
       clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
@@ -98,6 +105,10 @@ class Data:
     """
 
     dataset: str = "digits"
+    by: str | None = None
+    target: str | None = None
+    inputs: str | None = None
+    kind: Annotated[str | None, OneOf(KINDS)] = None
     heterogeneity: Annotated[str, OneOf(data.HETEROGENEITY)] = "rotation"
     clients: Count = 40
     clusters: Count = 4
@@ -273,6 +284,7 @@ class Config(Data, Training, Attack, Privacy, Run):
         own = (options or {}) | {name: value for name, value in given.items() if name not in common}
         for name in own.keys() - declared.keys():
             raise TypeError(f"Config has no option {name!r}{nearest(name, declared)}")
+        given = {**_of_table(given), **given}
         values = {name: given.get(name, option.default) for name, option in common.items()}
         # A value that stands for "not given" is not kept: configurations with and without it are equal.
         kept = {name: v for name, v in own.items() if v is not None and not _is_saved_always(name, v)}
@@ -285,6 +297,16 @@ class Config(Data, Training, Attack, Privacy, Run):
             raise AttributeError(f"Config has no option {name!r}")
         own = method_options(self.method)
         return self.options.get(name, own[name].default if name in own else None)
+
+
+def _of_table(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a table decides, unless they are given: its clients are those of the column `by`."""
+    if not is_file(given.get("dataset")) or {"population", "store"} & {n for n, v in given.items() if v is not None}:
+        return {}
+    if given.get("by") is None or given.get("partition", "writer") != "writer":
+        return {"heterogeneity": "none"}
+    found = {"heterogeneity": "none", "partition": "writer"}
+    return found if "clients" in given else found | {"clients": num_users(given["dataset"], given["by"])}
 
 
 def _is_saved_always(name: str, value: Any) -> bool:

@@ -108,6 +108,8 @@ def flag_of(name: str) -> str:
 def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
     """Adds a flag for each option."""
     for option in options:
+        if flag_of(option.name) in group._option_string_actions:  # `jfcl plan` has its own --target
+            continue
         text = first_sentence(option.text).replace("%", "%%")
         if option.kind is bool:
             group.add_argument(flag_of(option.name), action="store_true", default=argparse.SUPPRESS, help=text)

@@ -28,6 +28,7 @@ from jfcl.algorithms.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, Up
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
 from jfcl.data.dataset import check_form
+from jfcl.data.tables import read_file
 from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -104,6 +105,19 @@ def find_model(name: str) -> Callable[[int], Any]:
         check(taken, "model", name, accepted)
     _check_takes("model", name, make, (10,), accepted)
     return make
+
+
+def find_table(name: str, by: str | None, target: str | None, inputs: str | None, kind: str | None) -> data.Dataset:
+    """Returns the data set of a table's file, with numbers scaled, and its columns named as on the command line."""
+    x = None if inputs is None else [column.strip() for column in inputs.split(",")]
+    return data.from_frame(name, by=by, x=x, y=target, kind=kind, scale=True, name=Path(name).name)
+
+
+def num_users(name: str, by: str) -> int:
+    """Returns the number of clients in a table: those in column `by` with two examples or more."""
+    frame = read_file(name, "dataset", by)
+    check_choice("column for by", by, list(frame.columns))
+    return max(int((frame[by].value_counts() > 1).sum()), 1)
 
 
 def find_dataset(name: str, data_dir: str | None) -> data.Dataset:

@@ -15,7 +15,8 @@ import numpy as np
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.core import PyTree, check, check_count, client_ids, joined, personal_part
+from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, personal_part
+from jfcl.data import read_rows
 from jfcl.execution import hosts
 from jfcl.experiments import serving
 from jfcl.experiments.comparison import is_configured
@@ -38,6 +39,7 @@ def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, A
         "num_clients": len(parts.federation.cluster),
         "num_clusters": parts.federation.num_clusters,
         "split_hash": parts.federation.split_hash,
+        **({} if parts.federation.table is None else {"table": parts.federation.table}),
         **summarize(history),
     }
     if config.dp_clip is not None:
@@ -163,6 +165,27 @@ class LoadedRun(NamedTuple):
           ValueError: as `model`.
         """
         return serving.predictor(self.setup.task, self.model(client))
+
+    def client(self, name: Any) -> int:
+        """Returns the client with a name in the table that the run was on: a value of its column `by`.
+
+        Raises:
+          ValueError: an unknown name, or a run whose clients have no names.
+        """
+        names = self.setup.federation.names
+        check(names is not None, "name", name, "a number: the clients of this run have no names")
+        check_choice("name", name, names)
+        return names.index(name)
+
+    def read(self, frame: Any) -> dict[str, np.ndarray]:
+        """Returns rows of a frame `{"x", "y"}` as the table of the run was read; see `jfcl.data.read_rows`.
+
+        Raises:
+          ValueError: a run on other data than a table; a frame without its columns, or with other values.
+        """
+        table = self.setup.federation.table
+        check(table is not None, "folder", self.config.dataset, "that of a run on a table")
+        return read_rows(frame, table)
 
     def choose(self, examples: dict[str, Any], *, by: str = "loss") -> int:
         """Returns the cluster that fits the examples of a new client, the row of its model in `params`.

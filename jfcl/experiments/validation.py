@@ -6,6 +6,7 @@ from jfcl import kernels, models
 from jfcl.algorithms import attacks
 from jfcl.core import check
 from jfcl.core.options import MOST_REPEATED, Excludes, Needs
+from jfcl.data.tables import is_file
 from jfcl.experiments.config import (
     AS_DECLARED,
     OF_COHORTS,
@@ -85,6 +86,11 @@ def _check_run(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
+    for name in ("by", "target", "inputs", "kind"):
+        value = getattr(config, name)
+        check(
+            value is None or is_file(config.dataset), name, value, "left out unless --dataset is a table, as FILE.csv"
+        )
     check(config.clusters <= config.clients, "clusters", config.clusters, f"at most the {config.clients} clients")
     for name, value in partition_options(config).items():
         takers = OF_PARTITION[name]
