@@ -11,14 +11,15 @@ import numpy as np
 from jfcl.core import Clients, check, shown, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
 from jfcl.data.images import is_picture
-from jfcl.data.values import as_numpy, as_type, inputs_of, kept
+from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept, plain
 
 
 def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
     """Stacks one pair of inputs and targets per client, in the form that the tasks of `jfcl.models` read.
 
     Args:
-      clients: of each client `(x, y)`: arrays `[m_i, ...]` and `[m_i]` (or lists of numbers). Or a dictionary with "x"
+      clients: of each client `(x, y)`: arrays `[m_i, ...]` and `[m_i]` (or lists of numbers), or frames with columns of
+        numbers, the same for all clients, and series. Or a dictionary with "x"
         and "y", or other usual names such as "image" and "label", and any further arrays `[m_i, ...]`, such as weights.
       channels_first: whether images are `[m_i, C, H, W]`, as PyTorch has them, and become `[m_i, H, W, C]`. `None`: as
         their shape shows, where one of its ends is 4 or less.
@@ -93,11 +94,17 @@ def _rows(where: str, rows: list[Any]) -> Any:
 
 def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad_to: int | None) -> Clients:
     """Stacks clients, of which some may have integers where others have float32: float64 holds both, and is undone."""
-    rest = []
+    rest, columns = [], {}
 
     def inputs():
         for i, parts in enumerate(clients):
             where, x = f"client {i}: x", parts.pop("x")
+            if is_table(x):
+                columns[i] = list(x.columns)
+                check(
+                    columns[i] == columns.get(0), f"{where}: columns", columns[i], f"{columns.get(0)}, as in client 0"
+                )
+            x = plain(x, where) if is_table(x) or hasattr(x, "toarray") else x
             several = np.ndim(x) > 0 if _is_array(x) else hasattr(x, "__iter__") and not is_picture(x)
             check(several, where, x, "an array or a list with an entry for each example")
             x = as_numpy(x) if _is_array(x) else list(x)

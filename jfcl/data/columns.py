@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,14 +24,14 @@ from jfcl.data.tables import (
     row_numbers,
     scaled,
 )
+from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
-from jfcl.data.values import as_type, check_whole, inputs_of, kept, plain, stacked
+from jfcl.data.values import inputs_of, kept
 
 INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
 Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
 SPLITS = ("train", "test")
-KINDS = ("classification", "regression")
 
 
 def from_frame(
@@ -318,7 +317,7 @@ def as_dataset(
         check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
         labels, num_classes = targets, None
     else:
-        labels, num_classes, names_of_labels = _targets(targets, y, num_classes, kind)
+        labels, num_classes, names_of_labels = targets_of(targets, y, num_classes, kind)
     shapes = {part["x"].shape[1:] for part in parts.values()}
     check(len(shapes) == 1, f"inputs {xs}", sorted(shapes), "of one shape in all splits")
     for split, part in parts.items():
@@ -327,7 +326,7 @@ def as_dataset(
         if moved and part["y"].ndim == 4 and part["y"].shape[2:] == plane:
             part["y"] = channels_last(part["y"])
         part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
-    writer, names = (None, None) if by is None else _numbered(keys, by)
+    writer, names = (None, None) if by is None else numbered(keys, by)
     table = {"by": by, "target": y, "kind": "regression" if num_classes is None else "classification"}
     table |= {"inputs": inputs, "labels": names_of_labels, "left_out": list(left_out)}
     about = [name if by is None else f"{name}, by {by}", described(table)]
@@ -383,72 +382,3 @@ def _joined(made: dict[str, np.ndarray], between: str) -> np.ndarray:
     wrong = {column: f"{made[column].dtype} {made[column].shape[1:]}" for column in made if not single[column]}
     check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
     return np.concatenate(list(made.values()), axis=1)
-
-
-def _targets(
-    splits: dict[str, Any], column: str, num_classes: int | None, kind: str | None
-) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
-    """Returns the targets of every split, the number of classes, and their names where they were numbered.
-
-    The number of classes is `None` for a regression.
-    """
-    where, arrays = f"column {column!r}", {}
-    for split, values in splits.items():
-        values = plain(values, where)
-        rows = values if isinstance(values, np.ndarray) and values.dtype.kind in "biu" else list(values)
-        if isinstance(rows, list):
-            check_whole(rows, where)
-            rows = np.array(rows, object) if isinstance(rows[0], str) else stacked(rows, where)
-        arrays[split] = rows
-    kinds = "".join(sorted({array.dtype.kind for array in arrays.values()}))
-    single = all(array.ndim == 1 for array in arrays.values())
-    if kind == "regression" and set(kinds) <= set("biuf"):
-        return {split: as_type(np.float32, array, where) for split, array in arrays.items()}, None, None
-    check(kind != "regression", "kind", kind, f"classification, or left out: {where} holds no numbers")
-    if kinds in ("O", "b", "bO"):
-        found, names = _numbered(arrays, column)
-        return found, len(names), names
-    if "f" in kinds and set(kinds) <= set("fiu"):
-        every = {split: as_type(np.float32, array, where) for split, array in arrays.items()}
-        whole = single and all((array == np.rint(array)).all() for array in every.values())
-        if kind is None and whole:
-            some = ", ".join(map(str, np.unique(every["train"])[:4].tolist()))
-            raise ValueError(
-                f"{where} holds whole numbers as floats ({some}, ...): give kind='classification' for labels, or"
-                " kind='regression' for quantities"
-            )
-        if kind is None:
-            return every, None, None
-        check(whole, f"{where}: labels", "numbers with fractions", "whole numbers, or give kind='regression'")
-        arrays, kinds = {split: array.astype(np.int64) for split, array in arrays.items()}, "i"
-    if kinds in ("i", "u", "iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
-        return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
-    single = single and set(kinds) <= set("iu")
-    check(single, where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, "a label or floats in each row")
-    low, high = min(array.min() for array in arrays.values()), max(array.max() for array in arrays.values())
-    labels = {split: as_type(np.int32, array, where) for split, array in arrays.items()}
-    if low < 0:
-        found, names = _numbered(labels, column)
-        return found, len(names), names
-    return labels, num_classes or int(high) + 1, None
-
-
-def _numbered(splits: dict[str, Any], column: str) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """Returns the number of each value in the sorted list of all different ones, and that list."""
-    where = f"column {column!r}"
-    rows = {split: np.asarray(v).tolist() if isinstance(v, np.ndarray) else list(v) for split, v in splits.items()}
-    for values in rows.values():
-        check_whole(values, where)
-    first = next(iter(rows["train"]))
-    try:
-        names = set(itertools.chain(*rows.values()))
-    except TypeError:
-        accepted = "of strings, integers or other hashable keys"
-        raise ValueError(f"{where}: must be {accepted} to name clients, got {type(first).__name__}s") from None
-    try:
-        names = sorted(names)
-    except TypeError:
-        kinds = sorted({type(name).__name__ for name in names})
-        raise ValueError(f"{where}: keys must be of one type, got {' and '.join(kinds)}; convert them to str") from None
-    number = {name: i for i, name in enumerate(names)}
-    return {split: np.array([number[v] for v in values], np.int32) for split, values in rows.items()}, names

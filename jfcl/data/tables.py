@@ -129,8 +129,8 @@ def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool)
     """Returns the names of a column in every split as `[n, names]` zeros and ones, and the names in training, sorted.
 
     Raises:
-      ValueError: more than 100 different names, numbers written as texts (if not `categorical`), or a name that
-        training does not have.
+      ValueError: more than 100 different names, or one for each row; numbers written as texts (if not `categorical`); a
+        name that training does not have.
     """
     names = sorted(set(parts[0].tolist()))
     if not categorical and all(map(_NUMBER.fullmatch, names)):
@@ -138,10 +138,11 @@ def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool)
             f"column {column!r} holds numbers written as texts ({shown(names[0])}); make them numbers, as with"
             " pandas.to_numeric or read_csv(decimal=','), or names with astype('category')"
         )
-    if len(names) > MOST_NAMES:
+    each = len(names) >= FEWEST_ROWS and len(names) == len(parts[0])
+    if len(names) > MOST_NAMES or (each and not categorical):
         raise ValueError(
-            f"column {column!r} holds {len(names)} different texts, too many to be inputs beside numbers; give the"
-            f" columns of the inputs without it (x), or fewer names (at most {MOST_NAMES})"
+            f"column {column!r} holds {len(names)} different texts in {len(parts[0])} rows, too many to be inputs"
+            f" beside numbers; give the columns of the inputs without it (x), or fewer names (at most {MOST_NAMES})"
         )
     return [_one_hot(part, names, column) for part in parts], names
 

@@ -95,7 +95,7 @@ def plain(values: Any, where: str) -> Any:
         check(names and len(set(names)) == len(names), f"{where}: columns", names, "names that differ, one at least")
         columns = [plain(values[name], f"{where}: column {name!r}") for name in names]
         for i, column in enumerate(columns):
-            if column.dtype == object and not isinstance(column[0], str):
+            if column.dtype == object and len(column) and not any(isinstance(value, str) for value in column):
                 check_whole(list(column), f"{where}: column {names[i]!r}")
                 columns[i] = stacked(list(column), f"{where}: column {names[i]!r}")
         for name, column in zip(names, columns, strict=True):

@@ -18,11 +18,10 @@ from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
-from jfcl.data.columns import KINDS
-from jfcl.data.tables import is_file
+from jfcl.data.targets import KINDS
 from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own, num_users
+from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own, table_defaults
 from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
@@ -284,7 +283,7 @@ class Config(Data, Training, Attack, Privacy, Run):
         own = (options or {}) | {name: value for name, value in given.items() if name not in common}
         for name in own.keys() - declared.keys():
             raise TypeError(f"Config has no option {name!r}{nearest(name, declared)}")
-        given = {**_of_table(given), **given}
+        given = {**table_defaults(given), **given}
         values = {name: given.get(name, option.default) for name, option in common.items()}
         # A value that stands for "not given" is not kept: configurations with and without it are equal.
         kept = {name: v for name, v in own.items() if v is not None and not _is_saved_always(name, v)}
@@ -297,16 +296,6 @@ class Config(Data, Training, Attack, Privacy, Run):
             raise AttributeError(f"Config has no option {name!r}")
         own = method_options(self.method)
         return self.options.get(name, own[name].default if name in own else None)
-
-
-def _of_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that a table decides, unless they are given: its clients are those of the column `by`."""
-    if not is_file(given.get("dataset")) or {"population", "store"} & {n for n, v in given.items() if v is not None}:
-        return {}
-    if given.get("by") is None or given.get("partition", "writer") != "writer":
-        return {"heterogeneity": "none"}
-    found = {"heterogeneity": "none", "partition": "writer"}
-    return found if "clients" in given else found | {"clients": num_users(given["dataset"], given["by"])}
 
 
 def _is_saved_always(name: str, value: Any) -> bool:

@@ -28,7 +28,7 @@ from jfcl.algorithms.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, Up
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
 from jfcl.data.dataset import check_form
-from jfcl.data.tables import read_file
+from jfcl.data.tables import is_file, read_file
 from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -107,17 +107,33 @@ def find_model(name: str) -> Callable[[int], Any]:
     return make
 
 
-def find_table(name: str, by: str | None, target: str | None, inputs: str | None, kind: str | None) -> data.Dataset:
-    """Returns the data set of a table's file, with numbers scaled, and its columns named as on the command line."""
-    x = None if inputs is None else [column.strip() for column in inputs.split(",")]
-    return data.from_frame(name, by=by, x=x, y=target, kind=kind, scale=True, name=Path(name).name)
+def table_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a table decides, unless they are given: its clients are those of the column `by`.
+
+    They are the values in the column that have two examples or more.
+
+    Raises:
+      ValueError: a file that cannot be read, or without the column.
+    """
+    if not is_file(given.get("dataset")) or any(given.get(name) is not None for name in ("population", "store")):
+        return {}
+    if given.get("by") is None or given.get("partition", "writer") != "writer":
+        return {"heterogeneity": "none"}
+    found = {"heterogeneity": "none", "partition": "writer"}
+    if given.get("clients") is None:
+        frame, by = read_file(given["dataset"], "dataset", given["by"]), given["by"]
+        check_choice("column for by", by, list(frame.columns))
+        found["clients"] = max(int((frame[by].value_counts() > 1).sum()), 1)
+    return found
 
 
-def num_users(name: str, by: str) -> int:
-    """Returns the number of clients in a table: those in column `by` with two examples or more."""
-    frame = read_file(name, "dataset", by)
-    check_choice("column for by", by, list(frame.columns))
-    return max(int((frame[by].value_counts() > 1).sum()), 1)
+def dataset_of(config: Any, data_dir: str | None) -> data.Dataset:
+    """Returns the data set of a `Config`: a table, of which numbers are scaled, or one that `find_dataset` finds."""
+    if not is_file(config.dataset):
+        return find_dataset(config.dataset, data_dir)
+    x = None if config.inputs is None else [column.strip() for column in config.inputs.split(",")]
+    options = {"by": config.by, "x": x, "y": config.target, "kind": config.kind, "scale": True}
+    return data.from_frame(config.dataset, **options, name=Path(config.dataset).name)
 
 
 def find_dataset(name: str, data_dir: str | None) -> data.Dataset:

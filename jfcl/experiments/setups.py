@@ -35,7 +35,6 @@ from jfcl.core import (
     shown,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.data.tables import is_file
 from jfcl.execution import mapping
 from jfcl.experiments import own
 from jfcl.experiments.config import (
@@ -277,10 +276,7 @@ def attack_data(config: Config, federation):
 
 def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, int | None]:
     """Returns the data set of `config`, texts as token ids, and the size of their vocabulary; `None` for images."""
-    if is_file(config.dataset):
-        dataset = own.find_table(config.dataset, config.by, config.target, config.inputs, config.kind)
-    else:
-        dataset = own.find_dataset(config.dataset, data_dir)
+    dataset = own.dataset_of(config, data_dir)
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:

@@ -299,6 +299,11 @@ def classification(
       >>> sum(p.size for p in jax.tree.leaves(mlp.init(jax.random.key(0))))
       15010
     """
+    if num_classes is None:
+        raise ValueError(
+            "num_classes must be the number of labels, got None: the data set has targets of a regression; use"
+            " jfcl.models.regression, or make its targets labels (integers from 0, kind='classification')"
+        )
     check_count("num_classes", num_classes)
     options = check_shape("input_shape", input_shape), "classification", False, training_argument, num_classes
     return remembered(_from_module, module, *options)
