@@ -248,8 +248,7 @@ def _beginnings(listed: str) -> tuple[str, ...]:
 
 def _starting_with(listed: str) -> Callable[[str], bool]:
     """Returns the predicate of the parameters that an option of `OF_PARAMETERS` selects."""
-    beginnings = _beginnings(listed)
-    return lambda path: path.startswith(beginnings)
+    return lambda path: path.startswith(_beginnings(listed))
 
 
 def _check_beginnings(config: Config, task: Task) -> None:
