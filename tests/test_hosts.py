@@ -222,14 +222,16 @@ def test_a_host_that_is_not_known(host, asked):
 
 @pytest.mark.parametrize(
     ("host", "bound"),
-    [("127.0.0.1", "127.0.0.1:1234"), ("localhost", "localhost:1234"), ("192.0.2.7", None), ("host0", None)],
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("192.0.2.7", None), ("host0", None)],
 )
 def test_the_coordinator_listens_where_it_was_told(host, bound, asked, monkeypatch):
     """192.0.2.7 is of no machine: it may be that of a router in front of this one."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    port = free_port()
     for process_id in (0, 1):
-        hosts.connect(f"{host}:1234", 2, process_id)
-        assert asked.pop("coordinator_bind_address", None) == (bound if process_id == 0 else None)
+        hosts.connect(f"{host}:{port}", 2, process_id)
+        wanted = bound and f"{bound}:{port}" if process_id == 0 else None
+        assert asked.pop("coordinator_bind_address", None) == wanted
 
 
 # Slurm: the GPUs of a process, by the variables of its task, as (what is set, the tasks' GPUs). A task sees what
@@ -317,14 +319,15 @@ def test_processes_that_do_not_fit(first, second, said, tmp_path):
         assert said in log.read_text() and "stack trace" not in log.read_text()
 
 
-@pytest.mark.slow
-def test_a_port_that_is_taken(tmp_path):
-    with socket.create_server(("localhost", 0)) as other:
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "host0"])
+def test_a_port_that_is_taken(name, asked, monkeypatch):
+    with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        where = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", "0"]
-        command = [sys.executable, "-m", "jfcl", *METHOD, *where]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert found.returncode == 2 and f"port {port} cannot be used here" in found.stderr
+        monkeypatch.setattr(hosts.socket, "getaddrinfo", lambda *_, **__: [])
+        with pytest.raises(ValueError, match=rf"port {port} cannot be used here .*another process 0, use it\?"):
+            hosts.connect(f"{name}:{port}", 2, 0)
+        assert not asked
+        hosts.connect(f"{name}:{port}", 2, 1)
 
 
 def test_what_the_first_process_refuses_all_refuse(tmp_path):

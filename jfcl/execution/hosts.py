@@ -6,7 +6,7 @@ of one process these functions return their arguments unchanged.
 
 from __future__ import annotations
 
-import ipaddress
+import errno
 import json
 import os
 import re
@@ -80,7 +80,7 @@ def connect(
         ) from None
     options = {"local_device_ids": own_gpus(), "cluster_detection_method": "deactivate"}
     if process_id == 0:
-        options["coordinator_bind_address"] = _own_address(host, port)
+        options["coordinator_bind_address"] = _own_address(host, int(port))
     _initialize(coordinator, num_processes, process_id, timeout, options)
     _check_count(num_processes, process_id)
 
@@ -109,11 +109,7 @@ def _initialize(coordinator: str, count: int, process_id: int, timeout: float, o
             " own process_id, and be allowed to reach that port"
         ) from None
     except Exception as error:
-        why = first_line(error)
-        if "RPC server" in why:
-            port = coordinator.rpartition(":")[2]
-            why = f"port {port} cannot be used here ({why}); does another program use it?"
-        raise ValueError(f"coordinator: {why}") from None
+        raise ValueError(f"coordinator: {first_line(error)}") from None
 
 
 def _surroundings(timeout: float) -> tuple[str, int, int]:
@@ -187,16 +183,25 @@ def _last_number(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _own_address(host: str, port: str) -> str | None:
-    """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names."""
-    if host != "localhost":
+def _own_address(host: str, port: int) -> str | None:
+    """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names.
+
+    Raises:
+      ValueError: the port cannot be used. (The service of jax would share it with another one.)
+    """
+    bare = host.strip("[]")
+    is_address = bare == "localhost" or ":" in bare or bare.replace(".", "").isdigit()
+    for place in ([bare] if is_address else []) + [""]:
         try:
-            family = socket.AF_INET6 if ipaddress.ip_address(host.strip("[]")).version == 6 else socket.AF_INET
-            with socket.socket(family) as here:
-                here.bind((host.strip("[]"), 0))
-        except (OSError, ValueError):
-            return None
-    return f"{host}:{port}"
+            socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET).close()
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue  # perhaps that of a router in front of this machine
+            raise ValueError(
+                f"coordinator: port {port} cannot be used here ({error}); does another program, or another process 0,"
+                " use it?"
+            ) from None
+        return f"{host}:{port}" if place else None
 
 
 def _check_count(count: int, process_id: int) -> None:

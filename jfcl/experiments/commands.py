@@ -138,9 +138,8 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     """Connects to the other processes and divides the CPU, where the options say so."""
     if args.coordinator is not None:
         if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
-            mine = f"process {args.process_id} of {args.num_processes} connects to {args.coordinator}"
-            rule = "all need the same --num-processes, and each its own --process-id from 0"
-            Console(stderr=True, soft_wrap=True, quiet=args.quiet).print(f"{mine}; {rule}", markup=False)
+            text = f"process {args.process_id} of {args.num_processes}, each with its own --process-id, connects"
+            Console(stderr=True, soft_wrap=True, quiet=args.quiet).print(text, markup=False)
         hosts.connect(args.coordinator, args.num_processes, args.process_id, args.connect_seconds)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")

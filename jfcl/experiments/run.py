@@ -60,8 +60,9 @@ def run(
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
         opened.enter_context(jax.default_matmul_precision(matmul_precision(config.precision)))
-        if resume and out is not None and Path(out).is_dir():  # also while results are written
-            hosts.by_first(lambda: opened.enter_context(files.lock(RunFolder(out).lock_path)))
+        if resume and out is not None:  # also while results are written
+            lock = RunFolder(out).lock_path
+            hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": eval_every(config), "serve": config.serve}
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
