@@ -88,9 +88,11 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_parse(page):
-    shell = "\n".join(code for _, code in blocks(page, "sh")).replace("\\\n", " ")
+    shell = "\n".join(code for kind in ("sh", "bash", "yaml") for _, code in blocks(page, kind)).replace("\\\n", " ")
+    shell = re.sub(r"\$method\b", "fedavg", re.sub(r"\$[A-Z_]+", "0", shell))
     indented = "\n".join(re.findall(r"^    (jfcl .*)$", page.read_text().replace("\\\n", " "), flags=re.MULTILINE))
-    lines = re.findall(r"^(?:srun [-\w ]+ )?(jfcl [^#\n]*?)\s*(?:\s#.*)?$", f"{shell}\n{indented}", flags=re.MULTILINE)
+    started = r"^ *(?:srun (?:[-\w ]+ )?|nohup |exec )?(?:[~/]\S*/bin/)?(jfcl [^#\n>]*?)\s*(?:>.*|\s#.*)?$"
+    lines = re.findall(started, f"{shell}\n{indented}", flags=re.MULTILINE)
     for line in lines:
         if "NAME [" in line:  # the form of a command, not one
             continue
