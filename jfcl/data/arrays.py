@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, shown, stack_clients
+from jfcl.core import Clients, check, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
 from jfcl.data.images import is_picture
 from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept, plain
@@ -141,7 +141,7 @@ def _parts(client: Any, value: Any) -> dict[str, Any]:
 def _client(client: int, x: np.ndarray, parts: dict[str, Any], moved: bool) -> dict[str, Any]:
     """Returns the arrays of a client with the types of the library; `moved`: images had their channels first."""
     where = f"client {client}"
-    check(x.dtype != object, f"{where}: x", shown(x[0]), "numbers; texts become numbers by jfcl.data.tokenize")
+    check(x.dtype != object, f"{where}: x", x[0], "numbers; texts become numbers by jfcl.data.tokenize")
     made = {name: kept(values, f"{where}: {name}", moved=moved, plane=x.shape[1:3]) for name, values in parts.items()}
     y = made["y"]
     check(not isinstance(y, dict), f"{where}: y", y, "an array of numbers [m, ...]")

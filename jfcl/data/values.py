@@ -69,7 +69,7 @@ def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...]
         texts = any(isinstance(row, str) for row in rows)
         check(not texts, where, "texts", "numbers; jfcl.data.from_frame numbers texts, of all clients alike")
         array = stacked(rows, where)
-    check(array.ndim > 0, where, shown(values), "an array with an entry for each example")
+    check(array.ndim > 0, where, values, "an array with an entry for each example")
     if moved and array.ndim == 4 and array.shape[2:] == plane:
         array = images.channels_last(array)
     if array.dtype.kind == "f":
