@@ -10,7 +10,7 @@ from jax import export
 
 import jfcl
 from jfcl.experiments import Config, export_model, load_params, load_run, run
-from jfcl.experiments.serving import npz_bytes, structured
+from jfcl.experiments.serving import choose, npz_bytes, structured
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,19 @@ def test_safetensors(folders, tmp_path):
     read = safetensors.load_file(tmp_path / "m.safetensors")
     kernel = found.params["Dense_0"]["kernel"][found.cluster[0]]
     np.testing.assert_array_equal(read["Dense_0/kernel"], kernel)
+
+
+def test_a_newcomer_chooses_by_all_that_the_loss_reads():
+    """Weights that leave one example choose the model of that example."""
+    line = jfcl.models.task(lambda key: np.ones(1, np.float32), lambda w, x: x @ w, kind="regression")
+    weighted = line._replace(loss=lambda params, batch: batch["w"] * line.loss(params, batch), reads=("x", "y", "w"))
+    params = np.float32([[1], [5]])
+    examples = {"x": np.ones((3, 1), np.float32), "y": np.float32([1, 1, 5]), "w": np.float32([0, 0, 1])}
+    clients = jfcl.stack_clients([examples])
+    assert choose(weighted, params, np.zeros(1, int), clients, examples, "loss") == 1
+    assert choose(line, params, np.zeros(1, int), clients, examples, "loss") == 0
+    with pytest.raises(ValueError, match="examples must be with x and y and w"):
+        choose(weighted, params, np.zeros(1, int), clients, {"x": examples["x"], "y": examples["y"]}, "loss")
 
 
 def test_newcomers_choose(folders):

@@ -191,7 +191,7 @@ class LoadedRun(NamedTuple):
         """Returns the cluster that fits the examples of a new client, the row of its model in `params`.
 
         Args:
-          examples: `{"x": [B, ...], "y": [B, ...]}`, and `{"x": [B, ...]}` for `by="inputs"`.
+          examples: `{"x": [B, ...], "y": [B, ...]}` and what else the loss reads; `{"x": [B, ...]}` for `by="inputs"`.
           by: `"loss"`: the model of lowest mean loss on them (IFCA's choice). `"inputs"`: the cluster of the run with
             the nearest mean input, for clients without labels. It distinguishes rotated images, not swapped labels.
 

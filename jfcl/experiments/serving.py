@@ -15,7 +15,7 @@ import numpy as np
 from jax import export
 
 from jfcl.analysis.metrics import evaluate
-from jfcl.core import Clients, PyTree, Task, check, check_choice, check_labels
+from jfcl.core import Clients, PyTree, Task, check, check_choice, check_labels, named_leaves
 from jfcl.core.files import write_whole
 from jfcl.core.parameters import named_parameters
 
@@ -61,16 +61,17 @@ def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
 def choose(task: Task, params: PyTree, cluster: np.ndarray, clients: Clients, examples: dict[str, Any], by: str) -> int:
     """Returns the row of `params` for a new client; see `LoadedRun.choose`."""
     check_choice("by", by, BY)
-    needed = ("x", "y") if by == "loss" else ("x",)
+    needed = tuple(dict.fromkeys(("x", "y", *task.reads))) if by == "loss" else ("x",)
     missing = [name for name in needed if name not in examples]
     check(not missing, "examples", sorted(examples), f"with {' and '.join(needed)}, for by={by!r}")
     x = np.asarray(examples["x"])
     wanted = np.shape(clients.examples["x"])[2:]
     check(x.ndim > 1 and x.shape[1:] == wanted and len(x), "examples['x']", x.shape, f"of shape (B, *{wanted})")
     if by == "loss":
-        one = Clients({name: np.asarray(examples[name])[None] for name in needed}, np.array([len(x)], np.int32))
-        labels = np.shape(examples["y"])
-        check(labels[:1] == (len(x),), "examples['y']", labels, f"one for each of the {len(x)} inputs")
+        for name, values in named_leaves(examples).items():
+            shape = np.shape(values)
+            check(shape[:1] == (len(x),), f"examples{name}", shape, f"one for each of the {len(x)} inputs")
+        one = Clients(jax.tree.map(lambda values: np.asarray(values)[None], examples), np.array([len(x)], np.int32))
         if task.num_classes is not None:
             check_labels(one, task.num_classes, name="examples")
         return int(evaluate(task, params, one, None)["cluster"][0])
