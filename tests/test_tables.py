@@ -3,11 +3,17 @@
 import json
 from decimal import Decimal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 
+import jfcl
+from jfcl.cli import main
 from jfcl.core import check_clients
-from jfcl.data import build, from_frame, generate_store, read_rows
+from jfcl.data import Dataset, build, from_arrays, from_frame, generate_store, read_rows
+from jfcl.experiments import Config, load_run
 
 pd = pytest.importorskip("pandas", reason="needs pandas")
 
@@ -193,3 +199,172 @@ def test_random_tables(tmp_path):
 @pytest.mark.slow
 def test_300_random_tables(tmp_path):
     check_cases(range(1000, 1300), tmp_path)
+
+
+# Arrays, frames and series, wherever arrays are accepted.
+
+
+def people(rng, n=60):
+    columns = {"user": rng.choice(["ann", "bob", "cid"], n), "age": rng.integers(18, 80, n), "tall": rng.normal(size=n)}
+    return pd.DataFrame(columns | {"label": rng.integers(0, 2, n)}).sample(frac=1, random_state=1)
+
+
+def test_frames_and_series_are_read_by_rows(tmp_path):
+    frame = people(np.random.default_rng(0))
+    groups = [group for _, group in frame.groupby("user")]
+    for columns in (["age"], ["age", "tall"], "age"):
+        clients = from_arrays([(group[columns], group["label"]) for group in groups])
+        for i, group in enumerate(groups):
+            wanted = group[[columns] if isinstance(columns, str) else columns].to_numpy(np.float32)
+            np.testing.assert_array_equal(clients.examples["x"][i, : len(group)], wanted)
+            assert clients.examples["y"][i, : len(group)].tolist() == group["label"].tolist()
+    square = pd.DataFrame(np.eye(2), columns=["a", "b"])
+    one = from_arrays([(square, pd.DataFrame({"y": [0, 1]}))])
+    assert one.examples["x"][0].tolist() == [[1, 0], [0, 1]] and one.examples["y"][0].tolist() == [0, 1]
+    sparse = scipy.sparse.csr_matrix(np.eye(4))
+    assert from_arrays([(sparse, [0, 1, 0, 1])]).examples["x"][0].tolist() == np.eye(4).tolist()
+    # A data set of one's own, by rows and not by the numbers of the index.
+    writer = frame["user"].map({"ann": 0, "bob": 1, "cid": 2})
+    split = {"x": frame[["age", "tall"]], "y": frame["label"]}
+    arrays = {"x": split["x"].to_numpy(np.float32), "y": split["y"].to_numpy(np.int32)}
+    feds = []
+    for train, ids in [
+        (split, writer),
+        (arrays, writer.to_numpy()),
+        ({n: jnp.asarray(v) for n, v in arrays.items()}, writer),
+    ]:
+        data = Dataset("mine", train, None, 2, {"train": ids}, "")
+        feds.append(build(data, partition="writer"))
+    for fed in feds[1:]:
+        jax.tree.map(np.testing.assert_array_equal, fed.train, feds[0].train)
+        assert fed.split_hash == feds[0].split_hash
+    data = data._replace(train={"x": scipy.sparse.csr_matrix(arrays["x"]), "y": arrays["y"]})
+    np.testing.assert_array_equal(build(data, partition="writer").train.examples["x"], feds[0].train.examples["x"])
+    stores = generate_store(tmp_path / "s", data._replace(train=split), num_clients=3, examples_per_client=4)
+    assert stores[0].gather([0]).examples["x"].shape == (1, 4, 2)
+
+
+SECONDS = 1.7e9 + np.arange(20.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda f: from_arrays([(f[["age", "user"]], f["label"])]), "column 'user' must be one column of numbers"),
+        (lambda f: from_arrays([(f[["age"]], f["user"])]), "y must be numbers; jfcl.data.from_frame numbers texts"),
+        (lambda f: from_arrays([(f[["age", "tall"]], f.label), (f[["tall", "age"]], f.label)]), "client 1: x: columns"),
+        (lambda f: from_arrays([(SECONDS, np.zeros(20, int))]), "client 0: x must be of numbers that float32 tells"),
+        (lambda f: from_arrays([(np.zeros(20), SECONDS)]), "client 0: y must be of numbers that float32 tells apart"),
+        (lambda f: jfcl.stack_clients([{"x": f[["age"]], "y": f["label"]}]), "not frames; jfcl.data.from_arrays"),
+        (lambda f: jfcl.stack_clients([{"x": f["user"], "y": f["label"]}]), "must be of arrays of numbers"),
+        (
+            lambda f: check_clients(jfcl.Clients({"x": f[["age"]], "y": f[["label"]]}, np.ones(60, int))),
+            "an array of n",
+        ),
+        (lambda f: check_clients(jfcl.Clients({"x": SECONDS[None, :, None]}, np.array([20]))), "float32 tells apart"),
+        (
+            lambda f: build(
+                Dataset("m", {"x": SECONDS[:, None], "y": np.zeros(20, int)}, None, 1, None, ""), num_clients=2
+            ),
+            "float32",
+        ),
+        (lambda f: from_frame(pd.concat([f, f[["age"]]], axis=1)), "names of columns must be different.*'age'"),
+        (lambda f: from_frame(f.set_axis(pd.MultiIndex.from_product([["a"], f.columns]), axis=1)), "of several levels"),
+        (lambda f: from_frame(f.set_index("user"), by="user"), "by must be a column, not the index: frame.reset_index"),
+        (
+            lambda f: from_frame(f[["label"]].assign(n=np.arange(60)), y="label"),
+            "the only inputs, .'n'., number the rows",
+        ),
+        (lambda f: from_frame(f, by="user", y=["label", "label"]), "y must be one column at least, each once"),
+        (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be numbers, or true and false"),
+        (lambda f: from_frame(f, by="label", y="label"), "y must be another column than by"),
+        (lambda f: from_frame(f, y="user", x="age", kind="regression"), "kind must be classification"),
+        (lambda f: from_frame(f, y="tall", x="age", kind="classification"), "labels must be whole numbers"),
+        (
+            lambda f: jfcl.models.classification(jfcl.models.Linear(1), (1,), None),
+            "num_classes .* jfcl.models.regression",
+        ),
+    ],
+)
+def test_what_would_be_read_wrongly_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(people(np.random.default_rng(0)))
+
+
+def test_remedies_for_tables_help():
+    frame = people(np.random.default_rng(0))
+    seconds = frame.assign(at=pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(60), unit="h"))
+    for bad in (seconds, seconds.assign(at=1.7e9 + np.arange(60))):
+        with pytest.raises(ValueError, match="the days since the first one"):
+            from_frame(bad, by="user")
+    days = (seconds["at"] - seconds["at"].min()).dt.days
+    assert from_frame(seconds.assign(at=days), by="user").train["x"].shape == (60, 3)
+    assert from_frame(frame.assign(n=np.arange(60)), by="user", x=["age", "n"]).train["x"].shape == (60, 2)
+    price = frame.assign(price=[f"{i % 7},5" for i in range(60)])
+    with pytest.raises(ValueError, match=r"pandas\.to_numeric or .* or names with astype"):
+        from_frame(price, by="user")
+    numbers = pd.to_numeric(price["price"].str.replace(",", "."))
+    assert from_frame(price.assign(price=numbers), by="user").train["x"].shape == (60, 3)
+    assert from_frame(price.assign(price=price["price"].astype("category")), by="user").train["x"].shape == (60, 9)
+
+
+@pytest.mark.slow
+def test_a_table_on_the_command_line(tmp_path, capsys, monkeypatch):
+    """csv to models per cluster to a new user, by the names of columns."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    frame = people(rng, 90).assign(device=rng.choice(["pc", "phone"], 90), label=rng.choice(["no", "yes"], 90))
+    frame.loc[len(frame)] = ["solo", 40, 0.0, "no", "pc"]
+    frame.to_csv("shop.csv")  # with its index, as everybody saves it
+    command = [
+        "run",
+        "ifca",
+        "--dataset",
+        "shop.csv",
+        "--by",
+        "user",
+        "--target",
+        "label",
+        "--clusters",
+        "2",
+        "--quiet",
+    ]
+    assert main([*command, "--rounds", "2", "--out", "run"]) == 0
+    assert "(solo)" in " ".join(capsys.readouterr().out.split())
+    table = json.loads((tmp_path / "run" / "summary.json").read_text())["table"]
+    assert table["left_out"] == ["Unnamed: 0"] and table["labels"] == ["no", "yes"]
+    assert [one["column"] for one in table["inputs"]] == ["age", "tall", "device"]
+    found = load_run("run")
+    assert [found.setup.federation.names[i] for i in range(3)] == ["ann", "bob", "cid"]
+    new = pd.DataFrame({"device": ["phone"], "tall": [0.5], "label": ["yes"], "age": [33]})
+    rows = found.read(new)
+    scaled = [
+        (33 - frame["age"].mean()) / frame["age"].std(ddof=0),
+        (0.5 - frame["tall"].mean()) / frame["tall"].std(ddof=0),
+    ]
+    np.testing.assert_allclose(rows["x"], [[*scaled, 0, 1]], rtol=1e-5)
+    assert rows["y"].tolist() == [1] and found.choose(rows) in (0, 1)
+    assert found.predictor(found.client("bob"))(rows["x"]).shape == (1, 2)
+    with pytest.raises(ValueError, match="unknown name 'dan'"):
+        found.client("dan")
+    with pytest.raises(ValueError, match="row 0 holds 'tv', which training does not have"):
+        found.read(new.assign(device="tv"))
+    frame.assign(age=frame["age"] + 1).to_csv("shop.csv")
+    with pytest.raises(ValueError, match=r"this split of shop\.csv is another"):
+        load_run("run")
+
+
+def test_options_of_a_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    people(np.random.default_rng(0)).to_csv("shop.csv", index=False)
+    config = Config("fedavg", dataset="shop.csv", by="user", target="label")
+    assert (config.clients, config.partition, config.heterogeneity) == (3, "writer", "none")
+    for wrong, words in [
+        (["--dataset", "none.csv", "--by", "user"], "there is no file none.csv"),
+        (["--dataset", "shop.csv", "--by", "usr"], "unknown column for by 'usr': did you mean 'user'?"),
+        (["--dataset", "shop.csv", "--by", "user", "--target", "lable"], "did you mean 'label'?"),
+        (["--by", "user"], "by must be left out unless --dataset is a table"),
+        (["--dataset", "shop.csv", "--by", "user", "--clients", "4"], "at most 3, the number of writers"),
+    ]:
+        assert main(["run", "fedavg", "--quiet", *wrong]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())

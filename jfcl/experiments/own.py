@@ -124,6 +124,7 @@ def table_defaults(given: dict[str, Any]) -> dict[str, Any]:
         frame, by = read_file(given["dataset"], "dataset", given["by"]), given["by"]
         check_choice("column for by", by, list(frame.columns))
         found["clients"] = max(int((frame[by].value_counts() > 1).sum()), 1)
+        found["clusters"] = min(4, found["clients"])  # the number of models
     return found
 
 

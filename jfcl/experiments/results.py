@@ -170,10 +170,10 @@ class LoadedRun(NamedTuple):
         """Returns the client with a name in the table that the run was on: a value of its column `by`.
 
         Raises:
-          ValueError: an unknown name, or a run whose clients have no names.
+          ValueError: an unknown name, or a run without names of clients.
         """
         names = self.setup.federation.names
-        check(names is not None, "name", name, "a number: the clients of this run have no names")
+        check(names is not None, "name", name, "a number, as the clients of this run have no names")
         check_choice("name", name, names)
         return names.index(name)
 
