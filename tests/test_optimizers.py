@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from jfcl import cli
+from jfcl.core.names import OF_OTHERS
 from jfcl.experiments import Config, from_saved, run, setup
 from jfcl.experiments.config import all_options, to_saved
-from jfcl.experiments.names import OF_OTHERS
 from jfcl.experiments.setups import make_training
 from jfcl.experiments.validation import validate
 from jfcl.simulation.folder import RunFolder

@@ -182,3 +182,115 @@ def test_every_option_is_declared_whole():
             assert option.kind in CLASSES and (option.default is None or option.check(option.default) is None)
             others = [entry.option for entry in option.metadata if hasattr(entry, "option")]
             assert all(other in method_options(method) | common_options() for other in others), (method, name)
+
+
+# ---- Names of Flower (run configurations, strategies, flwr-datasets), FedML (YAML files), PFLlib (flags of main.py),
+# ---- FedJAX (functions and hyperparameters), with what is here, or nothing where the name is the same.
+
+OTHERS_OPTIONS = {
+    "Flower": "num-server-rounds --rounds, num_rounds --rounds, fraction_fit --cohort, fraction_train --cohort,"
+    " fraction_evaluate --cohort, min_fit_clients --cohort, min_available_clients --cohort, local-epochs,"
+    " learning-rate --lr, batch-size, num-supernodes --clients, num_partitions --clients, proximal_mu --prox,"
+    " server_learning_rate --server-lr, num_sampled_clients --cohort, noise_multiplier --dp-noise,"
+    " clipping_norm --dp-clip, num_malicious_clients --malicious, num_classes_per_partition --labels-per-client",
+    "FedML": "random_seed --seed, data_cache_dir --data-dir, partition_method --partition, partition_alpha --alpha,"
+    " federated_optimizer --server-optimizer, client_num_in_total --clients, client_num_per_round --cohort,"
+    " comm_round --rounds, epochs --local-epochs, client_optimizer --optimizer, learning_rate --lr, weight_decay,"
+    " frequency_of_the_test --eval-every, enable_wandb --track, using_gpu --devices, gpu_id --devices,"
+    " server_lr, server_momentum --server-optimizer, byzantine_client_num --malicious, attack_type --attack,"
+    " defense_type --aggregator, epsilon --dp-noise, delta --dp-delta, group_num --clusters",
+    "PFLlib": "dataset, num_classes --labels-per-client, ncl --labels-per-client, model, lbs --batch-size, lr,"
+    " local_learning_rate --lr, learning_rate_decay_gamma --lr-decay, gr --rounds, global_rounds --rounds,"
+    " ls --local-epochs, algorithm METHOD, join_ratio --cohort, jr --cohort, nc --clients, num_clients --clients,"
+    " times --seeds, eg --eval-every, eval_gap --eval-every, save_folder_name --out,"
+    " batch_num_per_client --local-steps, client_drop_rate --dropout, mu --prox, plocal_epochs --personal-steps,"
+    " device_id --devices, max_len --length",
+    "FedJAX": "num_rounds --rounds, num_clients_per_round --cohort, client_learning_rate --lr,"
+    " num_epochs --local-epochs, num_steps --local-steps, server_learning_rate --server-lr,"
+    " num_clusters --clusters, eval_frequency --eval-every",
+    "others": "participation --cohort, partition-alpha --alpha, num-classes --labels-per-client, wandb --track,"
+    " noise-multiplier --dp-noise, num-byzantine --malicious, cuda --devices",
+}
+OTHERS_VALUES = {
+    (
+        "method",
+    ): "fedprox --prox, FedProx --prox, fedadam adam, FedAdam adam, FedYogi adam, FedAdagrad adam, FedOpt adam,"
+    " FedAvgM momentum, FedMedian coordinate_median, FedTrimmedAvg trimmed_mean, Krum krum, MultiKrum multi_krum,"
+    " Bulyan bulyan, FedAvg 'fedavg', FedSGD --local-steps, LG-FedAvg 'lg_fedavg', FedPer 'fedper', FedRep 'fedrep',"
+    " FedBN 'fedbn', Ditto 'ditto', Local 'local', HypCluster 'hypcluster', IFCA 'ifca', QFedAvg MODULE,"
+    " SCAFFOLD MODULE, MOON MODULE, FedDyn MODULE, FedNova MODULE, PerFedAvg MODULE, pFedMe MODULE, APFL MODULE,"
+    " FedALA MODULE, FedRoD MODULE, FedBABU MODULE, FedProto MODULE, FedFomo MODULE, FedAMP MODULE, GPFL MODULE,"
+    " Mime MODULE, MimeLite MODULE, AgnosticFedAvg MODULE, DPFedAvgFixed --dp-noise",
+    ("attack", "--malicious", "0.2"): "label_flip 'label_reverse', label_flipping 'label_zero', byzantine 'gaussian',"
+    " random 'gaussian', model_replacement 'scaled'",
+    ("aggregator",): "median 'coordinate_median', rfa 'geometric_median', norm_diff_clipping 'clip_norms+mean',"
+    " coordinate_wise_median 'coordinate_median', cclip 'centered_clip', trimmed_mean, krum",
+    (
+        "partition",
+    ): "hetero 'dirichlet', homo 'iid', lda 'dirichlet', dir 'dirichlet', pat 'pathological', natural 'writer'",
+    ("server-optimizer",): "yogi 'adam', adagrad 'adam', sgd 'average'",
+}
+
+
+def pairs(listed: str) -> list[tuple[str, str]]:
+    return [tuple([*one.split(), ""][:2]) for one in listed.split(",")]
+
+
+@pytest.mark.parametrize("library", OTHERS_OPTIONS)
+def test_options_of_other_libraries_are_answered(library, capsys):
+    known = {*all_options(), "method"}
+    for name, ours in pairs(OTHERS_OPTIONS[library]):
+        if name.replace("-", "_") in known:
+            assert not ours  # it is the same here
+            continue
+        assert cli.main(["run", "ifca", f"--{name}", "1"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"unknown option --{name}" in said and ours and ours in said, (name, said)
+        assert all(word[2:].strip("?,.;:()").replace("-", "_") in known | {"track", "out", "data_dir"} for word in
+                   said.split() if word.startswith("--") and word.strip(":") != f"--{name}")  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHERS_VALUES)
+def test_names_of_other_libraries_are_answered(what, capsys):
+    for name, ours in pairs(OTHERS_VALUES[what]):
+        command = ["run", name] if what == ("method",) else ["run", "fedavg", f"--{what[0]}", name, *what[1:]]
+        if not ours:
+            continue
+        assert cli.main(command) == 2
+        said = " ".join(capsys.readouterr().err.split("Accepted:")[0].split())
+        assert f"unknown {what[0].replace('-', '_')} '{name}'" in said and ours in said, (name, said)
+
+
+def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("lr: 0.1\n")
+    (tmp_path / "x.toml").write_text("cohort = 0.1\n")
+    for flags, said in [
+        (["--cohort", "0.1"], "argument --cohort: invalid int value: '0.1' (a number of clients, not a share)"),
+        (
+            ["--config", str(tmp_path / "x.toml")],
+            "cohort must be of type int (a number of clients, not a share), got 0.1",
+        ),
+        (["--config", str(tmp_path / "x.yaml")], "must be TOML, a line such as lr = 0.1 for each option"),
+        (["--participation", "0.1"], "did you mean --cohort (a number of clients, not a share)?"),
+        (["--num-byzantine", "2"], "did you mean --malicious (a share of the clients, not a number)?"),
+    ]:
+        assert cli.main(["run", "fedavg", *flags]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_flag_overrides_what_a_file_has_in_its_place(tmp_path):
+    from jfcl.experiments.commands import _given_options
+    from jfcl.experiments.flags import build_parser
+
+    file = tmp_path / "x.toml"
+    for content, flags, wanted in [
+        ("seeds = 5", ["--seed", "7"], {"seed": 7}),
+        ("seed = 7", ["--seeds", "5"], {"seeds": 5}),
+        ("local_steps = 5", ["--local-epochs", "2"], {"local_epochs": 2}),
+        ("local_epochs = 5", ["--local-steps", "2"], {"local_steps": 2}),
+        ("seeds = 5", ["--lr", "0.5"], {"seeds": 5, "lr": 0.5}),
+    ]:
+        file.write_text(content)
+        args = build_parser().parse_args(["run", "fedavg", "--config", str(file), *flags])
+        assert _given_options(args) == {"method": "fedavg"} | wanted
+        check_values(Config(**_given_options(args)))

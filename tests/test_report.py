@@ -22,7 +22,7 @@ from PIL import Image
 import jfcl
 from jfcl import cli, plots
 from jfcl.core import files
-from jfcl.experiments import Config, comparison, report, report_tables, run
+from jfcl.experiments import Config, compare, comparison, report, report_tables, run
 from jfcl.experiments.config import to_saved
 from jfcl.experiments.html_page import escaped
 from jfcl.experiments.partial import read_partial
@@ -736,3 +736,30 @@ def test_an_unfinished_run_has_agreement_with_clusters_where_there_are_any(copy)
     assert config["clusters"] > 1 and read_partial(copy / "cfl").summary["num_clusters"] == config["clusters"]
     file.write_text(json.dumps(config | {"heterogeneity": "none"}))
     assert read_partial(copy / "cfl").summary["num_clusters"] == 1
+
+
+def test_a_comparison_for_a_paper(finished, tmp_path, capsys):
+    awkward = tmp_path / "a_b 50% & #1 $x$ {y} ~^\\"
+    shutil.copytree(finished / "local", awkward)
+    runs = [str(finished / "cfl"), str(awkward)]
+    assert cli.main(["compare", *runs, "--out", str(tmp_path / "out"), "--latex", "--pdf", "--svg"]) == 0
+    names = [f"{name}.{form}" for form in ("png", "pdf", "svg") for name in ("accuracy", "methods")]
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {*names, "results.csv", "results.tex"}
+    # The table: as many cells in each row, names as LaTeX prints them, numbers as in the csv file.
+    rows = [
+        line.removesuffix(r" \\") for line in (tmp_path / "out/results.tex").read_text().splitlines() if "&" in line
+    ]
+    head, cfl, local = ([cell.strip() for cell in re.split(r"(?<!\\)&", row)] for row in rows)
+    assert len(head) == len(cfl) == len(local) == 9 and head[1] == r"client acc. \%"
+    assert local[0] == r"a\_b 50\% \& \#1 \$x\$ \{y\} \textasciitilde{}\textasciicircum{}\textbackslash{}"
+    with (tmp_path / "out/results.csv").open() as file:
+        numbers = {row["run"]: row for row in csv.DictReader(file)}["cfl"]
+    mean, std = (100 * float(numbers[name]) for name in ("accuracy", "accuracy_std"))
+    assert cfl[1] == rf"{mean:.1f} $\pm$ {std:.1f}" and local[3] == "--"
+    # The figures: 3.25 inches are 234 points.
+    for name in ("accuracy", "methods"):
+        [box] = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ", (tmp_path / f"out/{name}.pdf").read_bytes())
+        assert float(box) == 234 and 'width="234pt"' in (tmp_path / f"out/{name}.svg").read_text()
+    files = compare(runs, out=tmp_path / "python", latex=True, pdf=True, svg=True)
+    assert {file.name for file in files} == {*names, "results.csv", "results.tex"}
+    assert (tmp_path / "python/results.tex").read_bytes() == (tmp_path / "out/results.tex").read_bytes()

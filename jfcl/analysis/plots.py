@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cycler import cycler
 
 from jfcl.algorithms.theory import SplitProbability, max_noise
+from jfcl.analysis.figure_files import png, save  # noqa: F401 (plots.png, plots.save)
 from jfcl.analysis.metrics import contingency, deviation
 from jfcl.analysis.parameter_tree import Node
-from jfcl.core import check
-from jfcl.core.files import write_whole
 
 if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
     from matplotlib.axes import Axes  # noqa: F401 (plots.Axes)
@@ -28,8 +25,6 @@ Records = Sequence[dict[str, Any]]
 # Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
 # vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
-FORMATS = (".png", ".pdf", ".svg")
-MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
 
@@ -56,41 +51,6 @@ def cluster_colors(count: int) -> Colormap:
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(PALETTE) if count <= len(PALETTE) else colormaps["viridis"].resampled(count)
-
-
-def png(figure: Figure) -> bytes:
-    """Returns `figure` as the content of a PNG file.
-
-    Example:
-      >>> png(new_figure(6, 4))[1:4]
-      b'PNG'
-    """
-    return _content(figure, "png")
-
-
-def _content(figure: Figure, form: str) -> bytes:
-    """Returns `figure` as the content of a file of one of `FORMATS`."""
-    buffer = io.BytesIO()
-    dpi = min(120, MOST_PIXELS / max(figure.get_size_inches()))
-    figure.savefig(buffer, format=form, dpi=dpi, bbox_inches="tight")
-    return buffer.getvalue()
-
-
-def save(figure: Figure, path: str | Path) -> Path:
-    """Writes `figure` as PNG, PDF or SVG, as the name of the file ends, making its folder.
-
-    Raises:
-      ValueError: another ending.
-
-    Example:
-      >>> import tempfile
-      >>> save(new_figure(6, 4), Path(tempfile.mkdtemp()) / "plots" / "empty.pdf").name
-      'empty.pdf'
-    """
-    path = Path(path)
-    check(path.suffix in FORMATS, "path", path.name, f"a name that ends in one of {', '.join(FORMATS)}")
-    write_whole(path, _content(figure, path.suffix[1:]))  # and its folder
-    return path
 
 
 def label(name: str) -> str:

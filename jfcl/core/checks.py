@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jfcl.core.names import value_hint
 
 INT32_MAX = 2**31 - 1  # counts are int32 on the device
 SHOWN = 400  # characters of a refused value in a message; a longer one is shortened to its beginning and end
@@ -89,8 +90,7 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         choices = list(map(str, choices))  # columns of a frame may be numbers
-        near = difflib.get_close_matches(str(value)[:SHOWN], choices, n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else "."
+        hint = value_hint(argument, str(value)[:SHOWN], choices)
         raise ValueError(f"unknown {argument} {shown(value)}{hint} Accepted: {', '.join(choices)}")
 
 

@@ -20,16 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
-from jfcl.core.files import write_whole
 from jfcl.core.options import is_text
 from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, reproduce, run, sweeps, trackers
+from jfcl.experiments.compare import unused_folder, write_comparison
 from jfcl.experiments.comparison import (
     by_name,
     differences_notes,
     differences_text,
-    judged_by,
-    results_csv,
     results_notes,
     seeds_text,
     unused,
@@ -48,6 +46,7 @@ FIRST_COMMANDS = """
   jfcl run ifca --clients 40 --clusters 4 --rounds 50 --restarts 5 --out runs/ifca
   jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg"""
+EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
 LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
 
@@ -65,6 +64,8 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
     if len(content) > LARGEST_CONFIG:
         raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_CONFIG} bytes, and is larger")
     try:
+        yaml = file.suffix.lower() in (".yaml", ".yml")
+        check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
         text, is_json = content.decode(), file.suffix == ".json"
         raw = json.loads(text, object_pairs_hook=_without_repetition) if is_json else tomllib.loads(text)
     except RecursionError:
@@ -157,7 +158,11 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
     options = read_config(args.config, args.method) if args.config else {}
     options |= {"method": args.method} if args.method else {}
-    options |= _flags(args, options.get("method"))
+    flags = _flags(args, options.get("method"))
+    for group in EITHER:  # a flag also overrides what the file has in its place
+        if set(group) & set(flags):
+            options = {name: value for name, value in options.items() if name not in group}
+    options |= flags
     if "method" not in options:
         given = "METHOD must be given, or stand in --config; 'jfcl list methods' shows them"
         raise ValueError(f"{given}\n{FIRST_COMMANDS}")
@@ -315,16 +320,9 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
         console.print(f"they differ in {differ}", markup=False)
     for note in [*results_notes(summaries), *differences_notes(configs)]:
         console.print(f"note: {note}", markup=False)
-    # The plots.
-    out = Path(args.out) if args.out else unused(with_name(args.runs[0]).parent / "compare")
-    records = {plots.label(name): rows for name, (_, rows) in runs.items()}
-    metric = judged_by(summary["mean"] for summary in summaries.values())
-    if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
-        metric = "train_loss"
-    plots.save(plots.curves(records, metric), out / f"{metric}.png")
-    plots.save(plots.bars(records) if metric == "accuracy" else plots.bars(records, [metric]), out / "methods.png")
-    write_whole(out / "results.csv", results_csv(summaries).encode())
-    console.print(f"plots: {out / f'{metric}.png'}, {out / 'methods.png'}; table: {out / 'results.csv'}", markup=False)
+    # The files.
+    files = write_comparison(runs, unused_folder(args.runs, args.out), latex=args.latex, pdf=args.pdf, svg=args.svg)
+    console.print(f"kept: {', '.join(map(str, files))}", markup=False)
 
 
 def command_report(args: argparse.Namespace, console: Console) -> None:

@@ -17,9 +17,9 @@ from jfcl.algorithms import METHODS, attacks
 from jfcl.client.augment import AUGMENTATIONS
 from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
+from jfcl.core.names import NOTES, option_hint
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
 from jfcl.data.targets import KINDS
-from jfcl.experiments.names import nearest
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own, table_defaults
 from jfcl.experiments.private_options import Privacy
@@ -282,7 +282,7 @@ class Config(Data, Training, Attack, Privacy, Run):
         common, declared = common_options(), all_options(method)
         own = (options or {}) | {name: value for name, value in given.items() if name not in common}
         for name in own.keys() - declared.keys():
-            raise TypeError(f"Config has no option {name!r}{nearest(name, declared)}")
+            raise TypeError(f"Config has no option {name!r}{option_hint(name, declared)}")
         given = {**table_defaults(given), **given}
         values = {name: given.get(name, option.default) for name, option in common.items()}
         # A value that stands for "not given" is not kept: configurations with and without it are equal.
@@ -419,14 +419,15 @@ def check_options(raw: dict[str, Any], where: str, method: str | None = None) ->
     for given, value in raw.items():
         name = given.replace("-", "_")
         if name not in kinds:
-            raise ValueError(f"{where}: unknown option {shown(given)}{nearest(name, kinds)}")
+            raise ValueError(f"{where}: unknown option {shown(given)}{option_hint(name, kinds)}")
         if name in options:
             raise ValueError(f"{where}: {name} is given twice")
         kind = kinds[name]
         if kind is float and type(value) is int and abs(value) <= INT32_MAX:
             value = float(value)
         if type(value) is not kind:
-            raise ValueError(f"{where}: {name} must be of type {kind.__name__}, got {shown(value)}")
+            note = f" ({NOTES[name]})" if name in NOTES else ""
+            raise ValueError(f"{where}: {name} must be of type {kind.__name__}{note}, got {shown(value)}")
         options[name] = value
     return options
 

@@ -6,17 +6,18 @@ import argparse
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
+from jfcl.core.names import NOTES, flag_of, option_hint
 from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.execution import hosts
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.commands import read_config
 from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
-from jfcl.experiments.names import near_option
 from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.tables import lists
@@ -64,8 +65,7 @@ class Parser(argparse.ArgumentParser):
                 option = [text for text in getattr(parsed, "grid", None) or () if "=" not in text][-1:]
                 hint = f"; write --grid {option[0]}={values}" if option else ""
                 raise ValueError(f"unexpected argument {name!r}{hint}")
-            near = near_option(name.lstrip("-"), options)
-            raise ValueError(f"unknown option {name}" + (f": did you mean {flag_of(near)}?" if near else ""))
+            raise ValueError(f"unknown option {name}{option_hint(name.lstrip('-'), options, flag_of)}")
         return parsed
 
     def _actions_of(self, parsed: argparse.Namespace) -> list[argparse.Action]:
@@ -95,16 +95,6 @@ def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
     return method if is_own(method) else None
 
 
-def flag_of(name: str) -> str:
-    """Returns the flag of an option.
-
-    Example:
-      >>> flag_of("local_steps")
-      '--local-steps'
-    """
-    return "--" + name.replace("_", "-")
-
-
 def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
     """Adds a flag for each option."""
     for option in options:
@@ -117,11 +107,25 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
         group.add_argument(
             flag_of(option.name),
-            type=option.kind,
+            type=_reader(option),
             default=argparse.SUPPRESS,
             metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else METAVARS[option.kind],
             help=text + ("" if option.default is None else f" [{option.default}]"),
         )
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    """Returns the function that reads the values of a flag."""
+    if option.name not in NOTES or option.kind is not int:
+        return option.kind
+
+    def read(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid int value: {text!r} ({NOTES[option.name]})") from None
+
+    return read
 
 
 def run_parser(
@@ -246,7 +250,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     _sweep_parser(commands.add_parser("sweep", help=what, description=_sentence(what), add_help=False, **PLAIN), None)
     compare = commands.add_parser("compare", help="table and plots of finished runs side by side", allow_abbrev=False)
     compare.add_argument("runs", nargs="+", metavar="DIR", help="folders of 'jfcl run --out' or jfcl.simulate(out=)")
-    compare.add_argument("--out", metavar="DIR", help="folder for the plots; default: compare/ beside the first run")
+    compare.add_argument("--out", metavar="DIR", help="folder for the files; default: compare/ beside the first run")
+    compare.add_argument("--latex", action="store_true", help="also write results.tex, a table for LaTeX with booktabs")
+    for form in ("pdf", "svg"):
+        what = f"also write the figures as {form.upper()}, in the width of a paper's column"
+        compare.add_argument(f"--{form}", action="store_true", help=what)
     report = commands.add_parser(
         "report",
         help="one page of HTML on a run, or on several side by side; also unfinished ones",

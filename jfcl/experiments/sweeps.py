@@ -19,12 +19,12 @@ from rich.text import Text
 
 from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
+from jfcl.core.names import option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
 from jfcl.execution import mapping
 from jfcl.experiments.comparison import number
 from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
-from jfcl.experiments.names import nearest
 from jfcl.experiments.own import find_method
 from jfcl.experiments.setups import (
     check_model_reads,
@@ -70,7 +70,7 @@ def read_grid(texts: Sequence[str] | None, flags: dict[str, Any], method: str | 
         name = given.strip().removeprefix("--").replace("-", "_")
         name = "num_models" if name == "num_clusters" else name  # as the factories call it
         if name not in known:
-            raise ValueError(f"grid: unknown option {given[:100]!r}{nearest(name, known)}")
+            raise ValueError(f"grid: unknown option {given[:100]!r}{option_hint(name, known)}")
         accepted = "num_models, the number of models; --clusters, that of the hidden clusters, is one for all cells"
         check(name != "clusters", "grid", given, accepted)
         accepted = f"an option that may differ between cells; give --{name.replace('_', '-')} for all of them"
