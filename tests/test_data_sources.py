@@ -436,7 +436,7 @@ def test_a_damaged_tfds_set_is_named(no_network, name):
     prepare(no_network, "tiny_pictures", {"train": pictures(4, 0)}, 3)
     (file,) = no_network.rglob(name)
     file.write_bytes(b"{")
-    for read in (load, lambda name: from_tfds(name, y="label", by="label")):
+    for read in (load, lambda name: from_tfds(name, y="label")):
         with pytest.raises(ValueError, match=r"tiny_pictures/.* cannot be read as a prepared data set"):
             read("tiny_pictures")
 
@@ -450,12 +450,13 @@ def test_text_from_tfds(no_network):
 def test_a_tfds_set_by_a_feature(no_network, tmp_path):
     (images, kinds), (others, _) = pictures(20, 0), pictures(7, 1)
     prepare(tmp_path, "animals", {"train": (images, kinds), "test": (others, [2] * 7)}, 3, key="breed")
-    data = from_tfds("animals", by="breed", y="breed", data_dir=tmp_path)
+    with pytest.raises(ValueError, match="y must be another column than by, got 'breed'"):
+        from_tfds("animals", by="breed", y="breed", data_dir=tmp_path)
+    data = from_tfds("animals", y="breed", data_dir=tmp_path)
     for part, wanted in [(data.train, images), (data.test, others)]:
         np.testing.assert_array_equal(integers(part["x"]), wanted)
-    np.testing.assert_array_equal(data.writer["train"], kinds)
-    assert data.test["y"].tolist() == data.writer["test"].tolist() == [2] * 7
-    assert data.num_classes == 3 and data.writer_names == [0, 1, 2]
+    np.testing.assert_array_equal(data.train["y"], kinds)
+    assert data.test["y"].tolist() == [2] * 7 and data.num_classes == 3
     with pytest.raises(ValueError, match=r"unknown column for by 'bred': did you mean 'breed'. Accepted: breed, image"):
         from_tfds("animals", by="bred", data_dir=tmp_path)
     with pytest.raises(ValueError, match="y must be given: no column has a usual name"):
@@ -579,7 +580,7 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path, monkeypatch):
     np.testing.assert_allclose(found.test["x"][4:7].reshape(3, 784), images["ann"], atol=1e-6)
     assert found.train["y"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     fed = build("femnist", num_clients=2, partition="writer", data_dir=tmp_path)
-    assert fed.train.size.max() == 3 and fed.num_classes == 62  # cy's, less the one that is kept for the test
+    assert fed.train.size.max() == fed.test.size.max() == 4 and fed.num_classes == 62  # cy's, by LEAF's own split
     with monkeypatch.context() as patched, pytest.raises(ValueError, match=r"memory must be .* free; .*all_data_0"):
         patched.setattr("jfcl.data.sources.free_host_memory", lambda: 1e5)
         load("femnist", tmp_path)
