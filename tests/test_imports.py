@@ -210,3 +210,11 @@ def test_names_in_the_documentation_exist():
     missing = {name: document for name, document in names.items() if not exists(name)}
     assert missing.keys() <= MISSING_NAMES, missing
     assert not MISSING_NAMES - missing.keys(), "take it off the list of missing names"
+
+
+def test_a_script_beside_the_clone_finds_the_library(tmp_path):
+    """Python takes any folder of that name, as the clone's, for a package, unless it finds one with __init__.py."""
+    (tmp_path / "jfcl").mkdir()
+    (tmp_path / "script.py").write_text("import importlib.util; print(importlib.util.find_spec('jfcl').origin)")
+    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == jfcl.__file__
