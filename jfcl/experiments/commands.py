@@ -214,8 +214,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     target = vars(args).pop("target")  # that of a table stands in --config
     config = _read_options(args)
     _check_out(args.out)
-    new = args.out is None or not (Path(args.out) / "config.json").exists()
-    check(new, "out", args.out, "a folder without a run")
+    check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
     with _bar("compiling for a target", args.quiet) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731

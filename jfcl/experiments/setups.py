@@ -279,8 +279,7 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
     texts = dataset.train["x"].dtype.kind in "UO"
     check_model_reads(config, texts)
     if not texts:
-        for name in ("vocab_size", "length"):
-            value = getattr(config, name)
+        for name, value in ((name, getattr(config, name)) for name in ("vocab_size", "length")):
             check(value == common_options()[name].default, name, value, "left out for images")
         return dataset, None
     kinds = ("none", *SELECTIVE)
