@@ -293,8 +293,7 @@ def test_optimisers_that_need_more_than_the_loss_are_refused(optimizer, side):
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     masked = optax.masked(optax.sgd(0.1), {"w": True})  # fits this task's parameters alone
     for accepted in (plateau, optax.polyak_sgd(), masked, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))):
-        with jax.numpy_dtype_promotion("standard"):  # optax's plateau mixes types
-            jfcl.fedavg(LINEAR, training._replace(optimizer=accepted), server_optimizer=accepted)
+        jfcl.fedavg(LINEAR, training._replace(optimizer=accepted), server_optimizer=accepted)
     private = {"weights": "equal", "dp": jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)}
     with pytest.raises(ValueError, match=r"server_optimizer must be .* needs gradients and parameters alone"):
         jfcl.fedavg(LINEAR, training._replace(optimizer=masked), server_optimizer=optax.polyak_sgd(), **private)

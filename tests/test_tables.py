@@ -1,6 +1,7 @@
 """Tables against a plain reading by pandas and NumPy: columns, labels, splits, further rows, the command line."""
 
 import json
+import tempfile
 from decimal import Decimal
 
 import jax
@@ -244,6 +245,10 @@ def test_frames_and_series_are_read_by_rows(tmp_path):
     assert stores[0].gather([0]).examples["x"].shape == (1, 4, 2)
 
 
+def store(clients):
+    return jfcl.data.ClientStore.create(tempfile.mkdtemp() + "/s", clients)
+
+
 SECONDS = 1.7e9 + np.arange(20.0)
 
 
@@ -268,6 +273,11 @@ SECONDS = 1.7e9 + np.arange(20.0)
             ),
             "float32",
         ),
+        (
+            lambda f: store([{"x": SECONDS[:, None], "y": np.zeros(20, int)}]),
+            "client 0: x must be of numbers that float32",
+        ),
+        (lambda f: store([{"x": f[["age"]], "y": f["label"]}]), "client 0 must be of arrays; jfcl.data.from_arrays"),
         (lambda f: from_frame(pd.concat([f, f[["age"]]], axis=1)), "names of columns must be different.*'age'"),
         (lambda f: from_frame(f.set_axis(pd.MultiIndex.from_product([["a"], f.columns]), axis=1)), "of several levels"),
         (lambda f: from_frame(f.set_index("user"), by="user"), "by must be a column, not the index: frame.reset_index"),

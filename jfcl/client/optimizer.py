@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +13,13 @@ import optax
 from jfcl.core import PyTree, Task, check, trained_part
 
 _ONE = {"w": jax.ShapeDtypeStruct((1,), jnp.float32)}  # the parameters of the smallest model
+
+
+@contextlib.contextmanager
+def _standard() -> Iterator[None]:
+    """Promotes types and ranks as JAX does by default: a trial is not of the user's strictness."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def takes_loss(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
@@ -30,7 +39,8 @@ def takes_loss(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
 
     for like in (_ONE, params):
         try:
-            made = jax.make_jaxpr(step)(like, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+            with _standard():
+                made = jax.make_jaxpr(step)(like, jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
         except Exception:  # whatever an optimiser raises; most take no such argument
             continue
         return any(made.invars[-1] is one for one in [*made.outvars, *(v for eqn in made.eqns for v in eqn.invars)])
@@ -64,7 +74,8 @@ def check_optimizer(argument: str, optimizer: Any, task: Task, *, with_loss: boo
             return (params, state), optimizer_step(optimizer, params, state, params, loss if with_loss else None)
 
         try:
-            before, after = jax.eval_shape(step, params, jax.ShapeDtypeStruct((), jnp.float32))
+            with _standard():
+                before, after = jax.eval_shape(step, params, jax.ShapeDtypeStruct((), jnp.float32))
         except Exception as error:  # whatever an optimiser raises
             return f"{type(error).__name__}: {error}"
         same = jax.tree.structure(before) == jax.tree.structure(after)

@@ -134,6 +134,8 @@ def check_apart(name: str, columns: Any) -> None:
     columns = columns.reshape(len(columns), -1)
     largest = np.maximum(columns.max(axis=0), -columns.min(axis=0).astype(np.float64))
     span = columns.max(axis=0) - columns.min(axis=0).astype(np.float64)
+    if not (largest <= np.finfo(np.float32).max).all():
+        return  # others are refused elsewhere
     coarse = np.spacing(largest.astype(np.float32)) > 1e-4 * span
     for j in np.flatnonzero((coarse & (span > 0)) | (largest >= 2**24)):
         column = columns[:, j]

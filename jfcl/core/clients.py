@@ -165,7 +165,12 @@ def check_at_most_clients(argument: str, value: int, count: int) -> None:
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:
     """Raises `ValueError` unless the labels `examples["y"]` of real examples are integers in `0..num_classes-1`."""
     y = np.asarray(clients.examples["y"])
-    check(np.issubdtype(y.dtype, np.integer), f'{name}.examples["y"]', y.dtype, "labels of an integer type")
+    check(
+        np.issubdtype(y.dtype, np.integer),
+        f'{name}.examples["y"]',
+        y.dtype,
+        "labels of an integer type, as y.astype(np.int32)",
+    )
     real = np.asarray(mask(clients)).reshape(*y.shape[:2], *[1] * (y.ndim - 2))
     bad = ((y < 0) | (y >= num_classes)) & real
     if bad.any():

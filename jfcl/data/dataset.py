@@ -121,8 +121,10 @@ def check_dataset(dataset: Dataset) -> None:
         if x.ndim <= 2 and x.dtype.kind == "f":
             check_apart(f"{where}: inputs", x)
         if dataset.num_classes is not None and y.dtype.kind not in "iu":
-            hint = "; y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"
-            raise ValueError(f"{where}: labels must be integers, got {y.dtype}{hint if y.dtype.kind == 'f' else ''}")
+            hint = "; jfcl.data.from_frame numbers texts"
+            if y.dtype.kind in "bf":
+                hint = "; y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"
+            raise ValueError(f"{where}: labels must be integers, got {y.dtype}{hint}")
         if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
             raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
         if dataset.num_classes is None and not np.isfinite(y).all():

@@ -133,7 +133,10 @@ def split_dataset(
     check(not divided, "partition", partition, accepted)
     if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
-        accepted = f"a classification data set for {what}, which goes by single labels"
+        others = ", ".join(name for name in PARTITIONS if name not in OF_LABELS)
+        accepted = (
+            f"a classification data set for {what}, which goes by single labels (partitions that do not: {others})"
+        )
         check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
     for option in ("min_size", "labels_per_client"):
         taken = option in inspect.signature(PARTITIONS[partition][0]).parameters and examples_per_client is not None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32_MAX, check
+from jfcl.core import INT32_MAX, check, check_apart
 from jfcl.core.files import seal, write_json
 
 FORMAT = 1
@@ -159,8 +159,12 @@ class StoreWriter:
         """Writes some examples, and returns their number."""
         found = list(examples) if isinstance(examples, dict) else type(examples).__name__
         check(isinstance(examples, dict) and len(examples) > 0, where, found, "a dict of arrays, {'x': ..., 'y': ...}")
+        framed = [name for name, values in examples.items() if hasattr(values, "columns")]
+        check(not framed, where, f"frames for {framed}", "of arrays; jfcl.data.from_arrays takes frames")
         examples = {name: np.asarray(values) for name, values in examples.items()}
         for name, values in examples.items():
+            if values.dtype.kind == "f" and values.ndim <= 2:
+                check_apart(f"{where}: {name}", values)
             fits = values.dtype.kind in "fiub" and values.ndim > 0
             check(fits, f"{where}: {name}", f"{values.dtype} {values.shape}", "numbers [m, ...]")
         if not self.fields:

@@ -142,7 +142,8 @@ def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool)
     if len(names) > MOST_NAMES or (each and not categorical):
         raise ValueError(
             f"column {column!r} holds {len(names)} different texts in {len(parts[0])} rows, too many to be inputs"
-            f" beside numbers; give the columns of the inputs without it (x), or fewer names (at most {MOST_NAMES})"
+            " beside numbers; give the columns of the inputs without it (x, or --inputs), or fewer names, at most"
+            f" {MOST_NAMES}"
         )
     return [_one_hot(part, names, column) for part in parts], names
 

@@ -174,8 +174,10 @@ def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
         check_apart(where, array)
     bad = np.flatnonzero(~good)
     if len(bad):
-        what = f"numbers beyond {made.dtype}" if np.isfinite(array[bad[0]]).all() else "NaN or infinity"
-        raise ValueError(f"{where}: {len(bad)} rows with {what}, first row {bad[0]}; drop or fill them")
+        finite = np.isfinite(array[bad[0]]).all()
+        what = f"numbers beyond {made.dtype}" if finite else "NaN or infinity"
+        remedy = "make them smaller, or texts where they are names" if finite else "drop or fill them"
+        raise ValueError(f"{where}: {len(bad)} rows with {what}, first row {bad[0]}; {remedy}")
     return made
 
 

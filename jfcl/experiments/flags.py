@@ -98,7 +98,8 @@ def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
 def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
     """Adds a flag for each option."""
     for option in options:
-        if flag_of(option.name) in group._option_string_actions:  # `jfcl plan` has its own --target
+        there = flag_of(option.name) in group._option_string_actions
+        if there and group.conflict_handler != "resolve":  # `jfcl plan` has a --target of its own
             continue
         text = first_sentence(option.text).replace("%", "%%")
         if option.kind is bool:

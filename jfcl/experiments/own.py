@@ -115,17 +115,26 @@ def table_defaults(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: a file that cannot be read, or without the column.
     """
-    if not is_file(given.get("dataset")) or any(given.get(name) is not None for name in ("population", "store")):
+    if not is_file(given.get("dataset")):
         return {}
-    if given.get("by") is None or given.get("partition", "writer") != "writer":
+    apart = any(given.get(name) is not None for name in ("population", "store"))
+    if apart or given.get("by") is None or given.get("partition", "writer") != "writer":
         return {"heterogeneity": "none"}
     found = {"heterogeneity": "none", "partition": "writer"}
     if given.get("clients") is None:
-        frame, by = read_file(given["dataset"], "dataset", given["by"]), given["by"]
-        check_choice("column for by", by, list(frame.columns))
-        found["clients"] = max(int((frame[by].value_counts() > 1).sum()), 1)
+        file = Path(given["dataset"])
+        changed = file.stat().st_mtime_ns if file.is_file() else None
+        found["clients"] = _num_users(str(file), given["by"], changed)
         found["clusters"] = min(4, found["clients"])  # the number of models
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _num_users(file: str, by: str, changed: int | None) -> int:
+    """Returns how many values of a column occur twice or more in a table's file, at least 1; `changed` is its time."""
+    frame = read_file(file, "dataset", by)
+    check_choice("column for by", by, list(frame.columns))
+    return max(int((frame[by].value_counts() > 1).sum()), 1)
 
 
 def dataset_of(config: Any, data_dir: str | None) -> data.Dataset:
