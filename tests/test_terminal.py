@@ -108,7 +108,7 @@ def test_a_history_is_printed_in_three_lines():
     losses = [row["loss"] for row in history.records[-2:]]
     assert len(lines) == 3 and all(len(line) <= 120 for line in lines)
     assert lines[0] == "History: 3 rounds, 2 seeds, 6 records; all rounds are done"
-    assert f"loss {sum(losses) / 2:.4g} ± {abs(losses[0] - losses[1]) / 2:.3g}" in lines[1]
+    assert f"loss {sum(losses) / 2:.4g} ± {abs(losses[0] - losses[1]) / 2**0.5:.3g}" in lines[1]
     people = jfcl.simulate_population(
         FEDAVG, ClientStore.from_clients(CLIENTS), key=keys[0], num_rounds=3, cohort=4, eval_every=9, stop_after=2
     )

@@ -78,7 +78,7 @@ def connect(
             f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
             " the machine of process 0"
         ) from None
-    options = {"local_device_ids": own_gpus(), "cluster_detection_method": "deactivate"}
+    options = {"local_device_ids": _own_gpus(), "cluster_detection_method": "deactivate"}
     if process_id == 0:
         options["coordinator_bind_address"] = _own_address(host, int(port))
     _initialize(coordinator, num_processes, process_id, timeout, options)
@@ -129,7 +129,7 @@ def _surroundings(timeout: float) -> tuple[str, int, int]:
     return found
 
 
-def own_gpus() -> list[int] | None:
+def _own_gpus() -> list[int] | None:
     """Returns which of the GPUs that this process sees are its own; None for all.
 
     Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
