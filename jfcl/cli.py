@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -13,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from jfcl.core.texts import printable
 from jfcl.execution import hosts
 from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
@@ -23,6 +25,14 @@ from jfcl.simulation.progress import DivergedError
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 LONGEST_MESSAGE = 4000  # characters
+
+
+class _Console(Console):
+    """A console that prints no control character of a text, such as the name of a folder, as it is."""
+
+    def render(self, renderable, options=None):
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def _compilation_cache() -> None:
@@ -36,9 +46,11 @@ def _compilation_cache() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
     plain = {"highlight": False, "emoji": False}  # a path may hold ":key:"
-    console, errors = Console(**plain), Console(stderr=True, soft_wrap=True, **plain)
+    if hasattr(sys.stdout, "reconfigure"):  # a character that its encoding does not have ends no command
+        sys.stdout.reconfigure(errors="replace")
+    console, errors = _Console(**plain), _Console(stderr=True, soft_wrap=True, **plain)
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
-        console = Console(width=120, **plain)
+        console = _Console(width=120, **plain)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
     if argv is None and os.name == "posix":
         _end_at_second_ctrl_c(errors)

@@ -18,13 +18,12 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.core.files import json_bytes, seal
 from jfcl.experiments import Config, commands, load_run, population, run
 from jfcl.experiments.config import all_options, to_saved
 from jfcl.experiments.flags import build_parser
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.experiments.tables import lists
-from jfcl.simulation.folder import RunFolder, identity
+from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.on_device import OnDevice
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
@@ -150,12 +149,6 @@ def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_
 
 def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
     shutil.copytree(finished / "ifca", tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config.pop("serve") == "loss" and config.pop("divide_by") is None
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))  # as of a version without these options
-    for file in (tmp_path / "run" / "checkpoints").glob("*/about.json"):
-        about = json.loads(file.read_text()) | {"run": identity(config)}
-        file.write_bytes(json_bytes(seal(about), allow_nan=True))
     more = [*QUICK[:5], "6", *QUICK[6:], "--eval-every", "1", "--seeds", "2"]
     out = ["--out", str(tmp_path / "run")]
     assert cli.main(["run", "ifca", *more, "--serve", "state", "--resume", *out]) == 2

@@ -169,6 +169,9 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     found, true = np.asarray(found), np.asarray(true)
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
+    for name, clusters in {"found": found, "true": true}.items():
+        whole = clusters.dtype.kind in "iu" or (clusters.dtype.kind == "f" and (clusters == np.rint(clusters)).all())
+        check(whole, name, clusters, "integers, the cluster of each client")
     in_use, counts = len(np.unique(found)), true >= 0
     if not counts.any():
         raise ValueError("true must have the cluster of one client at least, got -1 for all")

@@ -13,6 +13,7 @@ from jfcl.algorithms.theory import SplitProbability, max_noise
 from jfcl.analysis.figure_files import png, save  # noqa: F401 (plots.png, plots.save)
 from jfcl.analysis.metrics import contingency, deviation
 from jfcl.analysis.parameter_tree import Node
+from jfcl.core.texts import printable
 
 if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
     from matplotlib.axes import Axes  # noqa: F401 (plots.Axes)
@@ -25,6 +26,7 @@ Records = Sequence[dict[str, Any]]
 # Colours that readers with any kind of colour vision can distinguish (Okabe and Ito 2008): blue, orange, green,
 # vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+MOST_POINTS = 2_000  # of a curve, a few for each pixel
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
 
@@ -60,7 +62,7 @@ def label(name: str) -> str:
       >>> label("_a$")
       ' _a\\\\$'
     """
-    return " " * name.startswith("_") + name.replace("$", r"\$")
+    return " " * name.startswith("_") + printable(name).replace("$", r"\$")
 
 
 def _whole_numbers() -> MaxNLocator:
@@ -72,18 +74,28 @@ def _whole_numbers() -> MaxNLocator:
 
 def _by_round(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns `(rounds [E], values [E, R])`; NaN for a seed without a finite value at a round."""
-    rounds = sorted({r["round"] for r in records})
+    rounds = _spaced(sorted({r["round"] for r in records}))
     seeds = sorted({r["seed"] for r in records})
+    row, column = ({name: i for i, name in enumerate(names)} for names in (rounds, seeds))
     values = np.full((len(rounds), len(seeds)), np.nan)
     for r in records:
         value = r.get(metric)
-        is_known = value is not None and math.isfinite(value)
-        values[rounds.index(r["round"]), seeds.index(r["seed"])] = value if is_known else np.nan
+        if r["round"] in row and value is not None and math.isfinite(value):
+            values[row[r["round"]], column[r["seed"]]] = value
     return np.array(rounds), values
+
+
+def _spaced(values: Sequence[Any]) -> list[Any]:
+    """Returns all of `values`, or `MOST_POINTS` evenly spaced ones, the first and the last among them."""
+    if len(values) <= MOST_POINTS:
+        return list(values)
+    return [values[i] for i in np.linspace(0, len(values) - 1, MOST_POINTS).astype(int)]
 
 
 def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str | None = None) -> Figure:
     """Plots one metric over rounds, a line per run: mean over seeds, and a band from the lowest to the highest seed.
+
+    Of more than 2,000 evaluated rounds, as many evenly spaced ones are drawn.
 
     Example:
       >>> records = [{"seed": 0, "round": 1, "accuracy": 0.5}, {"seed": 0, "round": 2, "accuracy": 0.9}]
@@ -162,7 +174,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
       'round'
     """
     seed = records[0]["seed"] if seed is None else seed
-    chosen = [r for r in records if r["seed"] == seed]
+    chosen = _spaced([r for r in records if r["seed"] == seed])
     found = np.array([r["cluster"] for r in chosen]).T  # [N, E]
     is_known = true_cluster is not None
     sorted_by = np.asarray(true_cluster) if is_known else found[:, -1]

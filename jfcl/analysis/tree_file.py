@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.algorithms.cfl.state import CFLState, ParameterTree
-from jfcl.core import PyTree, Task, check, files, named_leaves
+from jfcl.core import PyTree, Task, check, files, named_leaves, plain
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
 
@@ -48,7 +48,7 @@ def _read(file: str | Path) -> tuple[Path, dict[str, np.ndarray]]:
     file = file / "tree.npz" if file.is_dir() else file
     check(file.is_file(), "file", str(file), "a parameter tree that jfcl.cfl left (tree.npz in a run's folder)")
     try:
-        with file.open("rb") as f, np.load(f) as arrays:
+        with plain.reader(file) as f, np.load(f) as arrays:
             saved = {name: arrays[name] for name in arrays.files}
     # TypeError, AttributeError: of a `.npy`. NotImplementedError, RuntimeError: of a damaged directory in the archive.
     except (ValueError, OSError, EOFError, BadZipFile, TypeError, AttributeError, RuntimeError) as error:

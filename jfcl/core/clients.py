@@ -85,6 +85,10 @@ def check_made(clients: Any, name: str) -> None:
     """Raises `ValueError` unless `clients` are `Clients`."""
     accepted = "Clients, as from jfcl.stack_clients (of dicts of arrays) or jfcl.data.from_arrays (of (x, y) pairs)"
     check(isinstance(clients, Clients), name, type(clients), accepted)
+    for part, values in {"size": clients.size, "id": clients.id}.items():
+        fits = (part == "id" and values is None) or (hasattr(values, "dtype") and np.ndim(values) == 1)
+        shown = f"{type(values).__name__} of shape {np.shape(values)}" if not fits else ""
+        check(fits, f"{name}.{part}", shown, "an array [N] of integers, one for each client")
 
 
 def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool = False) -> None:
@@ -98,6 +102,12 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
     check_made(clients, name)
     leaves = jax.tree.leaves(clients.examples)
     check(len(leaves) > 0, f"{name}.examples", clients.examples, "a pytree with at least one array")
+    for where, leaf in named_leaves(clients.examples).items():
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not any(jnp.issubdtype(kind, real) for real in (jnp.bool_, jnp.integer, jnp.floating)):
+            found = type(leaf).__name__ if kind is None else f"{kind}"
+            what = "give real and imaginary parts as two features" if "complex" in found else "as of NumPy or JAX"
+            raise ValueError(f"{name}.examples{where} must be an array of real numbers ({what}), got {found}")
     shapes = [np.shape(leaf) for leaf in leaves]
     agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
     check(agree, f"{name}.examples", shapes, "arrays that share their leading axes [N, M]")

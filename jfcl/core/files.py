@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jfcl.core.checks import check
+from jfcl.core.plain import open_plain, reader
 
 try:
     import fcntl
@@ -49,8 +50,8 @@ def named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yields a descriptor of a file or folder, and closes it at the end; errors have the path."""
-    descriptor = os.open(path, flags, 0o666)
+    """Yields a descriptor of a regular file, as of `open_plain`, and closes it at the end; errors have the path."""
+    descriptor = open_plain(path, flags)
     try:
         with named(path):
             yield descriptor
@@ -69,15 +70,24 @@ def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
 
 def sync(path: Path) -> None:
     """Makes the content of a file durable, or the names in a folder."""
-    with opened(path, os.O_RDONLY) as descriptor:
-        os.fsync(descriptor)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with named(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Yields a descriptor of a new file, which is durable at the end, or removed where an error ends it."""
+    """Yields a descriptor of a new file, which is durable at the end, or removed where an error ends it.
+
+    What has its name is removed first: nothing is written to what a link leads to.
+    """
+    if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+        os.unlink(path)
     try:
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             yield descriptor
             os.fsync(descriptor)
     except BaseException:
@@ -204,21 +214,24 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json_bytes(value))
 
 
-def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
-    """Reads a file of `write_json`, after a check of its format (`"format"`) and of its digest if it has one.
+def read_json(path: Path, *, sealed: bool = True, check_format: int | None = None) -> dict[str, Any]:
+    """Reads a file of `write_json`, after a check of its digest (`seal`) and of its format (`"format"`).
+
+    Without `sealed` it is a file that a user may edit, and has no digest.
 
     Raises:
-      ValueError: the file is missing, no JSON object, of another format, or differs from its digest.
+      ValueError: the file is missing, no JSON object, of another format, without its digest, or differs from it.
     """
     try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise ValueError("it must be a file")
-        if size > MOST_JSON:
-            raise ValueError(f"it must have at most {MOST_JSON} bytes, got {size}")
-        value = json.loads(path.read_bytes())
+        with reader(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read() if size <= MOST_JSON else b""
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
+    try:
+        if size > MOST_JSON:
+            raise ValueError(f"it must have at most {MOST_JSON} bytes, got {size}")
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
@@ -226,7 +239,9 @@ def read_json(path: Path, *, check_format: int | None = None) -> dict[str, Any]:
     if check_format is not None:
         found = value.get("format")
         check(found == check_format, f"format of {path}", found, f"{check_format}, as jfcl writes it")
-    if value.get("sha256", _digest_of(value)) != _digest_of(value):
+    if sealed and "sha256" not in value:
+        raise ValueError(f"{path} is damaged: it lacks its digest")
+    if sealed and value["sha256"] != _digest_of(value):
         raise ValueError(f"{path} is damaged: its content differs from its digest")
     return value
 
@@ -259,13 +274,13 @@ def lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taken(path: Path) -> Iterator[None]:
-    found = path.exists()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    found = os.path.lexists(path)
+    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last owner may have removed the file.
-            is_there = os.path.exists(path) and os.stat(path).st_ino == os.fstat(descriptor).st_ino
+            is_there = os.path.lexists(path) and os.lstat(path).st_ino == os.fstat(descriptor).st_ino
             if not is_there:
                 raise ValueError(f"{path.parent} is in use by another process; try again")
         except BlockingIOError:

@@ -14,9 +14,29 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, files, max_examples, shape_struct
+from jfcl.core import (
+    Clients,
+    aligned_zeros,
+    check,
+    check_clients,
+    check_count,
+    files,
+    max_examples,
+    plain,
+    shape_struct,
+)
 from jfcl.core.files import new_folder, read_json
-from jfcl.data.store_files import FORMAT, Field, StoreWriter, check_of_clients, check_places, check_types, decode
+from jfcl.data.store_files import (
+    FORMAT,
+    Field,
+    StoreWriter,
+    check_counts,
+    check_of_clients,
+    check_places,
+    check_types,
+    decode,
+    read_fields,
+)
 
 
 class ClientStore:
@@ -208,11 +228,11 @@ class ClientStore:
           ValueError: no store, one of another format, a file that is missing, truncated or (with `verify`) changed.
         """
         path = Path(path)
+        plain.check_plain(path)
         if not (path / "store.json").exists():
             raise ValueError(f"{path} holds no store of clients: store.json is missing")
         about = read_json(path / "store.json", check_format=FORMAT)
-        missing = [name for name in ("files", "fields") if not isinstance(about.get(name), dict)]
-        check(not missing, f"{path / 'store.json'}", f"none of {missing}", "whole: files and fields")
+        fields = read_fields(path, about)
         arrays = {}
         for name, wanted in about["files"].items():
             file = path / f"{name}.npy"
@@ -225,9 +245,9 @@ class ClientStore:
                 arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
             except files.BAD_ARRAY as error:
                 raise ValueError(f"{file} was changed: {error}") from None
-        fields = {name: Field(**f)._replace(shape=tuple(f["shape"])) for name, f in about["fields"].items()}
         check_types(path, arrays, about["files"], fields)
         check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
+        check_counts(path, about, arrays)
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
         places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
         store = cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])

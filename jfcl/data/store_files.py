@@ -12,16 +12,18 @@ A store is a folder, written whole or not at all:
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32_MAX, check, check_apart
+from jfcl.core import INT32_MAX, check, check_apart, shown
 from jfcl.core.files import seal, write_json
 
 FORMAT = 1
+TYPES = [np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
 JAX_TYPES = {"float64": "float32", "int64": "int32", "uint64": "uint32"}  # jax's own, unless 64 bits are enabled
 
 
@@ -82,6 +84,55 @@ def decode(field: Field, stored: np.ndarray, out: np.ndarray) -> None:
         out += np.dtype(field.dtype).type(field.offset)
 
 
+def read_fields(path: Path, about: dict[str, Any]) -> dict[str, Field]:
+    """Returns the fields in the content of a `store.json`; raises `ValueError` for one that jfcl would not write.
+
+    A store may come from elsewhere: the names of its files must be those of its own arrays.
+    """
+    where = f"{path / 'store.json'} is damaged:"
+    fields, files = about.get("fields"), about.get("files")
+    if not (isinstance(fields, dict) and fields and isinstance(files, dict)):
+        raise ValueError(f"{where} it lacks files or fields")
+    own = {"offsets", *fields} | {name for name in ("rows", "cluster") if name in files}
+    if set(files) != own or not all(_is_free(name) for name in fields):
+        raise ValueError(f"{where} its files are {sorted(files)}, and its fields {sorted(fields)}")
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
+
+    for name, file in files.items():
+        known = isinstance(file, dict) and is_count(file.get("bytes")) and isinstance(file.get("sha256"), str)
+        if not known or not isinstance(file.get("shape"), list) or not all(map(is_count, file["shape"])):
+            raise ValueError(f"{where} it does not say what is in {name}.npy")
+    found = {}
+    for name, field in fields.items():
+        whole = isinstance(field, dict) and field.keys() == set(Field._fields) and isinstance(field["shape"], list)
+        whole = whole and all(map(is_count, field["shape"]))
+        whole = whole and all(isinstance(field[kind], str) and field[kind] in TYPES for kind in ("dtype", "stored"))
+        numbers = whole and all(type(field[of]) in (int, float) for of in ("per_unit", "offset"))
+        if not numbers or not (0 < field["per_unit"] < math.inf and abs(field["offset"]) < math.inf):
+            raise ValueError(f"{where} the field {name} is {shown(field)}")
+        found[name] = Field(**field)._replace(shape=tuple(field["shape"]))
+    return found
+
+
+def check_counts(path: Path, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Raises `ValueError` where the counts and texts of a `store.json` are not those of its arrays."""
+    sizes = np.diff(arrays["offsets"])
+    wanted = {"num_clients": len(sizes), "num_examples": int(sizes.sum()), "max_size": int(sizes.max())}
+    differ = [name for name, value in wanted.items() if type(about.get(name)) is not int or about[name] != value]
+    for name in ("num_classes", "num_clusters"):
+        value = about.get(name)
+        differ += [name] if value is not None and (type(value) is not int or not 0 < value <= INT32_MAX) else []
+    differ += ["description"] if not isinstance(about.get("description", ""), str) else []
+    differ += ["made"] if not isinstance(about.get("made", {}), dict) else []
+    clusters = arrays.get("cluster")
+    if clusters is not None and clusters.shape != (len(sizes),):
+        differ.append("cluster")
+    if differ:
+        raise ValueError(f"{path / 'store.json'} is damaged: {', '.join(differ)} are not those of the store")
+
+
 def check_types(path: Path, arrays: dict[str, np.ndarray], files: dict[str, Any], fields: dict[str, Field]) -> None:
     """Raises `ValueError` where a file's header, which is not part of its digest, differs from the original one."""
     count = len(arrays[next(iter(fields))])
@@ -110,6 +161,11 @@ def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
     largest = max(abs(int(values.min())), abs(int(values.max())))
     check(largest <= INT32_MAX, name, largest, f"at most {INT32_MAX}")
     return values.astype(np.int32)
+
+
+def _is_free(name: Any) -> bool:
+    """Returns whether an array of the examples may have this name, which is that of a file as well."""
+    return isinstance(name, str) and name.isidentifier() and name not in ("offsets", "rows", "cluster")
 
 
 class _File:
@@ -171,8 +227,7 @@ class StoreWriter:
             unknown = sorted(set(self.stored) - set(examples))
             check(not unknown, "stored", unknown, f"among the examples' names, {sorted(examples)}")
             for name, values in examples.items():
-                is_free = name.isidentifier() and name not in ("offsets", "rows", "cluster")
-                check(is_free, f"{where}: name", name, "a name that the store does not use itself")
+                check(_is_free(name), f"{where}: name", name, "a name that the store does not use itself")
                 dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
                 given = self.stored.get(name, (dtype,))
                 fits = isinstance(given, tuple | list) and given[0] in np.sctypeDict and (*given, 1.0, 0.0)[1] > 0

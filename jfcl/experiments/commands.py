@@ -39,7 +39,7 @@ from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.used import as_used
 from jfcl.experiments.validation import check_values, validate
-from jfcl.simulation.folder import read_json, write_json
+from jfcl.simulation.folder import saved_config, write_json
 from jfcl.simulation.progress import DivergedError
 
 FIRST_COMMANDS = """
@@ -313,7 +313,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     configs, used = {}, {}
     for name, folder in folders.items():
         file, rounds = folder / "config.json", {"num_rounds": summaries[name]["num_rounds"]}  # those that were computed
-        config = read_json(file)
+        config = saved_config(folder)
         configs[name], used[name] = config | rounds, as_used(config, str(file)) | rounds
     if differ := differences_text(configs, used):
         console.print(f"they differ in {differ}", markup=False)

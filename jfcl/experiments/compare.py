@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from jfcl.analysis import plots
 from jfcl.core.files import write_whole
 from jfcl.experiments.comparison import (
+    MOST_DRAWN,
     by_name,
     judged_by,
     results_csv,
@@ -43,7 +45,8 @@ def compare(
       svg: the same as SVG files.
 
     Returns:
-      The files: a curve over rounds, bars of the last round, `results.csv`, and those that are asked for.
+      The files: a curve over rounds, bars of the last round (both of the first 20 runs), `results.csv`, and those that
+      are asked for.
 
     Raises:
       ValueError: a folder without a finished run.
@@ -68,7 +71,7 @@ def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:
 def write_comparison(runs: Runs, out: Path, *, latex: bool, pdf: bool, svg: bool) -> list[Path]:
     """Writes the files of `compare` into `out`, and returns them."""
     summaries = {name: summary for name, (summary, _) in runs.items()}
-    records = {plots.label(name): rows for name, (_, rows) in runs.items()}
+    records = {plots.label(name): rows for name, (_, rows) in itertools.islice(runs.items(), MOST_DRAWN)}
     metric = judged_by(summary["mean"] for summary in summaries.values())
     if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
         metric = "train_loss"

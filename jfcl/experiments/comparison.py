@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from jfcl.analysis.metrics import FOUND, deviation
+from jfcl.core.texts import csv_bytes, printable
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
+MOST_DRAWN = 20  # runs in a picture, and with sections of their own in a report
 NOT_COMPARED = ("split_hash", "cohorts", "key", "versions", "schedule_rounds")
 
 
@@ -26,8 +27,9 @@ def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        path = Path(folder).resolve()
-        found[path.name if path.name not in found else str(path)] = Path(folder)
+        path = Path(os.path.abspath(folder))
+        name, whole = (printable(text).replace("\n", r"\n") for text in (path.name, path))
+        found[name if name not in found else whole] = Path(folder)
     return found
 
 
@@ -127,15 +129,13 @@ def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
       a,ifca,2,1,0.625,0.1767766952966369
     """
     names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["mean"]))
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
     heads = (head for name in names for head in (name, f"{name}_std"))
-    table.writerow(["run", "method", "seeds", "recovered_seeds", *heads])
+    lines = [["run", "method", "seeds", "recovered_seeds", *heads]]
     for run, summary in summaries.items():
         found = recovered_seeds(summary) if compares_clusters(summary) else None
         cells = (cell for name in names for cell in over_seeds(summary, name))
-        table.writerow([run, summary["method"], len(summary["per_seed"]), found, *cells])
-    return text.getvalue()
+        lines.append([run, summary["method"], len(summary["per_seed"]), found, *cells])
+    return csv_bytes(lines, end="\n").decode()
 
 
 def judged_by(results: Iterable[dict[str, Any]]) -> str:
@@ -167,6 +167,8 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
         for name, summary in new.items():
             cells.append(f"{number(*over_seeds(summary, 'newcomer_accuracy'), 1, 100)} % ({name})")
         notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
+    if len(summaries) > MOST_DRAWN:
+        notes.append(f"pictures show the first {MOST_DRAWN} of the {len(summaries)} runs, tables all of them")
     return notes
 
 

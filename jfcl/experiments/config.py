@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import math
-from pathlib import Path
 from typing import Annotated, Any
 
 from jfcl import data, models
@@ -25,7 +24,6 @@ from jfcl.experiments.own import Named, find_attack, find_method, find_model, is
 from jfcl.experiments.private_options import Privacy
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
-from jfcl.simulation.folder import read_json
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
@@ -323,8 +321,14 @@ def method_options(method: str) -> dict[str, Option]:
 
 def all_options(method: str | None = None) -> dict[str, Option]:
     """Returns the common options and those of all methods; as `method` declares them, where others have them too."""
-    every = {name: o for known in METHODS for name, o in method_options(known).items()}
-    return every | (method_options(method) if isinstance(method, str) else {}) | common_options()
+    return (
+        _options_of_all(tuple(METHODS)) | (method_options(method) if isinstance(method, str) else {}) | common_options()
+    )
+
+
+@functools.cache
+def _options_of_all(methods: tuple[str, ...]) -> dict[str, Option]:
+    return {name: option for method in methods for name, option in method_options(method).items()}
 
 
 def takes(method: str, name: str) -> bool:
@@ -362,18 +366,6 @@ def to_saved(config: Config, split_hash: str) -> dict[str, Any]:
     saved = {name: str(v) if isinstance(v, float) and math.isinf(v) else v for name, v in saved.items()}
     saved["schedule_rounds"] = schedule_rounds(config)
     return saved | {"num_rounds": saved.pop("rounds")}
-
-
-def to_resume(config: Config, split_hash: str, out: str | Path | None) -> dict[str, Any]:
-    """Returns `to_saved` for the run in the folder `out`, which an earlier version of the library may have begun.
-
-    An option that its `config.json` does not name, and that has its default now, did not exist then: it is left out.
-    """
-    saved, file = to_saved(config, split_hash), None if out is None else Path(out) / "config.json"
-    if file is None or not file.exists():
-        return saved
-    old, default = read_json(file), to_saved(Config(config.method), split_hash)
-    return {name: value for name, value in saved.items() if name in old or value != default[name]}
 
 
 def from_saved(saved: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import html
 import struct
 from collections.abc import Iterable, Sequence
 
+from jfcl.core.texts import printable
+
 # Pictures keep their white background on dark screens, dimmed: inverted colours are less distinct to the colour-blind.
 CSS = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --page: #ffffff; --soft: #5c5c5c; --line: #d0d0d0; --note: #fff4d6; }
@@ -74,13 +76,13 @@ HEAD = """<!DOCTYPE html>
 
 
 def escaped(text: object) -> str:
-    """Returns a text in which no character is read as HTML.
+    """Returns a text in which no character is read as HTML, and none is a control character.
 
     Example:
       >>> escaped("<b> & c")
       '&lt;b&gt; &amp; c'
     """
-    return html.escape(str(text))
+    return html.escape(printable(text))
 
 
 def element(tag: str, text: object, **attributes: str) -> str:

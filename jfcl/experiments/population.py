@@ -20,7 +20,7 @@ from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
-from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, to_resume
+from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, check_options, to_saved
 from jfcl.experiments.own import find_attack, is_on_data, is_own
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
@@ -59,7 +59,7 @@ def run_population(
         differs from the options.
     """
     out, resume = options["out"], options["resume"]
-    fits = resume or config.clients in (Config.clients, config.population)  # runs of earlier versions may have both
+    fits = config.clients in (Config.clients, config.population)
     check(fits, "clients", config.clients, "left out with --population or --store, which have their own number")
     check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
@@ -96,7 +96,7 @@ def run_population(
             evaluate=evaluated,
             seed=parts.seeds[0],
             client_axis=parts.client_axis,
-            config=to_resume(stored, store.hash, out if resume else None),
+            config=to_saved(stored, store.hash),
             **options,
         )
     last = history.records[-1]
@@ -167,7 +167,9 @@ def as_dealt(store: ClientStore) -> dict[str, Any]:
     """Returns the options of `Config` that describe a store."""
     made = store.about.get("made", {"num_clients": len(store)})
     options = {option: made[name] for option, name in DEALT.items() if name in made}
-    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made["partition"] in p}
+    options |= {name: made[name] for name, p in OF_PARTITION.items() if name in made and made.get("partition") in p}
+    known = {name: value for name, value in options.items() if value is not None}
+    check_options(known, f"{store.path or 'the store'}: store.json")  # it may come from elsewhere
     if options.get("heterogeneity") == "none":
         options.pop("clusters", None)  # --clusters are the models, then
     elif store.cluster is not None:

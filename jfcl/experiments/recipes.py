@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +21,15 @@ from typing import Any, NamedTuple
 from rich.progress import track
 
 from jfcl.analysis import plots
-from jfcl.core import check, check_choice, check_count
-from jfcl.experiments.config import Config, to_resume
+from jfcl.core import check, check_choice, check_count, plain
+from jfcl.core.files import seal
+from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.simulation.folder import VERSIONS, environment, finite_or_none, read_json, write_json
+from jfcl.simulation.folder import environment, finite_or_none, read_json, write_json
 from jfcl.simulation.results import summarize_records
+from jfcl.simulation.versions import check_version
 
 Row = dict[str, Any]
 Run = tuple[dict[str, Any], list[dict[str, Any]]]  # summary and records
@@ -63,7 +66,7 @@ class Bench(NamedTuple):
         """Returns the runs of `config` by folder: that of the first seeds, and one for each seed that was added."""
         saved = self._saved(name)
         apart = any((self.out / f"{name}-seed-{seed}").exists() for seed in range(config.seeds))
-        together = saved.get("seeds", 1) if saved else 0 if apart else config.seeds
+        together = saved["seeds"] if saved else 0 if apart else config.seeds
         parts = {name: dataclasses.replace(config, seeds=together)} if together else {}
         for seed in range(together, config.seeds):
             parts[f"{name}-seed-{seed}"] = dataclasses.replace(config, seeds=1, seed=seed)
@@ -79,14 +82,12 @@ class Bench(NamedTuple):
     def _run(self, name: str, config: Config) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         folder, saved = self.out / name, self._saved(name)
         if saved and (folder / "summary.json").exists():
-            wanted = finite_or_none(to_resume(config, saved.get("split_hash", ""), folder))
+            wanted = finite_or_none(to_saved(config, saved.get("split_hash", "")))
             differ = [k.removeprefix("num_") for k, v in wanted.items() if saved.get(k) != v]
             check(not differ, "out", str(self.out), f"a new folder: {name} there differs in {', '.join(differ)}")
             try:
                 return read_run(folder)
             except ValueError as error:
-                if saved.get("versions") != VERSIONS:  # perhaps whole for those
-                    raise
                 _set_aside(folder, error)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="round .*: a cluster would be split")  # the table says so
@@ -99,21 +100,26 @@ class Bench(NamedTuple):
         folder = self.out / name
         if not any((folder / file).exists() for file in ("config.json", "summary.json")):
             return None
+        plain.check_plain(folder)
         try:
-            return read_json(folder / "config.json")
+            saved = read_json(folder / "config.json", sealed=False)
+            whole = isinstance(saved.get("versions"), dict) and type(saved.get("seeds")) is int
+            check(whole, str(folder / "config.json"), "no versions, or no seeds", "the configuration of a run")
         except ValueError as error:
             return _set_aside(folder, error)
+        check_version(folder, saved.get("versions"))
+        return saved
 
     def keep(self, name: str, compute: Callable[..., Row], *args: Any) -> Row:
         """Returns what is in the file `name`; if there is none, or a damaged one, writes that of `compute(*args)`."""
         file = self.out / f"{name}.json"
-        if file.exists():
+        if os.path.lexists(file):
             try:
-                return read_json(file)
+                return _part(file)
             except ValueError as error:
                 _set_aside(file, error)
-        write_json(file, compute(*args))
-        return read_json(file)
+        write_json(file, seal(compute(*args) | {"part": name}))
+        return _part(file)
 
     def keep_all(self, calls: Mapping[str, tuple[Any, ...]], label: str) -> dict[str, Row]:
         """Returns what `keep(name, compute, *args)` does, for each name and its `(compute, *args)`."""
@@ -136,10 +142,18 @@ class Bench(NamedTuple):
         return track(steps, label, total, disable=not self.progress, transient=True)
 
 
+def _part(file: Path) -> Row:
+    """Returns the content of a part; `ValueError` if it is damaged, or that of another file."""
+    found = read_json(file)
+    check(found.pop("part", None) == file.stem, str(file), "another part", "the part of this name")
+    del found["sha256"]
+    return found
+
+
 def _set_aside(path: Path, why: ValueError) -> None:
     """Renames a damaged result to the first free one of `NAME.damaged-1`, `NAME.damaged-2`, ..., with a warning."""
     names = (path.with_name(f"{path.name}.damaged-{i}") for i in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
+    aside = next(name for name in names if not os.path.lexists(name))
     path.rename(aside)
     warnings.warn(f"{why}; it is kept as {aside}, and computed again", stacklevel=4)
 
@@ -244,8 +258,9 @@ def reproduce(
     new = not out.exists()
     for file in (out / "setting.json", out / "result.json", out / "figure.png"):
         check(not file.is_dir(), "out", str(out), f"a folder where {file.name} is a file, or is not there")
+    plain.check_plain(out)
     out.mkdir(parents=True, exist_ok=True)
-    _check_setting(out, {"name": name} | finite_or_none(setting), finite_or_none(chosen.full if full else chosen.small))
+    _check_setting(out, {"name": name} | finite_or_none(setting))
     started = time.perf_counter()
     try:
         outcome = chosen.make(Bench(out, data_dir, progress, jobs), setting)
@@ -298,15 +313,11 @@ def _check_entry(entry: str, value: Any, full: Any, small: Any) -> None:
         check(number or isinstance(value, type(known)), entry, value, f"like {json.dumps(known)}")
 
 
-def _check_setting(out: Path, asked: dict[str, Any], default: dict[str, Any]) -> None:
-    """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting but for `REPEATS`.
-
-    An entry that is not in `out` did not exist yet, and had its present default; one that the recipe no longer has does
-    not matter.
-    """
+def _check_setting(out: Path, asked: dict[str, Any]) -> None:
+    """Writes the setting to `out`; `ValueError` where the parts in `out` are of another setting but for `REPEATS`."""
     file = out / "setting.json"
-    there = default | read_json(file) if file.exists() else asked
+    there = read_json(file) if file.exists() else asked
     names = [name for name in asked if name not in REPEATS]
     differ = [f"{k}: {there.get(k)}, asked for {asked.get(k)}" for k in names if there.get(k) != asked.get(k)]
     check(not differ, "out", str(out), f"a new folder: another experiment was begun there ({'; '.join(differ)})")
-    write_json(file, asked)
+    write_json(file, seal(asked))

@@ -18,6 +18,7 @@ from jfcl.core import check, files
 from jfcl.experiments import html_page as html
 from jfcl.experiments import report_tables
 from jfcl.experiments.comparison import (
+    MOST_DRAWN,
     by_name,
     differences_notes,
     of_runs,
@@ -41,8 +42,9 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
 
     The page has the results, the curves with bands over seeds, the cluster of each client over rounds, the similarities
     ordered by cluster, CFL's parameter tree, the worst clients, bytes and seconds, options, versions and the commands
-    that resume the run. Of a run that is unfinished or damaged it reports the rest; what is missing becomes a warning,
-    and a note on the page. Nothing else in the runs' folders changes.
+    that resume the run. Of a run that is not finished it reports what there is, with a note on the page and a warning.
+    Of more than 20 runs it shows tables of all, curves of the first 20, and no sections on single runs. Nothing else in
+    the runs' folders changes.
 
     Args:
       runs: a run's folder, or several.
@@ -53,8 +55,8 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
       The file.
 
     Raises:
-      ValueError: a folder without a run; `out` with another ending; a run that another process writes, for a page in
-        its folder.
+      ValueError: a folder without a run; a run that is damaged, or of another version; `out` with another ending; a run
+        that another process writes, for a page in its folder.
 
     Example:
       >>> import tempfile
@@ -68,11 +70,10 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     check(len(folders) > 0, "runs", folders, "at least one folder")
     file = _place(folders, out)
     found = {name: read_partial(folder) for name, folder in by_name(folders).items()}
-    content = page_of(found)
-    _write(file, content)
+    write_report(found, file)
     for run in found.values():
-        for problem in run.problems:
-            warnings.warn(f"in the report of {run.folder}: {problem}", stacklevel=2)
+        if run.note:
+            warnings.warn(f"in the report of {run.folder}: {run.note}", stacklevel=2)
     return file
 
 
@@ -86,8 +87,9 @@ def _place(folders: Sequence[str | Path], out: str | Path | None) -> Path:
     return unused(with_name(folders[0]).parent / "report", ".html")
 
 
-def _write(file: Path, content: bytes) -> None:
-    """Writes a report whole or not at all; in a run's folder, with the lock of the run."""
+def write_report(runs: dict[str, PartialRun], file: Path) -> None:
+    """Writes the page on runs, by their names, whole or not at all; in a run's folder, with the lock of the run."""
+    content = page_of(runs)
     if not (file.parent / "config.json").exists():
         files.write_whole(file, content)
         return
@@ -99,17 +101,18 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def page_of(runs: dict[str, PartialRun]) -> bytes:
-    """Returns the page on runs, by their names; what cannot be drawn joins the problems of the runs."""
+    """Returns the page on runs, by their names."""
     names, alone = list(runs), len(runs) == 1
-    title = names[0] if alone else f"{len(runs)} runs: {', '.join(names)}"
-    # Results first; single runs follow.
+    listed = f": {', '.join(names)}" if len(runs) <= MOST_DRAWN else ""
+    title = names[0] if alone else f"{len(runs)} runs{listed}"
+    head = [html.element("h1", title), _status(runs[title]) if alone else "", _unfinished(runs), _results(runs)]
     parts = [] if alone else [_differences(runs)]
-    parts += [html.section("Curves", html.figures(_curves(runs))), html.section("Bytes and seconds", _costs(runs))]
-    for name, run in runs.items():
+    drawn = dict(list(runs.items())[:MOST_DRAWN])
+    parts += [html.section("Curves", html.figures(_curves(drawn)))]
+    parts += [html.section("Bytes and seconds", _costs(runs))]
+    for name, run in runs.items() if listed else ():
         body = _of_run(run, "" if alone else f"{name}-")
         parts += body if alone else [html.section(name, _status(run), *body)]
-    # By now all files have been read.
-    head = [html.element("h1", title), _status(runs[title]) if alone else "", _problems(runs), _results(runs)]
     return html.page(f"{title} (jfcl report)", f"jfcl {__version__}", [*head, *parts])
 
 
@@ -146,11 +149,9 @@ def _status(run: PartialRun) -> str:
     return html.element("p", sentence)
 
 
-def _problems(runs: dict[str, PartialRun]) -> str:
-    texts = list(dict.fromkeys(problem for run in runs.values() for problem in run.problems))
-    if not texts:
-        return ""
-    return f'<div class="note" id="missing"><strong>Missing or damaged</strong>\n{html.items(texts)}</div>'
+def _unfinished(runs: dict[str, PartialRun]) -> str:
+    texts = [run.note for run in runs.values() if run.note]
+    return f'<div class="note" id="missing"><strong>Not finished</strong>\n{html.items(texts)}</div>' if texts else ""
 
 
 def _results(runs: dict[str, PartialRun]) -> str:

@@ -72,7 +72,7 @@ def seeds(run: PartialRun, label: str) -> str:
 
 def used_config(run: PartialRun) -> dict[str, Any]:
     """Returns the options of a run with the values that it used, as far as they are known."""
-    return run.attempt(as_used, run.config, str(run.folder / "config.json")) or run.config
+    return as_used(run.config, str(run.folder / "config.json"))
 
 
 def options(run: PartialRun, label: str) -> list[str]:

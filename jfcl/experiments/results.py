@@ -15,7 +15,8 @@ import numpy as np
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, personal_part
+from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, personal_part, plain
+from jfcl.core.texts import csv_bytes
 from jfcl.data import read_rows
 from jfcl.execution import hosts
 from jfcl.experiments import serving
@@ -24,9 +25,9 @@ from jfcl.experiments.config import Config, check_options, from_saved, of_popula
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.simulation import folder as runs
-from jfcl.simulation.folder import RunFolder, finite_or_none, read_json
+from jfcl.simulation.folder import RunFolder, finite_or_none, saved_config
 from jfcl.simulation.loop import History
-from jfcl.simulation.results import SEED_METRICS, clients_csv, csv_bytes, summarize
+from jfcl.simulation.results import SEED_METRICS, clients_csv, summarize
 
 
 def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
@@ -230,8 +231,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       ((5, 10), True)
     """
     folder = Path(folder)
-    read_run(folder)  # verifies the files
-    saved = read_json(folder / "config.json")
+    summary, _ = read_run(folder)  # verifies the files
+    saved = saved_config(folder)
     accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
     check("key" not in saved or is_configured(saved), "folder", str(folder), accepted)
     options = check_options(from_saved(saved), str(folder / "config.json"))
@@ -243,7 +244,7 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     parts = setup(here, data_dir=data_dir)
     same = parts.federation.split_hash == saved.get("split_hash")
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
-    served = _served(folder / "clients.csv", parts.seeds[0], len(parts.federation.cluster))
+    served = _served(folder, summary, parts.seeds[0], len(parts.federation.cluster))
     state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
     parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
     params = serving.structured(load_params(folder), state.params)
@@ -251,11 +252,12 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     return LoadedRun(config, parts, params, served, own)
 
 
-def _served(file: Path, seed: int, num_clients: int) -> np.ndarray:
+def _served(folder: Path, summary: dict[str, Any], seed: int, num_clients: int) -> np.ndarray:
     """Returns the model `[N]` int32 of each client according to `clients.csv`, for one seed."""
+    file, content = folder / "clients.csv", runs.read_verified(folder, summary, "clients.csv")
     try:
-        with file.open(newline="") as f:
-            rows = [row for row in csv.DictReader(f) if int(row["seed"]) == seed]
+        lines = io.StringIO(content.decode(), newline="")
+        rows = [row for row in csv.DictReader(lines) if int(row["seed"]) == seed]
         served = np.array([int(row.get("model") or row["cluster"]) for row in rows], np.int32)
     except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
@@ -279,6 +281,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
       (2, [1, 2])
     """
     folder = Path(folder)
+    plain.check_plain(folder)
     check_no_sweep(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} holds no finished run: it is not there")
@@ -286,17 +289,27 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(
             f"{folder} holds no finished run: summary.json is missing; 'jfcl report' shows what there is so far"
         )
-    summary, records = read_json(folder / "summary.json"), RunFolder(folder).records()
-    runs.verify_results(folder)
+    saved_config(folder)
+    summary = runs.verify_results(folder)
     check_summary(summary, folder / "summary.json")
-    read_json(folder / "config.json")
+    records = read_records(folder)
     if not records:
         raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: it holds no whole line")
+    return summary, records
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Returns the records in `metrics.jsonl`, without a last line that is being written, or was cut short.
+
+    Raises:
+      ValueError: a line that is no record, or that has no round or seed, or text for a number.
+    """
+    records = RunFolder(folder).records()
     for i, record in enumerate(records, 1):
         if not is_whole(record):
             why = f"record {i} has no round or seed, or text for a number"
             raise ValueError(f"{folder / 'metrics.jsonl'} is damaged: {why}")
-    return summary, records
+    return records
 
 
 def check_no_sweep(folder: Path) -> None:
@@ -325,7 +338,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_summary(summary: dict[str, Any], file: Path) -> None:
-    """Raises `ValueError` for a summary without the entries of tables: a damaged file, or one of another version."""
+    """Raises `ValueError` for a summary without the entries of tables, or with text for a number."""
 
     def has_numbers(name: str) -> bool:
         values = summary.get(name)
@@ -334,7 +347,8 @@ def check_summary(summary: dict[str, Any], file: Path) -> None:
     numbers = ("num_clusters", "num_rounds", "bytes_up", "bytes_down", "client_steps_per_second")
     texts = ("method", "split_hash")
     wrong = [name for name in (*numbers, *texts) if name not in summary]
-    wrong += [name for name in numbers if not is_number(summary.get(name))]
+    optional = ("num_clients", "seconds", "compile_seconds", "rounds_per_second")
+    wrong += [name for name in (*numbers, *optional) if not is_number(summary.get(name))]
     wrong += [name for name in texts if not isinstance(summary.get(name), str | None)]  # None: a run in Python
     wrong += ["num_rounds"] if summary.get("num_rounds", 0) is None else []
     wrong += [name for name in ("mean", "std") if not has_numbers(name)]
@@ -344,8 +358,7 @@ def check_summary(summary: dict[str, Any], file: Path) -> None:
         wrong.append("std")
     rows = summary.get("per_seed")
     whole = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    if not (whole and all(type(r.get("seed")) is int and is_number(r.get("rounds_to_recovery")) for r in rows)):
+    if not (whole and all(type(row.get("seed")) is int and all(map(is_number, row.values())) for row in rows)):
         wrong.append("per_seed")
-    lacks = f"it does not have {', '.join(wrong)} as jfcl writes it"
     if wrong:
-        raise ValueError(f"{file} is damaged, or of another version: {lacks}")
+        raise ValueError(f"{file} is damaged: it does not have {', '.join(wrong)} as jfcl writes it")

@@ -14,9 +14,10 @@ import numpy as np
 
 from jfcl.core import files
 from jfcl.execution import hosts
-from jfcl.experiments.config import Config, as_dict, of_population, to_resume
+from jfcl.experiments.config import Config, as_dict, of_population, to_saved
+from jfcl.experiments.partial import read_partial
 from jfcl.experiments.population import run_population
-from jfcl.experiments.report import report
+from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.experiments.used import eval_every
@@ -70,14 +71,14 @@ def run(
         run_clients = run_population if of_population(config) else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
         if out is not None and hosts.is_first():
-            _write_report(out)
+            _write_report(out, found[1].records)
         return found
 
 
-def _write_report(out: str | Path) -> None:
+def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:
     """Writes `report.html`; the run is finished also where that fails."""
     try:
-        report(out)
+        write_report({Path(out).resolve().name: read_partial(out, records)}, Path(out) / NAME)
     except (OSError, ValueError) as error:
         warnings.warn(f"the run in {out} is finished, but its report was not written: {error}", stacklevel=3)
 
@@ -100,7 +101,7 @@ def _run_on_device(
         true_cluster=true_cluster,
         seeds=parts.seeds,
         client_axis=parts.client_axis,
-        config=to_resume(config, federation.split_hash, out if options["resume"] else None),
+        config=to_saved(config, federation.split_hash),
         **options,
     )
     summary = summarize_run(config, history, parts)

@@ -31,6 +31,7 @@ from jfcl.core import (
     is_concrete,
     max_examples,
     named_leaves,
+    plain,
     platform,
     shown,
 )
@@ -127,6 +128,7 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
       >>> load_params(folder)["Dense_0"]["kernel"].shape
       (2, 4, 10)
     """
+    plain.check_plain(folder)
     saved = Path(folder) / ("personal.npz" if personal else "params.npz")
     if personal and not saved.is_file():
         return ()
@@ -136,10 +138,8 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
     try:
         arrays = _read_arrays(saved)
         params = unflatten_dict(arrays, sep="/")
-    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError) as error:
+    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{saved} is damaged: {error}") from None
-    except (NotImplementedError, RuntimeError) as error:  # another compression; a password
-        raise ValueError(f"{saved} was not written by jfcl: {error}") from None
     counts = {array.shape[:1] for array in arrays.values()}
     check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
     for path, array in arrays.items():
@@ -147,16 +147,15 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
         if not np.isfinite(array).all():
             raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
     if (saved.parent / "summary.json").exists():
-        verify_results(saved.parent, saved.name)
+        verify_results(saved.parent, [saved.name])
     return params
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of an `.npz` file; raises `ValueError` for one that unpacks to much more than its length."""
-    with ZipFile(file) as packed:
+    with plain.reader(file) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
         unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
-    check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
-    with np.load(file) as arrays:
+        check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
         return {name: arrays[name] for name in arrays.files}
 
 

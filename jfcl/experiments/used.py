@@ -20,7 +20,7 @@ from jfcl.experiments.config import (
     of_population,
 )
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
-from jfcl.experiments.own import find_method
+from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.privacy import mechanism
 
 EVALUATIONS = 50  # in a run, about
@@ -103,5 +103,12 @@ def as_used(saved: dict[str, Any], where: str) -> dict[str, Any]:
         return saved
     names = {*all_options(), "method", "num_rounds"}
     known = {name: value for name, value in saved.items() if name in names}
-    used = used_options(Config(**check_options(from_saved(known), where)))
+    options, declared = check_options(from_saved(known), where), all_options(saved["method"])
+    for name, value in options.items():
+        if name in declared and not (isinstance(value, str) and is_own(value)):  # which would be imported
+            try:
+                declared[name].check(value)
+            except ValueError as error:
+                raise ValueError(f"{where} is damaged: {error}") from None
+    used = used_options(Config(**options))
     return {name: used.get(name) if value is None or name in SAVED_ALWAYS else value for name, value in saved.items()}

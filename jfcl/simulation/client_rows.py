@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import files, num_bytes
+from jfcl.core import files, num_bytes, plain
 
 IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 
@@ -200,7 +200,7 @@ class _RowFile:
 
     def __init__(self, file: Path, array: np.memmap):
         self.array, self._path, self._offset = array.view(np.ndarray), file, array.offset
-        self.descriptor = os.open(file, os.O_WRONLY)
+        self.descriptor = plain.open_plain(file, os.O_WRONLY)
         weakref.finalize(self, os.close, self.descriptor)
 
     def write(self, ids: np.ndarray, values: np.ndarray) -> None:
@@ -218,6 +218,7 @@ def _open(folder: Path, whole: Sequence[jax.ShapeDtypeStruct], resume: bool) -> 
     for i, wanted in enumerate(whole):
         file = folder / f"rows-{i:02d}.npy"
         if not resume:
+            file.unlink(missing_ok=True)
             np.lib.format.open_memmap(file, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
         try:
             array = np.lib.format.open_memmap(file, mode="r")
@@ -239,7 +240,7 @@ def _records(journal: Path) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     Raises:
       ValueError: another record is damaged.
     """
-    data = journal.read_bytes()
+    data = plain.read_bytes(journal)
     records, position = [], 0
     while position + 40 <= len(data):
         length = int.from_bytes(data[position : position + 8], "little")

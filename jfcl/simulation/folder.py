@@ -9,7 +9,8 @@
 Every read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
 SHA-256 of the lines before the checkpoint, results by the digests in `summary.json`. Every file becomes visible whole
 (`jfcl.core.files`), and only the process that holds the lock writes. A command that is refused changes nothing:
-`reopen` and `restore` only read, `begin` makes the first change.
+`reopen` and `restore` only read, `begin` makes the first change. The results of a finished run that is extended stay
+until a checkpoint of a later round is written. No link or FIFO in a folder is followed (`jfcl.core.plain`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jfcl._version import __version__
-from jfcl.core import PyTree, files
+from jfcl.core import PyTree, files, plain
 from jfcl.core.files import read_json, write_json
 from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
 from jfcl.simulation.records import finite_or_none, from_line, to_line
+from jfcl.simulation.versions import UNCHANGED, VERSIONS, saved_config, warn_of_versions
 
 FORMAT = 1
 # Options that may differ between a run and its resumption.
@@ -42,8 +44,6 @@ KINDS = {
     "run": ("config.json", ("metrics.jsonl", *RESULTS, "checkpoints", "plots", "report.html")),
     "sweep": ("setting.json", ("cells", "sweep.json", "heatmap.png", "best.toml")),
 }
-UNCHANGED = "nothing was changed"
-VERSIONS = {"jfcl": __version__, "jax": jax.__version__}
 
 
 class Restored(NamedTuple):
@@ -60,6 +60,7 @@ def check_folder(path: str | Path, resume: bool, kind: str) -> None:
     path, (_, written) = Path(path), KINDS[kind]
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
+    plain.check_plain(path)
     there = [known for known, (file, _) in KINDS.items() if (path / file).exists()]
     if resume and kind in there:
         return
@@ -90,7 +91,8 @@ class RunFolder:
         self._config: dict[str, Any] | None = None  # to be written by `begin`
         self._run = ""  # the identity of the run, see `identity`
         self._damaged: list[int] = []  # rounds of damaged checkpoints, to be removed by `begin`
-        self._more = False  # a finished run is extended
+        self._ended = False  # there is a summary, of a run that is resumed
+        self._waiting: list[bytes] = []  # lines that follow it, until a checkpoint after them is written
         self._restored = False
 
     @classmethod
@@ -134,38 +136,30 @@ class RunFolder:
         return folder
 
     def _check_config(self, new: dict[str, Any]) -> None:
-        old = read_json(self.path / "config.json")
-        rounds = old.get("num_rounds", 0)
-        if isinstance(rounds, bool) or not isinstance(rounds, int):
-            raise ValueError(f"{self.path / 'config.json'} is damaged: num_rounds is {rounds!r}; {UNCHANGED}")
+        old = saved_config(self.path)
         if found := differences(old, new, {*old, *new} - set(FREE)):
             raise ValueError(f"{self.path} holds a run of another configuration ({found}); {UNCHANGED}")
         self._run = identity(old)
-        versions = old.get("versions") or VERSIONS
-        if versions != VERSIONS:
-            warnings.warn(
-                f"{self.path} was begun with {_listed(versions)}, and is resumed with {_listed(VERSIONS)}: the rest"
-                " of the run may differ from that of the former versions",
-                stacklevel=4,
-            )
+        warn_of_versions(self.path, old["versions"])
         if moved := differences(old, new, {n for n in MAPPED if n in old and n in new}):
             warnings.warn(
                 f"{self.path} is resumed with another mapping ({moved}): the rest of the run may differ in the"
                 " last bits from one that was not interrupted",
                 stacklevel=4,
             )
-        self._more = new.get("num_rounds", 0) > rounds
-        others = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or self._more)}
+        more = new.get("num_rounds", 0) > old.get("num_rounds", 0)
+        others = {n: new[n] for n in ENDS if n in new and new[n] != old.get(n) and (n != "num_rounds" or more)}
         if others:  # the folder's own configuration then still resumes the run
             self._config = old | others
 
     def _check_checkpoints(self) -> None:
-        place, metrics = self._checkpoints, self.metrics_path
-        if (place.exists() or place.is_symlink()) and not place.is_dir():
-            raise ValueError(f"{place} must be a folder, but it is a file; move it away; {UNCHANGED}")
-        if (metrics.exists() or metrics.is_symlink()) and not metrics.is_file():
-            raise ValueError(f"{metrics} must be a file, but it is a folder; put the file back; {UNCHANGED}")
-        if not self.rounds() and (self.path / "summary.json").exists():
+        for name, is_folder in (("checkpoints", True), ("metrics.jsonl", False), ("summary.json", False)):
+            place = self.path / name
+            if place.exists() and place.is_dir() != is_folder:
+                kinds = ("folder", "file") if is_folder else ("file", "folder")
+                raise ValueError(f"{place} must be a {kinds[0]}, but it is a {kinds[1]}: move it away; {UNCHANGED}")
+        self._ended = (self.path / "summary.json").exists()
+        if not self.rounds() and self._ended:
             raise ValueError(
                 f"{self.path} holds a finished run, but its checkpoints are missing: put the folder checkpoints/ back,"
                 f" or run again in another folder; {UNCHANGED}"
@@ -196,7 +190,7 @@ class RunFolder:
         """
         if not self.metrics_path.is_file():
             raise ValueError(f"{self.metrics_path} is missing")
-        return self._lines(self.metrics_path.read_bytes())
+        return self._lines(plain.read_bytes(self.metrics_path))
 
     def _lines(self, data: bytes) -> list[dict[str, Any]]:
         lines = data.splitlines(keepends=True)
@@ -214,34 +208,60 @@ class RunFolder:
     def begin(self) -> None:
         """Makes the first change of a resumed run: removes all that follows the checkpoint of `restore`."""
         files.sign(self.lock_path)
-        if self._config is not None:
-            write_json(self.path / "config.json", self._config)
-        if self._more:  # it is no longer finished
-            (self.path / "summary.json").unlink(missing_ok=True)
+        cut = self._restored and self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes
+        if self._ended and cut:  # its last checkpoint is damaged: these rounds run again
+            (self.path / "summary.json").unlink()
+            self._ended = False
+        if not self._ended:
+            self._write_config()
         self._remove_leftovers()
         self._checkpoints.mkdir(exist_ok=True)
         for round_ in self._damaged:
             files.remove_folder(self._checkpoints / str(round_))
-        if self._restored and self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes:
+        if cut:
             with files.opened(self.metrics_path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, self._bytes)  # in place: a full disk has room for it
                 os.fsync(descriptor)
 
-    def append(self, records: list[dict[str, Any]]) -> None:
-        """Adds lines to `metrics.jsonl`, all or none of them."""
-        data = b"".join(to_line(record) for record in records)
-        if self._restored and (self.path / "summary.json").exists():  # a run that a callback has ended continues
-            (self.path / "summary.json").unlink()
+    def _write_config(self) -> None:
+        if self._config is not None:
+            write_json(self.path / "config.json", self._config)
+            self._config = None
+
+    def _go_on(self) -> None:
+        """Turns a finished run into one that goes on: its summary gives way to the lines that follow it."""
+        summary = self.path / "summary.json"
+        aside = summary.with_name(summary.name + files.SUFFIX)
+        self._write_config()
+        os.replace(summary, aside)
+        try:
             files.sync(self.path)
+            self._add(b"".join(self._waiting))
+        except BaseException:  # such as a full disk: the run stays finished
+            os.replace(aside, summary)
+            raise
+        os.unlink(aside)
+        self._ended, self._waiting = False, []
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Adds lines to `metrics.jsonl`, all or none of them; after the end of a finished run, with a checkpoint."""
+        data = b"".join(to_line(record) for record in records)
+        if self._ended:
+            self._waiting.append(data)
+        else:
+            self._add(data)
+        self._chain.update(data)
+        self._count, self._bytes = self._count + len(records), self._bytes + len(data)
+
+    def _add(self, data: bytes) -> None:
         with files.opened(self.metrics_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+            before = os.fstat(descriptor).st_size
             try:
                 files.write_all(descriptor, data)
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, self._bytes)
+                    os.ftruncate(descriptor, before)
                 raise
-        self._chain.update(data)
-        self._count, self._bytes = self._count + len(records), self._bytes + len(data)
 
     def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:
         """Writes a checkpoint of `state` after `round_` rounds, whole or not at all; the two latest are kept.
@@ -251,9 +271,6 @@ class RunFolder:
         rounds = self.rounds()
         if rounds[:1] == [round_]:
             return
-        if self._count:
-            files.sync(self.metrics_path)  # the checkpoint holds the digest of these lines
-            files.sync(self.path)
         place = self._checkpoints / str(round_)
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
@@ -265,6 +282,11 @@ class RunFolder:
             with files.new_file(scratch / "about.json") as descriptor:
                 files.write_all(descriptor, files.json_bytes(files.seal(about), allow_nan=True))
             files.sync(scratch)
+            if self._ended:  # now that the checkpoint has found room
+                self._go_on()
+            if self._count:
+                files.sync(self.metrics_path)  # the checkpoint holds the digest of these lines
+                files.sync(self.path)
         except BaseException:
             files.remove_leftovers(place.parent)
             raise
@@ -304,14 +326,7 @@ class RunFolder:
         return None
 
     def _about(self, round_: int) -> dict[str, Any]:
-        place = self._checkpoints / str(round_)
-        if (place / "_CHECKPOINT_METADATA").exists():
-            raise UnusableError(
-                "was written by an earlier version of jfcl; resume it with that version, or run it again"
-            )
-        about = read_json(place / "about.json")
-        if "sha256" not in about:
-            raise ValueError("about.json lacks its digest")
+        about = read_json(self._checkpoints / str(round_) / "about.json")
         if about.get("format") != FORMAT:
             raise UnusableError(
                 f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}"
@@ -324,7 +339,7 @@ class RunFolder:
 
     def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""
-        data = self.metrics_path.read_bytes()[: known["bytes"]] if self.metrics_path.exists() else b""
+        data = plain.read_bytes(self.metrics_path)[: known["bytes"]] if self.metrics_path.exists() else b""
         chain = hashlib.sha256(data)
         if len(data) != known["bytes"] or chain.hexdigest() != known["sha256"]:
             raise ValueError(
@@ -372,10 +387,6 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {n: v for part, x in value.items() for n, v in _flat(x, f"{name}.{part}" if name else part).items()}
 
 
-def _listed(versions: Any) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else "?"
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Results.
 
@@ -384,33 +395,43 @@ def write_results(folder: Path, contents: dict[str, bytes], summary: dict[str, A
     """Writes the result files of a run, and `summary.json` with their digests; on a full disk nothing changes."""
     metrics, config = folder / "metrics.jsonl", folder / "config.json"
     with files.lock(folder / "lock"):
-        known = contents | ({"metrics.jsonl": metrics.read_bytes()} if metrics.exists() else {})
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in known.items() if "/" not in name}
-        run = identity(read_json(config)) if config.exists() else None
+        known = contents | ({"metrics.jsonl": plain.read_bytes(metrics)} if metrics.exists() else {})
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in known.items()}
+        run = identity(read_json(config, sealed=False)) if config.exists() else None
         sealed = files.seal(finite_or_none(summary) | {"files": digests, "run": run})
         files.replace_together(folder, contents | {"summary.json": files.json_bytes(sealed)})
 
 
-def verify_results(folder: Path, *names: str) -> None:
-    """`ValueError` if one of the files `names` (default: all) differs from its digest in `summary.json`.
+def verify_results(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Returns `summary.json`; `ValueError` if `config.json` or one of the results `names` differs from it.
 
-    Summaries of earlier versions hold no digests.
+    Default: all but the pictures, which can be drawn again.
     """
     summary = read_json(folder / "summary.json")
-    if summary.get("run") is not None and summary["run"] != identity(read_json(folder / "config.json")):
+    digests = summary.get("files")
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise ValueError(f"{folder / 'summary.json'} is damaged: it has no digests of files")
+    run = summary.get("run")
+    if run is not None and run != identity(read_json(folder / "config.json", sealed=False)):
         raise ValueError(f"{folder / 'config.json'} is damaged: it differs from the one that the run ended with")
-    for name in summary.get("files") or {}:
-        if not names or name in names:
-            verify_file(folder, summary, name)
+    if names is None:
+        names = {"metrics.jsonl", *(name for name in summary["files"] if "/" not in name)}
+    for name in names:
+        read_verified(folder, summary, name)
+    return summary
 
 
-def verify_file(folder: Path, summary: dict[str, Any], name: str) -> None:
-    """`ValueError` if the file `name` is missing, or differs from its digest in `summary`, where there is one."""
-    file, digest = folder / name, (summary.get("files") or {}).get(name)
+def read_verified(folder: Path, summary: dict[str, Any], name: str) -> bytes:
+    """Returns the content of a result; `ValueError` if it is missing, or differs from its digest in `summary`."""
+    file = folder / name
+    if name not in summary["files"] or ".." in file.parts or Path(name).is_absolute():
+        raise ValueError(f"{file} is none of the results of this run")
     if not file.is_file():
         raise ValueError(f"{file} is missing")
-    if digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+    content = plain.read_bytes(file)
+    if hashlib.sha256(content).hexdigest() != summary["files"][name]:
         raise ValueError(f"{file} is damaged: it differs from the digest in summary.json")
+    return content
 
 
 def environment() -> dict[str, Any]:

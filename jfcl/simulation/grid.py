@@ -158,6 +158,7 @@ def sweep(
         if out is not None:
             folder = opened.enter_context(SweepFolder.open(out, setting, resume))
             found = folder.finished(cells, seeds)
+            folder.begin()
             if resume and progress:
                 there = f"{len(found)} of {len(cells)} cells are there" if found else "no cell is there yet"
                 Console(stderr=True).print(f"resuming {out}: {there}", markup=False, soft_wrap=True)

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jfcl.core import files
-from jfcl.simulation.folder import UNCHANGED, VERSIONS, check_folder, differences, environment
+from jfcl.core import check, files
+from jfcl.simulation.folder import check_folder, differences, environment
 from jfcl.simulation.records import spelled
+from jfcl.simulation.versions import UNCHANGED, VERSIONS, check_version, warn_of_versions
 
 FORMAT = 1
 
@@ -34,7 +35,7 @@ class SweepFolder:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: str | Path, setting: dict[str, Any], resume: bool) -> Iterator[SweepFolder]:
-        """Yields the folder of a new sweep, or of the one to resume, where there is one.
+        """Yields the folder of a new sweep, or of the one to resume, where there is one, which only `begin` changes.
 
         Raises:
           ValueError: as `check_folder`; a sweep with another setting; another process writes the folder.
@@ -46,21 +47,30 @@ class SweepFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         with files.lock(folder.path / "lock"):
             check_folder(path, resume, "sweep")
+            cells = folder.path / "cells"
+            check(cells.is_dir() or not cells.exists(), str(cells), "a file", "a folder, or not there")
+            results = (folder.path / name for name in ("sweep.json", "heatmap.png", "best.toml"))
+            for place in (*results, *cells.glob("*.json")):
+                check(not place.is_dir(), str(place), "a folder", "a file, or not there")
             if resume:
                 there = files.read_json(file, check_format=FORMAT)
-                old, new = there.get("setting", {}), folder._setting
+                check_version(folder.path, there.get("versions"))
+                old, new = there.get("setting"), folder._setting
+                check(isinstance(old, dict), str(folder.path / "setting.json"), old, "the setting of a sweep")
                 if found := differences(old, new, {*old, *new}):
                     raise ValueError(f"{folder.path} holds another sweep ({found}); {UNCHANGED}")
-                if there.get("versions") != VERSIONS:
-                    message = f"{path} was begun with other versions of jfcl or jax; its cells may differ from new ones"
-                    warnings.warn(message, stacklevel=5)
-            files.sign(folder.path / "lock")
-            for place in (folder.path, folder.path / "cells"):
-                files.remove_leftovers(place)
-            if not resume:
-                (folder.path / "cells").mkdir(exist_ok=True)
-                files.write_json(file, files.seal({"format": FORMAT, "setting": folder._setting, "versions": VERSIONS}))
+                warn_of_versions(folder.path, there["versions"])
             yield folder
+
+    def begin(self) -> None:
+        """Makes the first change: removes what a stopped sweep has left, and writes the setting of a new one."""
+        files.sign(self.path / "lock")
+        for place in (self.path, self.path / "cells"):
+            files.remove_leftovers(place)
+        (self.path / "cells").mkdir(exist_ok=True)
+        if not (self.path / "setting.json").exists():
+            setting = {"format": FORMAT, "setting": self._setting, "versions": VERSIONS}
+            files.write_json(self.path / "setting.json", files.seal(setting))
 
     def finished(self, cells: list[dict[str, Any]], seeds: list[int]) -> dict[int, list[dict[str, Any]]]:
         """Returns `per_seed` of the finished cells; one that is damaged is left out, with a warning."""
@@ -72,8 +82,9 @@ class SweepFolder:
             try:
                 kept = files.read_json(file, check_format=FORMAT)
                 per_seed = kept.get("per_seed")
-                rows = isinstance(per_seed, list) and [row.get("seed") for row in per_seed] == seeds
-                if kept.get("sweep") != self._run or kept.get("values") != spelled(values) or not rows:
+                whole = isinstance(per_seed, list) and all(map(_is_row, per_seed))
+                fits = whole and [row["seed"] for row in per_seed] == seeds
+                if kept.get("sweep") != self._run or kept.get("values") != spelled(values) or not fits:
                     raise ValueError(f"{file} is of another sweep")
                 found[i] = per_seed
             except ValueError as error:
@@ -93,3 +104,10 @@ class SweepFolder:
         about = {"format": FORMAT, **self._setting, "best": best, "cells": spelled(cells), **environment()}
         contents = {} if picture is None else {"heatmap.png": picture}
         files.replace_together(self.path, contents | {"sweep.json": files.json_bytes(files.seal(about))})
+
+
+def _is_row(row: Any) -> bool:
+    """Returns whether `row` is the result of a seed: its number, whether it diverged, and numbers by name."""
+    if not isinstance(row, dict) or not {"seed", "diverged"} <= row.keys() or not isinstance(row["diverged"], bool):
+        return False
+    return (row["diverged"] or "loss" in row) and all(isinstance(value, (int, float)) for value in row.values())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import PyTree, files, named_leaves
+from jfcl.core import PyTree, files, named_leaves, plain
 
 
 class UnusableError(ValueError):
@@ -46,7 +46,7 @@ def read_leaves(path: Path, leaves: list[dict[str, Any]], like: PyTree) -> PyTre
     if [{name: leaf[name] for name in ("name", "dtype", "shape")} for leaf in leaves] != wanted:
         raise UnusableError("is of another model or number of clients")
     arrays = []
-    with path.open("rb") as f:
+    with plain.reader(path) as f:
         for leaf, (_, x) in zip(leaves, named, strict=True):
             array = np.empty(x.shape, x.dtype)
             data = array.reshape(-1).view(np.uint8)

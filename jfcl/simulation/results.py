@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis.metrics import deviation, rounds_to_recovery
+from jfcl.core.texts import csv_bytes
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
 
@@ -27,10 +27,12 @@ def summarize_records(records: list[dict[str, Any]], last: int | None = None) ->
     `std` is the sample standard deviation, None for one seed. Without `last` they are those of each seed's own last
     record: seeds that ran apart may have ended at other rounds.
     """
-    per_seed = []
+    per_seed, by_seed = [], defaultdict(list)
+    for record in records:
+        by_seed[record["seed"]].append(record)
     of_seeds = {r["seed"]: r for r in records if last is None or r["round"] == last}
     for record in of_seeds.values():
-        of_seed = [r for r in records if r["seed"] == record["seed"]]
+        of_seed = by_seed[record["seed"]]
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
         row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
@@ -107,13 +109,6 @@ def clients_csv(
         found = [int(values[s, i]) for values in counts.values()]
         lines.append([seeds[s], ids[i], *found, *[f"{clients[name][s, i]:.6g}" for name in names]])
     return csv_bytes(lines)
-
-
-def csv_bytes(lines: list[list]) -> bytes:
-    """Returns a table as the content of a csv file."""
-    buffer = io.StringIO(newline="")
-    csv.writer(buffer).writerows(lines)
-    return buffer.getvalue().encode()
 
 
 def keep_results(

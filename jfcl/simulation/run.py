@@ -25,7 +25,7 @@ from jfcl.core import (
 )
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
-from jfcl.simulation.folder import Restored, read_json
+from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
 from jfcl.simulation.on_device import OnDevice, build
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
@@ -158,7 +158,7 @@ def simulate(
 
         # Begin or resume.
         if summary or config is None:  # a caller in Python may resume with another key
-            config = _with_keys(config, key, seeds, out if resume else None)
+            config = _with_keys(config, key, seeds)
         folder = open_folder(opened, out, resume, config, num_rounds)
         restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
         if restored is None and first is not None:
@@ -191,7 +191,6 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
     check(spread or jax.process_count() == 1, "client_axis", client_axis, "jfcl.sharded, with several processes")
     for name, part in parts.items():
         check_made(part, name)
-        check(hasattr(part.size, "shape"), f"{name}.size", type(part.size).__name__, "an array, [N]")
     n = _check_rows(client_axis, parts["clients"], "clients")
     check(n >= jax.process_count(), "clients", n, f"at least one for each of the {jax.process_count()} processes")
     for name, part in parts.items():
@@ -200,9 +199,12 @@ def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cl
     if "test_clients" in parts:
         rows = _check_rows(client_axis, parts["test_clients"], "test_clients")
         check(rows == n, "test_clients", f"{rows} clients", f"of as many clients as there are in training, {n}")
-        named = [np.asarray(parts[name].id) for name in ("clients", "test_clients") if parts[name].id is not None]
-        same = len(named) < 2 or np.array_equal(*named)
-        check(same, "test_clients", "other ids", "the clients in training, in the same order")
+        known, tests = (parts[name].id for name in ("clients", "test_clients"))
+        if tests is not None:  # without ids, clients are numbered by their rows
+            offset = mapping.own_rows(client_axis, n).start
+            known = offset + np.arange(num_clients(parts["clients"])) if known is None else known
+            same = np.array_equal(known, tests)
+            check(same, "test_clients.id", np.asarray(tests), "the ids of the clients in training, in the same order")
     if true_cluster is not None:
         check(np.shape(true_cluster) == (n,), "true_cluster", np.shape(true_cluster), f"of shape ({n},)")
         kind = np.asarray(true_cluster).dtype
@@ -233,18 +235,10 @@ def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
         made.check(parts["clients"])
 
 
-def _with_keys(
-    config: dict[str, Any] | None, key: jax.Array, seeds: list, resumed: str | Path | None
-) -> dict[str, Any]:
-    """Returns the configuration of a run with its keys, and the names of its seeds where they are not the default.
-
-    A `resumed` folder of an earlier version may lack them; then they are left out.
-    """
+def _with_keys(config: dict[str, Any] | None, key: jax.Array, seeds: list) -> dict[str, Any]:
+    """Returns the configuration of a run with its keys, and the names of its seeds where they are not the default."""
     own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
     own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
-    if resumed is not None and (file := Path(resumed) / "config.json").exists():
-        saved = read_json(file)
-        own = {name: value for name, value in own.items() if name in saved or "key" in saved}
     return own | (config or {})
 
 

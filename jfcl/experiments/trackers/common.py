@@ -53,11 +53,11 @@ def tell(text: str) -> None:
 def known_id(folder: Path | None, tracker: str) -> str | None:
     """Returns the identity of the run in `folder` at a tracker; None if it has none yet."""
     file = None if folder is None else folder / FILE
-    return read_json(file).get(tracker) if file is not None and file.exists() else None
+    return read_json(file, sealed=False).get(tracker) if file is not None and file.exists() else None
 
 
 def keep_id(folder: Path | None, tracker: str, identity: str) -> None:
     """Keeps the identity of the run at a tracker in `folder`."""
     if folder is not None:
         file = folder / FILE
-        write_json(file, (read_json(file) if file.exists() else {}) | {tracker: identity})
+        write_json(file, (read_json(file, sealed=False) if file.exists() else {}) | {tracker: identity})

@@ -1,0 +1,89 @@
+"""Plain files: what is no regular file, in a folder that may come from elsewhere, is neither followed nor read.
+
+All files of runs, sweeps, experiments and stores are opened here. A symbolic link could lead out of the folder, a FIFO
+would be waited for without end, and what is written to a file with a second name would change another folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # those of this system
+KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+FOLDERS = ("cells", "checkpoints", "client_rows", "plots", "store", "test", "train")
+OWN = re.compile(rf"{'|'.join(FOLDERS)}|lock|.+\.(csv|html|json|jsonl|lock|npy|npz|png|tmp|toml|txt)")  # names of jfcl
+
+
+def _check_kind(path: str | os.PathLike, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} must be a file, but it is {KINDS.get(stat.S_IFMT(mode), 'a device')}: move it away")
+
+
+def open_plain(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
+    """Returns a descriptor of a regular file.
+
+    Raises:
+      ValueError: it is a symbolic link, a folder, a FIFO, a socket or a device; with `flags` for writing, the file has
+        a second name (a hard link).
+      OSError: as `os.open`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_kind(path, os.lstat(path).st_mode)  # first, since a device may notice that it is opened
+    descriptor = os.open(path, flags | FLAGS, 0o666)
+    try:
+        found = os.fstat(descriptor)
+        _check_kind(path, found.st_mode)
+        if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+            raise ValueError(f"{path} must have one name, but is a hard link: copy the folder, and work on the copy")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def reader(path: str | os.PathLike) -> BinaryIO:
+    """Returns a regular file, opened for reading bytes; errors as of `open_plain`."""
+    return os.fdopen(open_plain(path), "rb")
+
+
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """Returns the content of a regular file; errors as of `open_plain`."""
+    with reader(path) as file:
+        return file.read()
+
+
+def check_plain(folder: str | os.PathLike) -> None:
+    """Checks that what has a name of jfcl's in `folder` is a file or a folder, and everything in such a folder.
+
+    `folder` itself may be a symbolic link: its name is the user's own.
+
+    Raises:
+      ValueError: a symbolic link, a FIFO, a socket or a device; nothing of it was read.
+
+    Example:
+      >>> import tempfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> (folder / "lock").symlink_to("/etc/passwd")
+      >>> check_plain(folder)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ValueError: ...lock must be a file or a folder, but it is a symbolic link: move it away
+    """
+    _check_entries(Path(folder), OWN)
+
+
+def _check_entries(folder: Path, names: re.Pattern | None) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if names is not None and not names.fullmatch(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if names is None or entry.name in FOLDERS:
+                    _check_entries(folder / entry.name, None)
+            elif not entry.is_file(follow_symlinks=False):
+                kind = KINDS.get(stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode), "a device")
+                raise ValueError(f"{folder / entry.name} must be a file or a folder, but it is {kind}: move it away")

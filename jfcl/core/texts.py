@@ -1,0 +1,47 @@
+"""Texts from elsewhere, such as the names of folders, where they are shown: in a terminal, in HTML, in a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+FORMULAS = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet computes a cell that begins with one of them
+
+
+def printable(text: object) -> str:
+    r"""Returns a text in which control characters and other invisible ones are written as escapes, but line breaks.
+
+    Example:
+      >>> printable("\x1b[31mred"), printable("ifca, 3 × ±0.1")
+      ('\\x1b[31mred', 'ifca, 3 × ±0.1')
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    kept = (c if c.isprintable() or c in "\n\u00a0" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(kept)
+
+
+def csv_bytes(lines: Iterable[Sequence[Any]], *, end: str = "\r\n") -> bytes:
+    """Returns a table as the content of a csv file, in which no text is a formula of a spreadsheet.
+
+    Example:
+      >>> csv_bytes([["run", "accuracy"], ["=1+1", "-0.5"]], end="|")
+      b"run,accuracy|'=1+1,-0.5|"
+    """
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, lineterminator=end).writerows([_harmless(cell) for cell in line] for line in lines)
+    return buffer.getvalue().encode(errors="backslashreplace")
+
+
+def _harmless(cell: Any) -> Any:
+    """Returns a cell with an apostrophe before what a spreadsheet would compute."""
+    if not isinstance(cell, str) or not cell.lstrip(" ").startswith(FORMULAS):
+        return cell
+    try:
+        float(cell)
+        return cell
+    except ValueError:
+        return f"'{cell}"
