@@ -51,7 +51,10 @@ def finished(tmp_path_factory):
 
 def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
     """Another program has taken the memory that was free before the run."""
-    whole, out = (["run", "ifca", *QUICK, "--eval-every", "2", "--out", str(tmp_path / name)] for name in ("a", "b"))
+    whole, out = (
+        ["run", "ifca", *QUICK, "--restarts", "1", "--eval-every", "2", "--out", str(tmp_path / name)]
+        for name in ("a", "b")
+    )
     assert cli.main(whole) == 0
     advance = OnDevice.advance
 
@@ -80,7 +83,7 @@ def test_a_run_leaves_what_the_design_promises(finished):
     wanted = "method dataset num_clients num_clusters num_rounds seconds compile_seconds client_steps_per_second"
     wanted = [*wanted.split(), "bytes_up", "bytes_down", "device", "versions", "per_seed", "mean", "std"]
     assert set(wanted) <= set(summary)
-    assert (summary["num_clients"], summary["num_clusters"], summary["num_rounds"]) == (8, 2, 4)
+    assert (summary["num_clients"], summary["num_clusters"], summary["num_rounds"]) == (8, 2, 9)
     metrics = ["accuracy", "worst_client_accuracy", "loss", "cluster_accuracy", "adjusted_rand", "clusters_in_use"]
     assert [row["seed"] for row in summary["per_seed"]] == [0, 1]
     for name in metrics:
@@ -88,9 +91,10 @@ def test_a_run_leaves_what_the_design_promises(finished):
         assert summary["mean"][name] == pytest.approx(np.mean(values))
         assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
     model = 4 * (64 * 200 + 200 + 2000 + 10)
-    assert summary["bytes_up"] == 4 * 8 * model and summary["bytes_down"] == 2 * 4 * 8 * model
+    sent = (4 + 5 * 5) * 8 * model  # 5 restarts of 5 rounds come before
+    assert summary["bytes_up"] == sent and summary["bytes_down"] == 2 * sent
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["round"], line["seed"]) for line in lines] == [(t, s) for t in range(1, 5) for s in (0, 1)]
+    assert [(line["round"], line["seed"]) for line in lines] == [(t, s) for t in range(6, 10) for s in (0, 1)]
     table = (run / "clients.csv").read_text().splitlines()
     assert table[0] == "seed,client,examples,true_cluster,cluster,accuracy,loss" and len(table) == 1 + 2 * 8
     accuracy = np.mean([float(row.split(",")[5]) for row in table[1:9]])
@@ -104,7 +108,7 @@ def test_compare_prints_a_table_and_plots(finished, capsys):
     printed = capsys.readouterr().out
     accuracy = json.loads((finished / "ifca" / "summary.json").read_text())["mean"]["accuracy"]
     assert "ifca" in printed and "fedavg" in printed and f"{100 * accuracy:.1f}±" in printed
-    assert "they differ" not in printed  # but in the method, which is their name
+    assert "they differ in rounds: 9 (ifca), 4 (fedavg)\n" in printed  # not in the method, which is their name
     assert (finished / "compare" / "methods.png").stat().st_size > 1000
     with (finished / "compare" / "results.csv").open() as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
@@ -282,7 +286,10 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
         (["run", "fedavg", "--seed", "4294967296"], "seed must be at most 4294967295, got 4294967296"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
-        (["run", "ifca", "--restart-rounds", "3"], "restart_rounds must be left out without --restarts"),
+        (
+            ["run", "ifca", "--restart-rounds", "3", "--min-share", "0.1"],
+            "restart_rounds must be left out without --rest",
+        ),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
         (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
@@ -398,7 +405,7 @@ def test_damaged_runs_are_named(finished, tmp_path, capsys):
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     run = tmp_path / "run"
     options = ["--clients", "8", "--clusters", "2", "--local-steps", "1", "--quiet", "--checkpoint-seconds", "0"]
-    command = ["run", "ifca", *options, "--out", str(run), "--eval-every", "1", "--rounds"]
+    command = ["run", "hypcluster", *options, "--out", str(run), "--eval-every", "1", "--rounds"]
     assert cli.main([*command, "3"]) == 0
     whole = files(run)
     steps = sorted((run / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
@@ -564,7 +571,9 @@ def test_compare_says_what_differs_and_keeps_earlier_pictures(finished, tmp_path
     runs = [str(tmp_path / "runs" / name) for name in ("fedavg", "mine")]
     capsys.readouterr()
     assert cli.main(["compare", *runs, "--out", str(tmp_path / "plots")]) == 0
-    assert "they differ in method: fedavg (fedavg), ifca (mine)\n" in capsys.readouterr().out
+    assert (
+        "they differ in method: fedavg (fedavg), ifca (mine); rounds: 4 (fedavg), 9 (mine)\n" in capsys.readouterr().out
+    )
     monkeypatch.chdir(runs[0])
     assert cli.main(["compare", "."]) == 0
     assert (tmp_path / "runs" / "compare-3").exists() and Path(runs[0]).name in capsys.readouterr().out
@@ -647,7 +656,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit that.
     hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
     start = f"{hears}; from jfcl.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", start, "run", "ifca", *rounds, "--rounds", "100000", "--out", "x"]
+    command = [sys.executable, "-c", start, "run", "hypcluster", *rounds, "--rounds", "100000", "--out", "x"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
     try:
         metrics = tmp_path / "x" / "metrics.jsonl"
@@ -664,7 +673,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     done = max(int(p.name) for p in (tmp_path / "x" / "checkpoints").glob("[0-9]*"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert lines[-1]["round"] == done > 0
-    resumed = ["run", "ifca", *rounds, "--rounds", str(done + 2), "--out", str(tmp_path / "x"), "--resume"]
+    resumed = ["run", "hypcluster", *rounds, "--rounds", str(done + 2), "--out", str(tmp_path / "x"), "--resume"]
     assert cli.main(resumed) == 0
     assert json.loads((tmp_path / "x" / "summary.json").read_text())["num_rounds"] == done + 2
 

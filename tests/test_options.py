@@ -10,10 +10,9 @@ import jfcl
 from jfcl import cli
 from jfcl.algorithms import METHODS, Method
 from jfcl.core.options import CLASSES, Interval, OneOf, Range, Real
-from jfcl.experiments import Config, from_saved
-from jfcl.experiments.config import all_options, check_options, common_options, method_options, to_saved
+from jfcl.experiments import Config
+from jfcl.experiments.config import all_options, common_options, method_options
 from jfcl.experiments.validation import check_values
-from jfcl.simulation.folder import identity
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 received = []
@@ -138,8 +137,8 @@ def test_the_help_of_run_is_one_screen(columns, capsys, monkeypatch):
 def test_flat_names_are_arguments_and_attributes():
     config = Config("cfl", eps_1=0.3, clients=20)
     assert (config.eps_1, config.clients, config.min_size, config.max_clusters) == (0.3, 20, 1, None)
-    assert config.restarts is None and Config("ifca").restart_rounds == 5
-    assert config == Config("cfl", eps_1=0.3, clients=20, min_size=None, relative=False, restarts=1)
+    assert config.restarts is None and (Config("ifca").restarts, Config("ifca").restart_rounds) == (5, 5)
+    assert config == Config("cfl", eps_1=0.3, clients=20, min_size=None, relative=False)
     longer = dataclasses.replace(config, rounds=7, eps_2=0.5)
     assert (longer.rounds, longer.eps_1, longer.eps_2) == (7, 0.3, 0.5) and config.eps_2 is None
     assert len({config, dataclasses.replace(config)}) == 1
@@ -149,28 +148,6 @@ def test_flat_names_are_arguments_and_attributes():
         _ = config.eps1
     with pytest.raises(ValueError, match=r"method ifca has no option eps_1 \(only cfl\)"):
         check_values(Config("ifca", eps_1=0.3))
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "digest"),
-    [
-        ("fedavg", {}, "793c18145d3c1382"),
-        ("ifca", {"restarts": 3}, "1ff23597b8e790a5"),
-        (
-            "cfl",
-            {"relative": False, "recursive": False},
-            "a01a5315be445e6e",
-        ),
-    ],
-)
-def test_runs_of_earlier_versions_are_the_same_runs(method, options, digest):
-    """Of versions that saved the options of all methods: the digests are theirs."""
-    saved = to_saved(Config(method, **options), "h")
-    assert identity(saved)[:16] == digest
-    old = saved | dict.fromkeys(name for name in all_options() if name not in saved)
-    read = Config(**check_options(from_saved(old | {"num_rounds": saved["num_rounds"]}), "config.json"))
-    assert read == Config(method, precision="float32", **options)  # of a CPU, by its name
-    check_values(read)
 
 
 def test_every_option_is_declared_whole():

@@ -77,7 +77,9 @@ METHODS = {
     "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
     "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
-    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restart_rounds": 5}),
+    "ifca": Method(
+        ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restarts": 5, "restart_rounds": 5}
+    ),
     "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(

@@ -9,12 +9,12 @@ import json
 import math
 import os
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -26,6 +26,7 @@ from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, repro
 from jfcl.experiments.compare import unused_folder, write_comparison
 from jfcl.experiments.comparison import (
     by_name,
+    clusters_notes,
     differences_notes,
     differences_text,
     results_notes,
@@ -33,7 +34,8 @@ from jfcl.experiments.comparison import (
     unused,
     with_name,
 )
-from jfcl.experiments.config import Config, all_options, check_options, default_precision, from_saved, of_population
+from jfcl.experiments.config import Config, all_options, default_precision, of_population
+from jfcl.experiments.config_file import read_config
 from jfcl.experiments.own import find_method
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
@@ -47,45 +49,8 @@ FIRST_COMMANDS = """
   jfcl run fedavg --clients 40 --clusters 4 --rounds 50 --out runs/fedavg
   jfcl compare runs/ifca runs/fedavg"""
 EITHER = (("seed", "seeds"), ("local_steps", "local_epochs"), ("radius", "quantile"))  # of which one is given
-LARGEST_CONFIG = 2**20  # bytes; the config.json of a run has about 2,000
+REMEDY = "--restarts, --warm-rounds or --init-from, where the method has them, and more --rounds can help"
 DEMO = {"fedavg": {}, "local": {}, "ifca": {"restarts": 5, "restart_rounds": 5}, "oracle": {}}
-
-
-def read_config(path: str, method: str | None = None) -> dict[str, Any]:
-    """Reads options from a TOML file or a run's `config.json`; raises `ValueError` for wrong names and types.
-
-    `method` is the one that they are for, where it is not that of the file.
-    """
-    file, where = Path(path), f"--config {path}"
-    if not file.is_file():
-        raise ValueError(f"{where}: {'it is no regular file' if file.exists() else 'no such file'}")
-    with file.open("rb") as f:  # no more than that: the length of a file may be anything
-        content = f.read(LARGEST_CONFIG + 1)
-    if len(content) > LARGEST_CONFIG:
-        raise ValueError(f"{where}: it must be a list of options of at most {LARGEST_CONFIG} bytes, and is larger")
-    try:
-        yaml = file.suffix.lower() in (".yaml", ".yml")
-        check(not yaml, where, "YAML", "TOML, a line such as lr = 0.1 for each option, or the config.json of a run")
-        text, is_json = content.decode(), file.suffix == ".json"
-        raw = json.loads(text, object_pairs_hook=_without_repetition) if is_json else tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where}: it is nested too deeply; it must hold names and values") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
-    if is_json:
-        check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
-    return check_options(from_saved(raw) if is_json else raw, where, method)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the dict of an object in a JSON file; raises `ValueError` for a name that it has twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
-    return found
 
 
 def _start_devices(devices: int | None, default: int | None = None) -> None:
@@ -188,7 +153,7 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     console = console if hosts.is_first() else Console(quiet=True)
     if hosts.connected():
         console.print(hosts.devices(), markup=False)
-    summary, _, _ = run(
+    summary, history, parts = run(
         config,
         out=args.out,
         resume=args.resume,
@@ -198,6 +163,16 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
         callbacks=callbacks,
     )
     _print_summary(config, summary, args.out, console)
+    if hosts.is_first():
+        true = (
+            parts.federation.cluster
+            if parts.malicious is None
+            else np.where(parts.malicious, -1, parts.federation.cluster)
+        )
+        for note in (notes := clusters_notes(summary, history.clients["cluster"], true)):
+            console.print(f"note: {note}", markup=False)
+        if notes:
+            console.print(REMEDY, markup=False)
 
 
 @contextlib.contextmanager

@@ -172,6 +172,44 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     return notes
 
 
+def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray) -> list[str]:
+    """Returns notes on seeds that have not found the true clusters, and on models that share one.
+
+    Args:
+      summary: of the run.
+      found, true: `[R, N]` and `[N]`, the clusters of the clients; true ones are -1 where they are unknown.
+
+    Example:
+      >>> rows = [{"seed": 0, "cluster_accuracy": 1.0}, {"seed": 1, "cluster_accuracy": 0.75}]
+      >>> notes = clusters_notes({"per_seed": rows}, np.array([[0, 0, 1, 1], [0, 2, 1, 1]]), np.array([0, 0, 1, 1]))
+      >>> print(*notes, sep="\\n")
+      the true clusters are found in 1 of 2 seeds, and not in seed 1 (75.0 % of the clients)
+      clients of one true cluster use several models: in seed 1, models 0 and 2
+    """
+    known = true >= 0
+    if not compares_clusters(summary) or len(set(true[known].tolist())) < 2:
+        return []
+    rows, notes = summary["per_seed"], []
+    wrong = [row for row in rows if row["cluster_accuracy"] is not None and row["cluster_accuracy"] < FOUND]
+    if wrong:
+        shares = ", ".join(f"{row['seed']} ({100 * row['cluster_accuracy']:.1f} % of the clients)" for row in wrong)
+        seeds = f"in {len(rows) - len(wrong)} of {len(rows)} seeds, and not in seed{'s' * (len(wrong) > 1)} {shares}"
+        notes.append(
+            f"the true clusters are found {seeds}" if len(rows) > 1 else f"the true clusters are not found: {shares}"
+        )
+    shared = []
+    for row, cluster in zip(rows, found, strict=True):
+        of_true: dict[int, list[int]] = {}
+        for model in np.unique(cluster[known]).tolist():
+            kinds, counts = np.unique(true[known & (cluster == model)], return_counts=True)
+            of_true.setdefault(int(kinds[counts.argmax()]), []).append(model)
+        together = [" and ".join(map(str, models)) for models in of_true.values() if len(models) > 1]
+        shared += [f"in seed {row['seed']}, models {', '.join(together)}"] if together else []
+    if shared:
+        notes.append(f"clients of one true cluster use several models: {'; '.join(shared)}")
+    return notes
+
+
 def seeds_text(summary: dict[str, Any]) -> str:
     """Returns the seeds of a run, for the title of a table."""
     count = len(summary["per_seed"])

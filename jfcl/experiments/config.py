@@ -37,7 +37,7 @@ MOST_SEEDS = 10**4
 MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
 # Options of single methods that config.json has held for every method since its first version, with these values where
 # they are not given. They are part of the identity of a run, so they stay.
-SAVED_ALWAYS = {"average": "models", "restarts": 1, "restart_rounds": 5, "relative": False, "recursive": False}
+SAVED_ALWAYS = {"average": "models", "relative": False, "recursive": False}
 
 Count = Annotated[int, Range(1)]
 CountOrNone = Annotated[int | None, Range(1)]

@@ -16,8 +16,8 @@ from jfcl.core.names import NOTES, flag_of, option_hint
 from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.execution import hosts
 from jfcl.experiments.bench import sweep
-from jfcl.experiments.commands import read_config
 from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
+from jfcl.experiments.config_file import read_config
 from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.tables import lists

@@ -49,7 +49,7 @@ from jfcl.experiments.config import (
 )
 from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.privacy import mechanism
-from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps
+from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps, method_defaults
 from jfcl.experiments.validation import validate
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -209,7 +209,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     options: dict[str, Any] = {"client_axis": client_axis}
     # Options with the same name and type in the factory.
     common = {name: getattr(config, name) for name in AS_DECLARED}
-    given = dict(method.defaults) | config.options | {name: v for name, v in common.items() if v is not None}
+    given = method_defaults(config) | config.options | {name: v for name, v in common.items() if v is not None}
     if config.dp_clip is not None:
         options["dp"] = mechanism(config)
         given = {"weights": "equal"} | given

@@ -29,6 +29,22 @@ COHORT = 100  # of a population
 BUCKET_SIZE = 2
 
 
+def method_defaults(config: Config) -> dict[str, Any]:
+    """Returns the options that `jfcl run` gives a method where none are given, and that its factory would not have.
+
+    Restarts are left out where nothing is drawn, where the draws are chosen otherwise, and with one model.
+
+    Example:
+      >>> method_defaults(Config("ifca")), method_defaults(Config("ifca", min_share=0.1))
+      ({'restarts': 5, 'restart_rounds': 5}, {'restart_rounds': 5})
+    """
+    found = dict(find_method(config.method).defaults)
+    chosen = any(getattr(config, name) is not None for name in ("init_from", "dp_clip", "min_share", "stable_rounds"))
+    if chosen or (config.num_models or config.clusters) == 1:
+        found.pop("restarts", None)
+    return found
+
+
 def local_steps(config: Config) -> int | None:
     """Returns the local steps of a round; None where `local_epochs` counts them."""
     if config.local_epochs is not None:
@@ -65,6 +81,7 @@ def used_options(config: Config) -> dict[str, Any]:
     """
     options, optimizer = find_method(config.method).options, OPTIMIZERS[config.optimizer or "sgd"]
     own = {name: option.default for name, option in method_options(config.method).items()}
+    own |= {"restarts": method_defaults(config).get("restarts", 1)} if "restarts" in own else {}
     own |= {"optimizer": "sgd", "schedule": "constant", "batch_size": ALL, "examples_per_client": ALL}
     own |= {"local_steps": local_steps(config), "keep": keep(config), "eval_every": eval_every(config)}
     own |= {"num_models": config.clusters} if "num_clusters" in options else {}

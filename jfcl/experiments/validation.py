@@ -23,6 +23,7 @@ from jfcl.experiments.config import (
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 from jfcl.experiments.own import find_aggregator, find_method, is_on_data, required
 from jfcl.experiments.privacy import check_private_run
+from jfcl.experiments.used import method_defaults
 
 
 def check_values(config: Config) -> None:
@@ -174,7 +175,8 @@ def _check_own(config: Config) -> None:
     for name, value in config.options.items():
         option = method_options(config.method)[name]
         for other in option.others(Needs):
-            check(given.get(other), name, value, f"left out without --{other.replace('_', '-')}")
+            has = given.get(other) or method_defaults(config).get(other)
+            check(has, name, value, f"left out without --{other.replace('_', '-')}")
         for other in option.others(Excludes):
             check(given.get(other) is None, name, value, f"left out with --{other.replace('_', '-')}")
     restarts = (config.restarts or 1, config.restart_rounds or 1)

@@ -18,7 +18,10 @@ Records = Sequence[Row]
 def configure(method: str, setting: dict[str, Any]) -> Config:
     """Returns the run of a method with those entries of a setting that are its options."""
     names = {name for name in common_options() if method in methods_with(name)} | method_options(method).keys()
-    return Config(method, **{name: value for name, value in setting.items() if name in names})
+    given = {name: value for name, value in setting.items() if name in names}
+    if "restarts" in names and given.get("restarts") is None:  # the papers have none
+        given["restarts"] = 1
+    return Config(method, **given)
 
 
 def by_seed(records: Records) -> dict[int, list[Row]]:
