@@ -288,7 +288,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
         (
             ["run", "ifca", "--restart-rounds", "3", "--min-share", "0.1"],
-            "restart_rounds must be left out without --rest",
+            "restart_rounds must be left out without",
         ),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),

@@ -6,9 +6,8 @@ import argparse
 import itertools
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from jfcl._version import __version__
 from jfcl.algorithms import METHODS
@@ -74,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         return commands.choices.get(parsed.command, self)._actions
 
     def error(self, message):
-        raise ValueError(message)
+        notes = [note for name, note in NOTES.items() if message.startswith(f"argument {flag_of(name)}: invalid")]
+        raise ValueError(message + "".join(f" ({note})" for note in notes))
 
 
 def _own_method(parser: argparse.ArgumentParser, args: list[str]) -> str | None:
@@ -108,25 +108,11 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
         group.add_argument(
             flag_of(option.name),
-            type=_reader(option),
+            type=option.kind,
             default=argparse.SUPPRESS,
             metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else METAVARS[option.kind],
             help=text + ("" if option.default is None else f" [{option.default}]"),
         )
-
-
-def _reader(option: Option) -> Callable[[str], Any]:
-    """Returns the function that reads the values of a flag."""
-    if option.name not in NOTES or option.kind is not int:
-        return option.kind
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"invalid int value: {text!r} ({NOTES[option.name]})") from None
-
-    return read
 
 
 def run_parser(
