@@ -88,7 +88,8 @@ class Option(NamedTuple):
       default: the value where none is given.
       text: one line of help.
       metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Excludes` of the annotation.
-      traced: whether a value may be an array; of numbers, also a tracer, an argument of the compiled program.
+      traced: whether a value may be a tracer, an argument of the compiled program.
+      arrays: whether a text may be an array instead, which its function checks itself.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Option(NamedTuple):
     text: str
     metadata: tuple
     traced: bool = False
+    arrays: bool = False
 
     def check(self, value: Any) -> None:
         """Raises `ValueError` for a value of another type, or one that the annotation does not accept."""
@@ -105,7 +107,7 @@ class Option(NamedTuple):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if kind is str and self.traced else ""))
+        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if self.arrays else ""))
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
@@ -172,8 +174,9 @@ def options_of(function: Callable) -> dict[str, Option]:
         read = read_hint(hints.get(name))
         if parameter.kind is parameter.KEYWORD_ONLY and read is not None:
             default = None if parameter.default is parameter.empty else parameter.default
-            traced = accepts_tracers(hints[name])
-            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], traced)
+            arrays, of_text = accepts_tracers(hints[name]), read[0] is str
+            of_arrays = arrays and not of_text, arrays and of_text
+            found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], *of_arrays)
     return found
 
 
@@ -194,8 +197,11 @@ def check_options(function: Callable, given: Mapping[str, Any]) -> None:
     """
     for name, option in options_of(function).items():
         value = given[name]
-        if option.traced and isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value):
-            for extreme in (np.min, np.max) if value.size and option.kind is not str else ():
+        is_array = isinstance(value, (np.ndarray, jax.Array)) and is_concrete(value)
+        if option.arrays and is_array:
+            continue
+        if option.traced and is_array:
+            for extreme in (np.min, np.max) if value.size else ():
                 option.check(float(extreme(np.asarray(value))))
         elif is_concrete(value):
             option.check(value)

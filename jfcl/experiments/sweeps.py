@@ -185,7 +185,7 @@ def run_sweep(
             num_rounds=config.rounds,
             held_out=held_out,
             metric=metric,
-            traced=[name for name in grid if known[name].traced and known[name].kind is not str],
+            traced=[name for name in grid if known[name].traced],
             seeds=seeds,
             serve=config.serve,
             row_axis=row_axis,
