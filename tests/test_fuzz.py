@@ -101,7 +101,9 @@ NAMES = [f"{command}:{action.dest}" for command, action in FLAGS]
 
 
 def kind(action: argparse.Action) -> type:
-    return bool if action.nargs == 0 else action.type or str
+    if action.nargs == 0:
+        return bool
+    return int if getattr(action.type, "__name__", "") == "read" else action.type or str  # an int with a note
 
 
 def with_value(command: str, action: argparse.Action, value: str, *, method: str | None = None) -> list[str]:

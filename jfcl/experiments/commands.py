@@ -105,7 +105,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     if args.coordinator is not None:
         if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
             text = f"process {args.process_id} of {args.num_processes}, each with its own --process-id, connects"
-            Console(stderr=True, soft_wrap=True, quiet=args.quiet).print(text, markup=False)
+            Console(stderr=True, quiet=args.quiet).print(text, markup=False)
         hosts.connect(args.coordinator, args.num_processes, args.process_id, args.connect_seconds)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
@@ -116,6 +116,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
 def _read_options(args: argparse.Namespace) -> Config:
     """Returns the options of a run: those of `--config`, overridden by flags."""
     check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
+    check(0 < args.connect_seconds < float("inf"), "connect_seconds", args.connect_seconds, "a number above 0")
     return Config(**_given_options(args))
 
 
