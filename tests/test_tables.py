@@ -264,7 +264,7 @@ SECONDS = 1.7e9 + np.arange(20.0)
         (lambda f: jfcl.stack_clients([{"x": f["user"], "y": f["label"]}]), "must be of arrays of numbers"),
         (
             lambda f: check_clients(jfcl.Clients({"x": f[["age"]], "y": f[["label"]]}, np.ones(60, int))),
-            "an array of n",
+            "an array of real numbers",
         ),
         (lambda f: check_clients(jfcl.Clients({"x": SECONDS[None, :, None]}, np.array([20]))), "float32 tells apart"),
         (

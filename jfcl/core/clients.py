@@ -106,7 +106,9 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         kind = getattr(leaf, "dtype", None)
         if kind is None or not any(jnp.issubdtype(kind, real) for real in (jnp.bool_, jnp.integer, jnp.floating)):
             found = type(leaf).__name__ if kind is None else f"{kind}"
-            what = "give real and imaginary parts as two features" if "complex" in found else "as of NumPy or JAX"
+            what = (
+                "give real and imaginary parts as two features" if "complex" in found else "see jfcl.data.from_arrays"
+            )
             raise ValueError(f"{name}.examples{where} must be an array of real numbers ({what}), got {found}")
     shapes = [np.shape(leaf) for leaf in leaves]
     agree = all(len(s) >= 2 and s[:2] == shapes[0][:2] for s in shapes)
@@ -134,9 +136,6 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         )
     real = np.arange(m)[None, :] < size[:, None]
     for where, leaf in named_leaves(clients.examples).items():
-        numbers = hasattr(leaf, "dtype") and getattr(leaf.dtype, "kind", "O") in "biufcV"
-        accepted = "an array of numbers; jfcl.data.from_arrays makes them of frames, lists and others"
-        check(numbers, f"{name}.examples{where}", getattr(leaf, "dtype", type(leaf)), accepted)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             # The sum of a row is finite exactly when all entries are (except for overflow of real data), and needs no
             # boolean copy of the data.
