@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfcl import core
+import jfcl
+from jfcl import core, experiments
 from jfcl.core import (
     Clients,
     aligned_zeros,
@@ -157,3 +158,72 @@ def test_free_memory_is_what_the_control_group_leaves(monkeypatch):
     assert core.free_host_memory() == 2400
     files["memory.max"] = "max"
     assert core.free_host_memory() == 8192
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"examples": {"x": np.ones((2, 3, 4), np.complex64)}},
+            "must be an array of real numbers .give real and",
+        ),
+        ({"examples": {"x": np.full((2, 3), "a")}}, "must be an array of real numbers"),
+        ({"examples": {"x": np.full((2, 3), None)}}, "must be an array of real numbers"),
+        ({"examples": {"x": np.ones((2, 3), "datetime64[s]")}}, "must be an array of real numbers"),
+        ({"size": np.int32(3)}, r"clients.size must be an array \[N\] of integers"),
+        ({"size": 3}, r"clients.size must be an array \[N\] of integers"),
+        ({"size": [3, 3]}, r"clients.size must be an array \[N\] of integers"),
+        ({"id": [0, 1]}, r"clients.id must be an array \[N\] of integers"),
+        ({"id": np.int32(1)}, r"clients.id must be an array \[N\] of integers"),
+        ({"id": np.array([0.0, 1.0])}, "clients.id must be different integers"),
+    ],
+)
+def test_clients_are_real_numbers_by_rows(change, said):
+    clients = jfcl.Clients({"x": np.ones((2, 3, 4), np.float32)}, np.full(2, 3, np.int32), np.arange(2))
+    task, training = jfcl.testing.problem()[2:]
+    with pytest.raises(ValueError, match=said):
+        check_clients(clients._replace(**change))
+    with pytest.raises(ValueError, match=said):
+        jfcl.simulate(jfcl.fedavg(task, training), clients._replace(**change), key=jax.random.key(0), num_rounds=1)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_test_clients_have_the_ids_of_those_in_training(given):
+    clients, _, task, training = jfcl.testing.problem()
+    clients = clients._replace(id=np.arange(len(clients.size), dtype=np.int32) + 4 if given else None)
+    ids = clients.id if given else np.arange(len(clients.size))
+    options = {"key": jax.random.key(0), "num_rounds": 1}
+    for tests in (None, ids):
+        jfcl.simulate(jfcl.fedavg(task, training), clients, test_clients=clients._replace(id=tests), **options)
+    with pytest.raises(ValueError, match=r"test_clients.id must be the ids of the clients in training"):
+        jfcl.simulate(
+            jfcl.fedavg(task, training), clients, test_clients=clients._replace(id=ids[::-1].copy()), **options
+        )
+
+
+@pytest.mark.parametrize("out", ["", "  ", 5, "a\0b"])
+def test_a_folder_has_a_name(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    clients, _, task, training = jfcl.testing.problem()
+    config = experiments.Config("fedavg", clients=4, rounds=1)
+    calls = [
+        lambda: jfcl.simulate(jfcl.fedavg(task, training), clients, key=jax.random.key(0), num_rounds=1, out=out),
+        lambda: experiments.run(config, out=out),
+        lambda: experiments.run_sweep(config, {"lr": [0.1]}, out=out),
+        lambda: experiments.report(out),
+        lambda: experiments.load_run(out),
+        lambda: jfcl.data.ClientStore.open(out),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="must name a file or folder"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_found_clusters_are_integers():
+    for found in ([0, float("nan")], [0, 0.5], [0, float("inf")], ["a", "b"]):
+        with pytest.raises(ValueError, match="found must be integers, the cluster of each client"):
+            jfcl.metrics.cluster_recovery(found, [0, 1])
+    with pytest.raises(ValueError, match="true must be integers"):
+        jfcl.metrics.cluster_recovery([0, 1], [0, float("nan")])
+    assert jfcl.metrics.cluster_recovery([0.0, 1.0], [0, 1])["cluster_accuracy"] == 1

@@ -170,7 +170,7 @@ def cluster_recovery(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     if found.shape != true.shape or found.ndim != 1 or len(found) == 0:
         raise ValueError(f"found and true must be vectors of one length, got shapes {found.shape} and {true.shape}")
     for name, clusters in {"found": found, "true": true}.items():
-        whole = clusters.dtype.kind in "iu" or (clusters.dtype.kind == "f" and (clusters == np.rint(clusters)).all())
+        whole = clusters.dtype.kind in "iuf" and (np.isfinite(clusters) & (clusters == np.rint(clusters))).all()
         check(whole, name, clusters, "integers, the cluster of each client")
     in_use, counts = len(np.unique(found)), true >= 0
     if not counts.any():

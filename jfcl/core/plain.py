@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # those of this system
 KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -55,6 +55,19 @@ def read_bytes(path: str | os.PathLike) -> bytes:
     """Returns the content of a regular file; errors as of `open_plain`."""
     with reader(path) as file:
         return file.read()
+
+
+def check_path(argument: str, path: Any) -> None:
+    """Raises `ValueError` unless `path` names a file or folder: an empty text would be the current folder.
+
+    Example:
+      >>> check_path("out", "")
+      Traceback (most recent call last):
+      ValueError: out must name a file or folder ('.' is the current one), got ''
+    """
+    named = isinstance(path, (str, os.PathLike)) and os.fspath(path).strip() and "\0" not in os.fspath(path)
+    if not named:
+        raise ValueError(f"{argument} must name a file or folder ('.' is the current one), got {path!r:.100}")
 
 
 def check_plain(folder: str | os.PathLike) -> None:

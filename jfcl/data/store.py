@@ -227,6 +227,7 @@ class ClientStore:
         Raises:
           ValueError: no store, one of another format, a file that is missing, truncated or (with `verify`) changed.
         """
+        plain.check_path("path", path)
         path = Path(path)
         plain.check_plain(path)
         if not (path / "store.json").exists():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jfcl.analysis.metrics import FOUND, deviation
+from jfcl.core.plain import check_path
 from jfcl.core.texts import csv_bytes, printable
 
 OF_CLUSTERS = ("cluster_accuracy", "adjusted_rand", "rounds_to_recovery")  # agreement with the true clusters
@@ -27,6 +28,7 @@ def by_name(folders: Sequence[str | Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for folder in folders:
+        check_path("runs", folder)
         path = Path(os.path.abspath(folder))
         name, whole = (printable(text).replace("\n", r"\n") for text in (path.name, path))
         found[name if name not in found else whole] = Path(folder)

@@ -97,6 +97,7 @@ def read_partial(folder: str | Path, records: list[dict[str, Any]] | None = None
     Raises:
       ValueError: no run, a damaged one, or one of another version of jfcl.
     """
+    plain.check_path("runs", folder)
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} holds no run: it is {'a file' if folder.exists() else 'not there'}")

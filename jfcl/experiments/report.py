@@ -15,6 +15,7 @@ from jfcl._version import __version__
 from jfcl.analysis import plots
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core import check, files
+from jfcl.core.plain import check_path
 from jfcl.experiments import html_page as html
 from jfcl.experiments import report_tables
 from jfcl.experiments.comparison import (
@@ -66,10 +67,11 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
       >>> report(folder).name
       'report.html'
     """
-    folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    folders = [runs] if isinstance(runs, str | Path) or not isinstance(runs, Iterable) else list(runs)
     check(len(folders) > 0, "runs", folders, "at least one folder")
+    named = by_name(folders)
     file = _place(folders, out)
-    found = {name: read_partial(folder) for name, folder in by_name(folders).items()}
+    found = {name: read_partial(folder) for name, folder in named.items()}
     write_report(found, file)
     for run in found.values():
         if run.note:
@@ -80,6 +82,7 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
 def _place(folders: Sequence[str | Path], out: str | Path | None) -> Path:
     """Returns the file of a report."""
     if out is not None:
+        check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         return Path(out)
     if len(folders) == 1:

@@ -230,8 +230,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
       >>> found.predictor(0)(x).shape, found.choose({"x": x}, by="inputs") in (0, 1)
       ((5, 10), True)
     """
-    folder = Path(folder)
     summary, _ = read_run(folder)  # verifies the files
+    folder = Path(folder)
     saved = saved_config(folder)
     accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
     check("key" not in saved or is_configured(saved), "folder", str(folder), accepted)
@@ -280,6 +280,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
       >>> summary["num_rounds"], [record["round"] for record in records]
       (2, [1, 2])
     """
+    plain.check_path("folder", folder)
     folder = Path(folder)
     plain.check_plain(folder)
     check_no_sweep(folder)

@@ -57,6 +57,7 @@ class Restored(NamedTuple):
 
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
     """`ValueError` if no new run or sweep (`kind`) can begin in `path`; with `resume`, one that is there continues."""
+    plain.check_path("out", path)
     path, (_, written) = Path(path), KINDS[kind]
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis.metrics import deviation
-from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key
+from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key, plain
 from jfcl.execution import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, Silence, make_records
@@ -142,6 +142,8 @@ def check_run(
         check_count("stop_after", stop_after)
     check_choice("serve", serve, SERVE)
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    if out is not None:
+        plain.check_path("out", out)
     number = isinstance(checkpoint_seconds, (int, float, np.number)) and checkpoint_seconds >= 0  # NaN is not
     check(number, "checkpoint_seconds", checkpoint_seconds, "a number, at least 0")
     check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
