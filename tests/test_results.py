@@ -251,7 +251,7 @@ def test_every_other_entry_of_a_record_is_such_a_name():
     shape = jax.eval_shape(FEDAVG.step, KEYS[0], jax.eval_shape(FEDAVG.init, KEYS[0], CLIENTS), CLIENTS)[1]
     others = {name for name in history.records[-1] if not name.startswith(evaluation.OF_NEWCOMERS)} - set(shape)
     names = set(evaluation.OF_RECORDS) | {"loss"}  # that of the test examples, in the place of the method's
-    assert others <= names and names - others == {"excluded", "perplexity", "loss"}
+    assert others <= names and names - others == {"excluded", "perplexity", "loss", "clients"}
 
 
 def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
@@ -314,3 +314,27 @@ def test_runs_without_an_evaluation_are_compared_by_their_training_loss(tmp_path
         "results.csv",
         "train_loss.png",
     ]
+
+
+@pytest.mark.parametrize("kind", ["clients", "population"])
+def test_results_of_every_client_in_every_round(kind, tmp_path):
+    def run(**options):
+        options |= {"out": tmp_path / "run", "num_rounds": 5, "eval_every": 2, "resume": True, "keep_clients": True}
+        if kind == "clients":
+            return simulate(IFCA, **options)
+        store = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
+        return jfcl.simulate_population(
+            IFCA, store, key=KEYS[0], cohort=4, test_store=store, evaluate=[1, 3, 4], **options
+        )
+
+    run(stop_after=3)
+    history = run()
+    rows = list(csv.DictReader((tmp_path / "run" / "clients_by_round.csv").read_text().splitlines()))
+    last = list(csv.DictReader((tmp_path / "run" / "clients.csv").read_text().splitlines()))
+    assert [row for row in rows if row["round"] == "5"] == [{"round": "5"} | row for row in last]
+    for record in history.records:  # a record's means are those of its clients
+        mine = [row for row in rows if (row["round"], row["seed"]) == (str(record["round"]), str(record["seed"]))]
+        assert len(mine) == len(last) / len({row["seed"] for row in last})
+        assert np.mean([float(row["loss"]) for row in mine]) == pytest.approx(record["loss"], rel=1e-5)
+        assert [int(row["cluster"]) for row in mine] == record["clients"]["cluster"] == record["cluster"]
+    assert {row["round"] for row in rows} == {"2", "4", "5"}

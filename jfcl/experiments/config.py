@@ -232,6 +232,7 @@ class Run:
       monitor: metric of --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
+      keep_clients: keep the results of every client in every evaluated round, in clients_by_round.csv.
       track_gap: record the separation gap, from the true clusters, every round.
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
       mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
@@ -248,6 +249,7 @@ class Run:
     patience: CountOrNone = None
     monitor: Annotated[str, OneOf(MONITORED)] = "accuracy"
     serve: Annotated[str, OneOf(SERVE)] = "loss"
+    keep_clients: bool = False
     track_gap: bool = False
     chunk: CountOrNone = None
     mapping: Annotated[str | None, OneOf(MAPPINGS)] = None

@@ -61,7 +61,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     `personal.npz` holds personal parameters, where the run has any and is not one of a population.
     """
     name, records = summary["method"], history.records
-    contents = {"clients.csv": _clients_csv(history, parts), "params.npz": _first_seeds(history.state.params)}
+    contents = _clients_csv(history, parts) | {"params.npz": _first_seeds(history.state.params)}
     own = personal_part(history.state)
     if jax.tree.leaves(own) and not _of_cohort(history):
         contents["personal.npz"] = _first_seeds(own)
@@ -79,8 +79,8 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     runs.write_results(out, contents, summary)
 
 
-def _clients_csv(history: History, parts: Setup) -> bytes:
-    """Returns `clients.csv`, with the hostile and the excluded clients where a run has any."""
+def _clients_csv(history: History, parts: Setup) -> dict[str, bytes]:
+    """Returns the tables of clients, with the hostile and the excluded ones where a run has any."""
     extra = {}
     if parts.malicious is not None:
         extra["malicious"] = parts.malicious
@@ -89,7 +89,7 @@ def _clients_csv(history: History, parts: Setup) -> bytes:
     # With several processes this one holds some of the clients only, which are then numbered in their order.
     cluster, train = parts.federation.cluster, parts.federation.train
     ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
-    return clients_csv(history.clients, parts.seeds, ids, cluster, extra)
+    return clients_csv(history, parts.seeds, ids, cluster, extra)
 
 
 def _first_seeds(tree: PyTree) -> bytes:

@@ -67,7 +67,7 @@ def run(
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": eval_every(config), "serve": config.serve}
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
-        options |= {"callbacks": [*stopping, *callbacks], "summary": False}
+        options |= {"callbacks": [*stopping, *callbacks], "summary": False, "keep_clients": config.keep_clients}
         run_clients = run_population if of_population(config) else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
         if out is not None and hosts.is_first():

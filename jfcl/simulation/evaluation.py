@@ -24,7 +24,7 @@ MOST_SILENT = 100  # so many participants in a row without a finite update, or a
 # Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS.
 OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excluded", "accuracy", "perplexity")
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
-OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity")
+OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients")
 OF_NEWCOMERS = "newcomer_"
 MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
 
@@ -108,6 +108,10 @@ class Assessment(NamedTuple):
         held_out = dict(self.held_out or {})
         served = {"model": held_out.pop("cluster")} if held_out else {}
         return {"cluster": self.cluster} | served | held_out
+
+    def of_seed(self, s: int) -> dict[str, list]:
+        """Returns `of_clients` of one seed, as lists."""
+        return {name: np.asarray(values)[s].tolist() for name, values in self.of_clients().items()}
 
 
 class Silence(NamedTuple):

@@ -187,6 +187,7 @@ def run_rounds(
     num_rounds: int,
     eval_every: int,
     stop_after: int | None,
+    keep_clients: bool,
     watch: Watch,
     folder: RunFolder | None,
     callbacks: Callbacks,
@@ -196,7 +197,7 @@ def run_rounds(
     Args:
       backend: the clients and the compiled programs, `OnDevice` or `Streamed`.
       start: the state after `start.round` rounds; its totals hold `init_rounds`, those of the method's start.
-      num_rounds, eval_every, stop_after: as in `simulate`.
+      num_rounds, eval_every, stop_after, keep_clients: as in `simulate`.
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
       callbacks: those of the run, with its folder.
@@ -264,6 +265,8 @@ def run_rounds(
             if is_evaluated:
                 assessment = backend.evaluate(state, block.values)
                 rows = make_records(backend.subjects, done, assessment, totals)
+                if keep_clients:
+                    rows = [row | {"clients": assessment.of_seed(s)} for s, row in enumerate(rows)]
                 records += rows
                 if folder is not None:
                     folder.append(rows)

@@ -85,6 +85,7 @@ def simulate_population(
     progress: bool = False,
     description: str = "rounds",
     stop_after: int | None = None,
+    keep_clients: bool = False,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
 ) -> PopulationHistory:
@@ -122,8 +123,8 @@ def simulate_population(
       serve: as in `simulate`; the "state" of a client is that of its last round.
       client_axis: mapping for evaluations; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
         among its devices.
-      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, callbacks, summary: as in
-        `simulate`. Without `test_store`, there is no `clients.csv`.
+      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, keep_clients, callbacks,
+        summary: as in `simulate`. Without `test_store`, there is no `clients.csv`.
       seed: the key's name in the records.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given. Of no
         effect on a run that is resumed: its rows stay where they were.
@@ -206,9 +207,7 @@ def simulate_population(
         # Begin or resume. The configuration names the cohorts and their clients.
         drawn = {"cohort": cohort, "sampling": sampling, "dropout": dropout, "stragglers": stragglers, "key": words}
         drawn |= {"remember": remember} if remember else {}
-        drawn |= {"clients": n, "store": store.hash, "test_store": None if test_store is None else test_store.hash}
-        drawn |= {"evaluated": zlib.crc32(evaluated.tobytes())}
-        drawn |= {"strata": None if strata is None else zlib.crc32(np.asarray(strata, np.int64).tobytes())}
+        drawn |= _digests(store, test_store, evaluated, strata)
         config = (config or {}) | {"cohorts": drawn}
         folder = open_folder(opened, out, resume, config, num_rounds)
         for part in (store, test_store) if resume else ():
@@ -225,12 +224,23 @@ def simulate_population(
         backend.observe(seed, test_store, evaluated, serve, client_axis)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
-        history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
+        history = run_rounds(
+            backend, start, **schedule, keep_clients=keep_clients, watch=watch, folder=folder, callbacks=called
+        )
         history = PopulationHistory(*history, rows=rows)
         if summary and folder is not None and called.is_finished():
             about = {"config": config, "seeds": [seed], "ids": evaluated.tolist(), "num_clients": n}
             keep_results(out, history, **about, true_cluster=backend.subjects.true_cluster)
     return history
+
+
+def _digests(store: ClientStore, test_store: ClientStore | None, evaluated: np.ndarray, strata: Any) -> dict[str, Any]:
+    """Returns what identifies the clients of a run in its configuration."""
+    tests, of_strata = None if test_store is None else test_store.hash, None
+    if strata is not None:
+        of_strata = zlib.crc32(np.asarray(strata, np.int64).tobytes())
+    found = {"clients": len(store), "store": store.hash, "test_store": tests}
+    return found | {"evaluated": zlib.crc32(evaluated.tobytes()), "strata": of_strata}
 
 
 def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.ndarray:

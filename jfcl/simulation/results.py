@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,31 +84,49 @@ def summarize(history: History) -> dict[str, Any]:
 
 
 def clients_csv(
-    clients: dict[str, np.ndarray],
+    history: History,
     seeds: Sequence[int],
     ids: Sequence[int],
     true_cluster: np.ndarray | None,
     extra: dict[str, np.ndarray] | None = None,
-) -> bytes:
-    """Returns `clients.csv`: a line per seed and client.
+) -> dict[str, bytes]:
+    """Returns the tables of clients by their names: `clients.csv`, with a line per seed and client.
+
+    With `keep_clients`, `clients_by_round.csv` has the same columns after `round`, for every evaluated round.
 
     Args:
-      clients: `History.clients`, `[R, N]` each.
+      history: its clients, and the `clients` of its records.
       seeds, ids: names of the `R` seeds and of the `N` clients.
       true_cluster: `[N]`, or None where it is unknown.
       extra: further columns of integers, `[R, N]` each.
     """
-    cluster, known = clients["cluster"], {} if true_cluster is None else {"true_cluster": true_cluster}
-    counts = {"examples": clients["examples"], **known, "cluster": cluster} | (extra or {})
-    if (clients.get("model", cluster) != cluster).any():  # clients of one cluster with models of their own
-        counts["model"] = clients["model"]
-    counts = {name: np.broadcast_to(values, cluster.shape) for name, values in counts.items()}
+    clients, known = history.clients, {} if true_cluster is None else {"true_cluster": true_cluster}
+    own = (clients.get("model", clients["cluster"]) != clients["cluster"]).any()  # models of clients of one cluster
+    own |= any(
+        (row := r["clients"]).get("model", row["cluster"]) != row["cluster"] for r in history.records if "clients" in r
+    )
     names = [name for name in ("accuracy", "loss", "perplexity") if name in clients]
-    lines = [["seed", "client", *counts, *names]]
-    for (s, i), _ in np.ndenumerate(cluster):
-        found = [int(values[s, i]) for values in counts.values()]
-        lines.append([seeds[s], ids[i], *found, *[f"{clients[name][s, i]:.6g}" for name in names]])
-    return csv_bytes(lines)
+
+    def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
+        for s, results in enumerate(of_seeds):
+            counts = {"examples": clients["examples"][s], **known, "cluster": results["cluster"]}
+            counts |= {name: np.broadcast_to(v, clients["cluster"].shape)[s] for name, v in (extra or {}).items()}
+            counts |= {"model": results["model"]} if own else {}
+            for i, client in enumerate(ids):
+                found = [int(values[i]) for values in counts.values()]
+                yield [seeds[s], client, *found, *[f"{results[name][i]:.6g}" for name in names]]
+
+    head = ["seed", "client", "examples", *known, "cluster", *(extra or {}), *["model"] * int(own), *names]
+    last = [{name: values[s] for name, values in clients.items() if values.ndim == 2} for s in range(len(seeds))]
+    contents = {"clients.csv": csv_bytes([head, *lines(last)])}
+    of_round: dict[int, list[dict[str, Any]]] = {}
+    for record in history.records:
+        if "clients" in record:
+            of_round.setdefault(record["round"], []).append(record["clients"])
+    if of_round:
+        kept = [["round", *head], *([t, *line] for t, rows in of_round.items() for line in lines(rows))]
+        contents["clients_by_round.csv"] = csv_bytes(kept)
+    return contents
 
 
 def keep_results(
@@ -132,5 +150,5 @@ def keep_results(
     counts = {"num_clients": num_clients, "num_clusters": None if known is None else len(known)}
     summary = named | counts | {"split_hash": None} | summarize(history)
     listed = "cluster" in history.clients  # not by a population without test examples
-    contents = {"clients.csv": clients_csv(history.clients, seeds, ids, true_cluster)} if listed else {}
+    contents = clients_csv(history, seeds, ids, true_cluster) if listed else {}
     write_results(Path(out), contents, summary)

@@ -55,6 +55,7 @@ def simulate(
     progress: bool = False,
     description: str = "rounds",
     stop_after: int | None = None,
+    keep_clients: bool = False,
     state: Any = None,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
@@ -99,6 +100,8 @@ def simulate(
       progress: show a bar with rate and time left, and the round after which a resumed run continues.
       description: the label of the bar.
       stop_after: stop after this many of the `T` rounds, with a checkpoint (to run in instalments); default: never.
+      keep_clients: also record the results of every client in every evaluated round: a record's `clients` holds the
+        arrays of `History.clients` but `examples`, and a run in a folder leaves `clients_by_round.csv`.
       state: to start from instead of `algorithm.init`: `History.state` of an earlier run, or the result of
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
@@ -169,7 +172,12 @@ def simulate(
             watch.tell(resumption(out, restored, num_rounds))
 
         # Run.
-        schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
+        schedule = {
+            "num_rounds": num_rounds,
+            "eval_every": eval_every,
+            "stop_after": stop_after,
+            "keep_clients": keep_clients,
+        }
         called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
         if summary and folder is not None and called.is_finished():
