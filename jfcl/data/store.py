@@ -127,6 +127,7 @@ class ClientStore:
     @classmethod
     def from_clients(cls, clients: Clients, *, cluster: Any = None, **about: Any) -> ClientStore:
         """Returns a store in memory of `clients`, with examples in a dict and ids `0..N-1`."""
+        clients = clients._replace(size=np.asarray(clients.size))  # a list is right here
         n = len(clients.size)
         named = clients.id is None or np.array_equal(clients.id, np.arange(n))
         check(named, "clients.id", clients.id, f"left out, or 0..{n - 1}, the clients' rows in the store")
