@@ -660,7 +660,8 @@ def test_divergence_is_said():
         population(wild)
 
 
-OTHER = ClientStore.from_clients(jfcl.Clients({"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}, [2] * 7))
+ZEROS = {"x": np.zeros((7, 2, 9), np.float32), "y": np.zeros((7, 2))}
+OTHER = ClientStore.from_clients(jfcl.Clients(ZEROS, np.full(7, 2)))
 UNTESTED = ClientStore.from_clients(CLIENTS._replace(size=np.where(np.arange(7) == 2, 0, CLIENTS.size)))
 RESTARTED = jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2)
 ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zero(), np.arange(6) > 3))
