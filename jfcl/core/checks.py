@@ -151,6 +151,48 @@ def check_apart(name: str, columns: Any) -> None:
             )
 
 
+def check_held(name: str, array: np.ndarray) -> None:
+    """Checks that numbers are finite and within the range of their type in JAX, which has 32 bits by default.
+
+    Example:
+      >>> check_held("w", np.array([2**31]))
+      Traceback (most recent call last):
+      ValueError: w must be of numbers that int32 holds, JAX's own type, got 2147483648
+    """
+    if not array.size or array.dtype.kind not in "iuf":
+        return
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind == "f":
+        # A sum of a row is finite exactly when its entries are (overflow of float64 aside).
+        with np.errstate(over="ignore", invalid="ignore"):
+            bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1).sum(axis=1, dtype=np.float64)))
+        if len(bad) and not np.isfinite(array[bad]).all():
+            raise ValueError(f"{name}: NaN or infinity in {len(bad)} example(s), first at {bad[0]}; drop or fill them")
+    if array.dtype.itemsize > held.itemsize:
+        limits = np.finfo(held) if array.dtype.kind == "f" else np.iinfo(held)
+        for value in (array.min(), array.max()):
+            accepted = f"of numbers that {held} holds, JAX's own type"
+            check(limits.min <= value <= limits.max, name, value.item(), accepted)
+
+
+def check_unmasked(name: str, values: Any) -> None:
+    """Raises `ValueError` for a masked array of NumPy with missing values, which its numbers would stand for."""
+    if np.ma.is_masked(values):
+        raise ValueError(
+            f"{name}: a masked array has missing values; fill them (values.filled), or leave out their rows"
+        )
+
+
+def held_type(dtype: np.dtype) -> np.dtype:
+    """Returns the type of NumPy, as JAX knows it, for numbers of a type: in the machine's byte order, without float128.
+
+    Example:
+      >>> held_type(np.dtype(">f4")) == np.float32, held_type(np.dtype(np.longdouble)) == np.float64
+      (True, True)
+    """
+    return np.dtype(np.float64) if dtype == np.longdouble else dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
 def check_key(key: Any) -> None:
     """Raises `ValueError` for other than a typed key, as from `jax.random.key`, or a vector of at least one."""
     made = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core.checks import INT32_MAX, check, check_apart, is_concrete
+from jfcl.core.checks import INT32_MAX, check, check_apart, check_unmasked, held_type, is_concrete
 from jfcl.core.parameters import named_leaves
 from jfcl.core.types import Clients, Task
 
@@ -136,6 +136,9 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
         )
     real = np.arange(m)[None, :] < size[:, None]
     for where, leaf in named_leaves(clients.examples).items():
+        check_unmasked(f"{name}.examples{where}", leaf)
+        accepted = f"of {held_type(leaf.dtype)}, a type that JAX knows (array.astype)"
+        check(leaf.dtype == held_type(leaf.dtype), f"{name}.examples{where}", leaf.dtype.str, accepted)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             # The sum of a row is finite exactly when all entries are (except for overflow of real data), and needs no
             # boolean copy of the data.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core.checks import check, shown
+from jfcl.core.checks import check, check_unmasked, held_type, shown
 from jfcl.core.parameters import path_name
 from jfcl.core.types import Clients, PyTree
 
@@ -162,12 +162,14 @@ def stack_clients(clients: Iterable[PyTree], *, pad_to: int | None = None) -> Cl
     check(length >= max(sizes), "pad_to", pad_to, f"at least the largest client's {max(sizes)} examples")
 
     def stack(*leaves):
+        for i, leaf in enumerate(leaves):
+            check_unmasked(f"client {i}", leaf)
         leaves = [np.asarray(leaf) for leaf in leaves]
         shape = leaves[0].shape[1:]
         for i, leaf in enumerate(leaves):
             if leaf.shape[1:] != shape:
                 raise ValueError(f"client {i}: its examples have shape {leaf.shape[1:]}, those of client 0 {shape}")
-        kind = np.result_type(*leaves)  # a type for all of them
+        kind = held_type(np.result_type(*leaves))  # a type for all of them
         check(kind.kind in "biufcV", "clients", f"arrays of {kind}", "of arrays of numbers")
         out = padded_zeros(sizes, length, shape, kind)
         for row, leaf in zip(out, leaves, strict=True):

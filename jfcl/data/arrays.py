@@ -86,7 +86,7 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, p
 def _rows(where: str, rows: list[Any]) -> Any:
     """Returns the entries of rows as one list, or a dict of lists where they are dicts."""
     if not isinstance(rows[0], dict):
-        return [as_numpy(row) for row in rows]
+        return [as_numpy(row, where) for row in rows]
     same = all(isinstance(row, dict) and list(row) == list(rows[0]) for row in rows)
     check(same, where, "rows with different names", f"of rows with {list(rows[0])}")
     return {name: _rows(f"{where}[{name!r}]", [row[name] for row in rows]) for name in rows[0]}
@@ -107,7 +107,7 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad
             x = plain(x, where) if is_table(x) or hasattr(x, "toarray") else x
             several = np.ndim(x) > 0 if _is_array(x) else hasattr(x, "__iter__") and not is_picture(x)
             check(several, where, x, "an array or a list with an entry for each example")
-            x = as_numpy(x) if _is_array(x) else list(x)
+            x = as_numpy(x, where) if _is_array(x) else list(x)
             check(np.size(x) > 0 if _is_array(x) else len(x) > 0, where, "0 examples", _NONE)
             rest.append(parts)
             yield where, x

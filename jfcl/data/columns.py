@@ -14,11 +14,13 @@ from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import channels_last
 from jfcl.data.tables import (
+    check_no_numbers,
     column_of,
     described,
     encode_names,
     frame_of,
     is_file,
+    joined_columns,
     numbers,
     read_file,
     row_numbers,
@@ -327,11 +329,15 @@ def as_dataset(
             part["y"] = channels_last(part["y"])
         part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
     writer, names = (None, None) if by is None else numbered(keys, by)
-    table = {"by": by, "target": y, "kind": "regression" if num_classes is None else "classification"}
-    table |= {"inputs": inputs, "labels": names_of_labels, "left_out": list(left_out)}
+    maps = num_classes is None and parts["train"]["y"].dtype.kind != "f"  # of labels
+    table = {"by": by, "target": y, "kind": None if maps else "regression" if num_classes is None else "classification"}
+    table |= {"inputs": inputs, "labels": names_of_labels, "num_classes": num_classes, "left_out": list(left_out)}
     about = [name if by is None else f"{name}, by {by}", described(table)]
     if num_classes is not None and "test" in parts:
-        of_test = np.setdiff1d(parts["test"]["y"], parts["train"]["y"])[:8].tolist()
+        of_train, of_test = (np.unique(parts[split]["y"]) for split in ("train", "test"))
+        accepted = "labels of which some occur in training: none does, as where labels are unknown"
+        check(np.isin(of_test, of_train).any(), f"column {y!r} of the split 'test'", of_test[:8].tolist(), accepted)
+        of_test = np.setdiff1d(of_test, of_train)[:8].tolist()
         of_test = [names_of_labels[label] for label in of_test] if names_of_labels else of_test
         about += [f"labels that only the test split has: {', '.join(map(str, of_test))}"] if of_test else []
     about = "; ".join(about)
@@ -355,30 +361,23 @@ def _inputs(
         parts = [(f"column {column!r}", values[column]) for values in splits.values()]
         made[column], first = inputs_of(parts, channels_first)
         moved = moved or first
-    texts, inputs = (
-        [column for column, parts in made.items() if parts[0].dtype == object],
-        {c: {"column": c} for c in xs},
-    )
-    joined = len(texts) == len(xs) and not categorical
+    texts = [column for column, parts in made.items() if parts[0].dtype == object]
     for column, parts in made.items():
-        if parts[0].dtype == object and not joined:
-            made[column], inputs[column]["values"] = encode_names(parts, column, categorical=column in categorical)
-        elif scale and parts[0].shape[1:] == (1,):
-            made[column] = scaled(parts, inputs[column])
+        kinds = {split: "texts" if x.dtype == object else "numbers" for split, x in zip(splits, parts, strict=True)}
+        check(len(set(kinds.values())) == 1, f"column {column!r}", kinds, "of one kind in all splits")
+        if column in texts and column not in categorical:
+            check_no_numbers(parts[0], column)
+    joined = len(texts) == len(xs) and not categorical
+    inputs = {column: {"column": column} for column in xs}
+    for column, parts in made.items():
+        about = inputs[column]
+        if column in texts and not joined:
+            made[column], about["values"] = encode_names(parts, column, categorical=column in categorical)
+        elif column in texts:
+            about["between"] = between
+        elif parts[0].shape[1:] != (1,):
+            about |= {"shape": list(parts[0].shape[1:]), "channels_first": channels_first}
+        elif scale:
+            made[column] = scaled(parts, about)
     columns = {split: {column: parts[i] for column, parts in made.items()} for i, split in enumerate(splits)}
-    return (
-        {split: {"x": _joined(of_split, between)} for split, of_split in columns.items()},
-        list(inputs.values()),
-        moved,
-    )
-
-
-def _joined(made: dict[str, np.ndarray], between: str) -> np.ndarray:
-    if len(made) == 1:
-        return next(iter(made.values()))
-    if all(values.dtype == object for values in made.values()):
-        return np.array([between.join(row) for row in zip(*made.values(), strict=True)], object)
-    single = {column: values.ndim == 2 and values.dtype == np.float32 for column, values in made.items()}
-    wrong = {column: f"{made[column].dtype} {made[column].shape[1:]}" for column in made if not single[column]}
-    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
-    return np.concatenate(list(made.values()), axis=1)
+    return {split: {"x": joined_columns(c, between)} for split, c in columns.items()}, list(inputs.values()), moved

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import check, check_apart, named_leaves
+from jfcl.core import check, check_apart, check_held, named_leaves
+
+_NUMBERS_TEXTS = (
+    "np.unique(labels, return_inverse=True) numbers those of all splits together, as jfcl.data.from_frame does"
+)
 
 
 class Dataset(NamedTuple):
@@ -53,6 +57,8 @@ def check_form(dataset: Dataset) -> None:
         kinds = {of: type(values).__name__ for of, values in split.items()} if is_dict else type(split).__name__
         whole = is_dict and all(hasattr(split.get(of), "dtype") for of in ("x", "y"))
         check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
+        for of in ("x", "y"):
+            check(split[of].ndim > 0, f"{where}: {of}", split[of], "an array with an entry for each example")
         vector = dataset.num_classes is None or split["y"].ndim == 1
         check(vector, f"{where}: y", split["y"].shape, "a vector, with a label for each input")
         if dataset.writer is not None:
@@ -114,27 +120,27 @@ def check_dataset(dataset: Dataset) -> None:
             )
         if len(x) != len(y) or not len(x):
             raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
-        # A sum of a row is finite exactly when its entries are (overflow of float64 aside).
-        bad = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1).sum(axis=1, dtype=np.float64)))
-        if len(bad):
-            raise ValueError(f"{where}: NaN or infinite inputs in {len(bad)} example(s), first at {bad[0]}")
-        if x.ndim <= 2 and x.dtype.kind == "f":
-            check_apart(f"{where}: inputs", x)
+        check(x.size > 0, f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
         if dataset.num_classes is not None and y.dtype.kind not in "iu":
-            hint = "; jfcl.data.from_frame numbers texts"
-            if y.dtype.kind in "bf":
-                hint = "; y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"
+            remedies = {"f": "y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"}
+            remedies |= {"b": "y.astype(np.int32) makes them so"} | dict.fromkeys("OSU", _NUMBERS_TEXTS)
+            hint = f"; {remedies[y.dtype.kind]}" if y.dtype.kind in remedies else ""
             raise ValueError(f"{where}: labels must be integers, got {y.dtype}{hint}")
+        if y.dtype.kind not in "biuf":
+            raise ValueError(f"{where}: targets must be numbers, got {y.dtype}; of labels, {_NUMBERS_TEXTS}")
+        for of, values in {"inputs": x, "targets": y}.items():
+            check_held(f"{where}: {of}", values)
+            if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
+                check_apart(f"{where}: {of}", values)
         if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
             raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
-        if dataset.num_classes is None and not np.isfinite(y).all():
-            raise ValueError(f"{where}: NaN or infinite targets")
         for of, values in _beside(split).items():
             values = np.asarray(values)
             fits = values.ndim > 0 and values.dtype.kind in "biuf" and len(values) == len(x)
             check(fits, f"{where}: {of}", f"{values.dtype} {values.shape}", f"an array of numbers [{len(x)}, ...]")
-            whole = values.dtype.kind != "f" or np.isfinite(values).all()
-            check(whole, f"{where}: {of}", "NaN or infinity", "finite; drop or fill them")
+            check_held(f"{where}: {of}", values)
+            if values.ndim <= 2 and values.dtype.kind == "f":
+                check_apart(f"{where}: {of}", values)
         if dataset.writer is not None and len(dataset.writer[name]) != len(y):
             raise ValueError(f"{where}: {len(dataset.writer[name])} writer ids for {len(y)} examples")
 

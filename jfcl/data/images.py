@@ -35,12 +35,11 @@ def picture(image: Any, where: str) -> np.ndarray:
         image.load()
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"{where} is an image that cannot be read ({error})") from None
+    if 0 in image.size:
+        raise ValueError(f"{where} is an image without pixels, of size {image.size}")
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise ValueError(f"{where} is an image of {image.n_frames} frames; give one of them (image.seek, image.copy)")
-    if image.getexif().get(_ORIENTATION, 1) != 1:
-        from PIL import ImageOps
-
-        image = ImageOps.exif_transpose(image)
+    image = _upright(image)
     mode = image.mode
     transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
     if mode.startswith("I;16") and not transparent:
@@ -62,6 +61,15 @@ def picture(image: Any, where: str) -> np.ndarray:
     image = image.convert(_TRANSPARENT.get(shown, shown) if transparent else shown)
     values = _divided(np.asarray(image))
     return values if values.ndim == 3 else values[..., None]
+
+
+def _upright(image: Any) -> Any:
+    """Returns an image as cameras mean it to be turned, by the orientation that is stored beside its numbers."""
+    if image.getexif().get(_ORIENTATION, 1) == 1:
+        return image
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
 
 
 def pictures(rows: list[Any], where: str) -> np.ndarray:
@@ -112,7 +120,7 @@ def labels_shown(image: Any, where: str) -> np.ndarray:
       ValueError: a mode of colours, or of floats.
     """
     if image.mode in _LABELS:
-        return np.asarray(image)
+        return np.asarray(_upright(image))
     raise ValueError(
         f"{where} is an image of mode {image.mode!r}, but images beside the inputs hold labels, in one of the modes"
         f" {', '.join(_LABELS)}; give other images as arrays"

@@ -121,8 +121,6 @@ def split_dataset(
         dataset = load(dataset, data_dir)
     dataset = plain_dataset(dataset)
     check_dataset(dataset)
-    as_numpy = {name: jax.tree.map(np.asarray, getattr(dataset, name)) for name in ("train", "test")}  # from JAX's
-    dataset = dataset._replace(**as_numpy)
     if partition == "writer" and dataset.writer is None:
         raise ValueError(
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers', or, for"

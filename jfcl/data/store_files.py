@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32_MAX, check, check_apart, shown
+from jfcl.core import INT32_MAX, check, check_apart, check_unmasked, held_type, shown
 from jfcl.core.files import seal, write_json
 
 FORMAT = 1
@@ -217,7 +217,10 @@ class StoreWriter:
         check(isinstance(examples, dict) and len(examples) > 0, where, found, "a dict of arrays, {'x': ..., 'y': ...}")
         framed = [name for name, values in examples.items() if hasattr(values, "columns")]
         check(not framed, where, f"frames for {framed}", "of arrays; jfcl.data.from_arrays takes frames")
+        for name, values in examples.items():
+            check_unmasked(f"{where}: {name}", values)
         examples = {name: np.asarray(values) for name, values in examples.items()}
+        examples = {name: values.astype(held_type(values.dtype), copy=False) for name, values in examples.items()}
         for name, values in examples.items():
             if values.dtype.kind == "f" and values.ndim <= 2:
                 check_apart(f"{where}: {name}", values)

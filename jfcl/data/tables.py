@@ -4,7 +4,9 @@ How a data set was read is a plain dictionary, `Dataset.table`, which a run's fo
 
 * `"by"`, `"target"`: the columns of the clients and of the targets.
 * `"inputs"`: of each input column in turn `{"column": name}`; with `"mean"` and `"deviation"` where it was scaled; with
-  `"values"` where it holds names, of which each became an input of zeros and ones.
+  `"values"` where it holds names, of which each became an input of zeros and ones; with `"shape"` and the
+  `"channels_first"` that was given, where it holds images or vectors; with `"between"` where texts are joined by it.
+* `"kind"`, `"num_classes"`: "classification" with the number of classes, "regression", or `None` for maps of labels.
 * `"labels"`: the names of the labels 0, 1, ..., where they were numbered; `None` for labels that are numbers already,
   and for a regression.
 * `"left_out"`: columns that are no inputs, since they number the rows.
@@ -21,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from jfcl.core import check, check_choice, shown
+from jfcl.data.images import alike
+from jfcl.data.targets import targets_of, written_number
 from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
 
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
 FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
 _FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$")
-_NUMBER = re.compile(r"\s*[-+]?[\d., ]*\d\s*%?")
 _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
 
 
@@ -46,10 +49,14 @@ def frame_of(table: Any, argument: str) -> Any:
             f"{argument} has columns of several levels, {list(table.columns)[:3]}...; give each one name:"
             " frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
         )
-    names = list(table.columns)
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    check(not twice, f"{argument}: the names of columns", twice, "different: each of these occurs more than once")
+    check_names(list(table.columns), argument)
     return table
+
+
+def check_names(names: list[Any], where: str) -> None:
+    """Raises `ValueError` for names of columns that occur more than once."""
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    check(not twice, f"{where}: the names of columns", twice, "different: each of these occurs more than once")
 
 
 def is_file(name: Any) -> bool:
@@ -76,13 +83,16 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
 
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
-        tabs = ".tsv" in path.suffixes
-        return pd.read_csv(path, sep="\t" if tabs else ",", dtype=None if by is None else {by: str}, low_memory=False)
+        sep = "\t" if ".tsv" in path.suffixes else ","
+        names = pd.read_csv(path, sep=sep, header=None, nrows=1, dtype=str, na_filter=False).iloc[0].tolist()
+        frame = pd.read_csv(path, sep=sep, dtype=None if by is None else {by: str}, low_memory=False)
     except ImportError as error:
         raise ValueError(f"{argument}: {path} is read by pandas (pip install pandas pyarrow): {error}") from None
     except Exception as error:  # of the readers of several formats
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{argument}: {path} cannot be read as a table with a line of names ({why})") from None
+    check_names(names, str(path))  # which pandas would number
+    return frame
 
 
 def _to_pandas(table: Any, argument: str) -> Any:
@@ -125,19 +135,29 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     return found
 
 
+def check_no_numbers(texts: np.ndarray, column: Any) -> None:
+    """Raises `ValueError` for a column of texts of which half are numbers or dates, which would be read as names."""
+    names = sorted(set(texts.tolist()))
+    written = [name for name in names if written_number(name)]
+    if 2 * len(written) < len(names):
+        return
+    others = [name for name in names if name not in written][:4]
+    beside = f", beside {', '.join(map(repr, others))}" if others else ""
+    raise ValueError(
+        f"column {column!r} holds numbers or dates written as texts ({shown(written[0])}{beside}); make them"
+        " numbers, as with pandas.to_numeric or read_csv(decimal=',', na_values=...), or names with"
+        " astype('category'), or leave the column out of the inputs"
+    )
+
+
 def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool) -> tuple[list[np.ndarray], list[str]]:
     """Returns the names of a column in every split as `[n, names]` zeros and ones, and the names in training, sorted.
 
     Raises:
-      ValueError: more than 100 different names, or one for each row; numbers written as texts (if not `categorical`); a
-        name that training does not have.
+      ValueError: more than 100 different names, or one for each row (if not `categorical`); a name that training does
+        not have.
     """
     names = sorted(set(parts[0].tolist()))
-    if not categorical and all(map(_NUMBER.fullmatch, names)):
-        raise ValueError(
-            f"column {column!r} holds numbers written as texts ({shown(names[0])}); make them numbers, as with"
-            " pandas.to_numeric or read_csv(decimal=','), or names with astype('category')"
-        )
     each = len(names) >= FEWEST_ROWS and len(names) == len(parts[0])
     if len(names) > MOST_NAMES or (each and not categorical):
         raise ValueError(
@@ -145,15 +165,13 @@ def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool)
             " beside numbers; give the columns of the inputs without it (x, or --inputs), or fewer names, at most"
             f" {MOST_NAMES}"
         )
-    return [_one_hot(part, names, column) for part in parts], names
+    return [_one_hot(part, names, f"column {column!r}") for part in parts], names
 
 
-def _one_hot(values: Sequence[str], names: list[str], column: Any) -> np.ndarray:
+def _one_hot(values: Sequence[Any], names: list[str], where: str) -> np.ndarray:
     for i, value in enumerate(values):
-        if value not in names:
-            raise ValueError(
-                f"column {column!r}: row {i} holds {value!r}, which training does not have; it has {shown(names)}"
-            )
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"{where}: row {i} holds {value!r}, which training does not have; it has {shown(names)}")
     return (np.asarray(values, object)[:, None] == np.array(names, object)).astype(np.float32)
 
 
@@ -214,32 +232,75 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     """
     frame = frame_of(frame, "frame")
     check(len(frame) > 0, "frame", "0 rows", "of at least one")
-    names, made = list(frame.columns), []
+    names, made = list(frame.columns), {}
     for about in table["inputs"]:
         column = about["column"]
         check_choice("column of the inputs", column, names)
-        values = column_of(frame, column, as_names="values" in about)
-        if "values" in about:
-            check_whole(list(values), f"column {column!r}")
-            made.append(_one_hot(list(values), about["values"], column))
-            continue
-        (array,), _ = inputs_of([(f"column {column!r}", values)], None)
-        made.append(_scale(array, about) if "mean" in about else array)
-    rows = {"x": made[0] if len(made) == 1 else np.concatenate(made, axis=1)}
+        made[column] = _read(column_of(frame, column, as_names="values" in about), about, f"column {column!r}")
+    rows = {"x": joined_columns(made, table["inputs"][0].get("between", " "))}
     target = table["target"]
-    if target is None or not {target} <= set(names) if not isinstance(target, list) else not set(target) <= set(names):
+    targets = target if isinstance(target, list) else [target]
+    if target is None or not set(targets) <= set(names):
         return rows
-    if isinstance(target, list):
-        rows["y"] = numbers([column_of(frame, one) for one in target], target)
-    elif table["labels"] is not None:
-        number, values = {name: i for i, name in enumerate(table["labels"])}, column_of(frame, target)
-        wrong = next((v for v in values.tolist() if v not in number), None)
-        check(wrong is None, f"column {target!r}", wrong, f"one of the labels of training, {shown(table['labels'])}")
-        rows["y"] = np.array([number[v] for v in values.tolist()], np.int32)
-    else:
-        where, values = f"column {target!r}", column_of(frame, target)
-        rows["y"] = as_type(np.int32 if table["kind"] == "classification" else np.float32, values, where)
+    values = [column_of(frame, one) for one in targets]
+    rows["y"] = (
+        numbers(values, targets) if isinstance(target, list) else _labels(values[0], table, f"column {target!r}")
+    )
     return rows
+
+
+def _read(values: Any, about: dict[str, Any], where: str) -> np.ndarray:
+    """Returns a column of the inputs as that of training was read."""
+    if "values" in about:
+        check_whole(list(values), where)
+        return _one_hot(list(values), about["values"], where)
+    (array,), _ = inputs_of([(where, values)], about.get("channels_first"))
+    is_text = "between" in about
+    check((array.dtype == object) == is_text, where, values[0], "texts" if is_text else "numbers, as in training")
+    if is_text:
+        return array
+    shape = about.get("shape", [1])
+    if len(shape) == 3:  # grey images among those in colour
+        array = alike([np.empty((0, *shape), np.float32), array])[1]
+    check(
+        list(array.shape[1:]) == shape,
+        f"{where}: the shape of an input",
+        list(array.shape[1:]),
+        f"{shape}, as in training",
+    )
+    return _scale(array, about) if "mean" in about else array
+
+
+def _labels(values: Any, table: dict[str, Any], where: str) -> np.ndarray:
+    """Returns a column of targets as that of training was read."""
+    names, accepted = table["labels"], f"one of the labels of training, {shown(table['labels'])}"
+    if names is not None:
+        check_whole(list(values), where)
+        for value in values.tolist():
+            check(isinstance(value, str | int | float) and value in names, where, value, accepted)
+        return np.array([names.index(value) for value in values.tolist()], np.int32)
+    made, count, renamed = targets_of({"train": values}, table["target"], None, table["kind"])
+    y, classes = made["train"], table["num_classes"]
+    fits = renamed is None and (count is None) == (classes is None) and (classes is None or count <= classes)
+    check(
+        fits,
+        where,
+        shown(values[:8].tolist()),
+        "targets as in training" if classes is None else f"labels in 0..{classes - 1}",
+    )
+    return y
+
+
+def joined_columns(made: dict[str, np.ndarray], between: str) -> np.ndarray:
+    """Returns `[n, ...]` of columns: one as it is, texts joined, single numbers and zeros and ones side by side."""
+    if len(made) == 1:
+        return next(iter(made.values()))
+    if all(values.dtype == object for values in made.values()):
+        return np.array([between.join(row) for row in zip(*made.values(), strict=True)], object)
+    single = {column: values.ndim == 2 and values.dtype == np.float32 for column, values in made.items()}
+    wrong = {column: f"{made[column].dtype} {made[column].shape[1:]}" for column in made if not single[column]}
+    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
+    return np.concatenate(list(made.values()), axis=1)
 
 
 def numbers(columns: Sequence[Any], names: Sequence[Any]) -> np.ndarray:

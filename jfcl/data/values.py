@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.core import check, check_apart, shown
+from jfcl.core import check, check_apart, check_unmasked, held_type, shown
 from jfcl.data import images
 from jfcl.data.dataset import Dataset
 
@@ -48,6 +48,7 @@ def inputs_of(parts: Iterable[tuple[str, Any]], channels_first: bool | None) -> 
         x = images.images_or_ids(array, where)
         if x is array:
             x = as_type(np.int32 if array.dtype.kind in "iu" and array.ndim > 1 else np.float32, array, where)
+        check(x.size > 0 or not len(x), f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
         made.append(x[:, None] if x.ndim == 1 else x)
     return (images.alike(made) if made and all(pictured) else made), moved
 
@@ -63,13 +64,14 @@ def kept(values: Any, where: str, *, moved: bool = False, plane: tuple[int, ...]
     array = plain(values, where)
     if is_table(values) and array.shape[1] == 1:
         array = array[:, 0]
+    several = array.ndim > 0 if isinstance(array, np.ndarray) else hasattr(array, "__iter__")
+    check(several, where, values, "an array with an entry for each example")
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         rows = list(array)
         check_whole(rows, where)
         texts = any(isinstance(row, str) for row in rows)
         check(not texts, where, "texts", "numbers; jfcl.data.from_frame numbers texts, of all clients alike")
         array = stacked(rows, where)
-    check(array.ndim > 0, where, values, "an array with an entry for each example")
     if moved and array.ndim == 4 and array.shape[2:] == plane:
         array = images.channels_last(array)
     if array.dtype.kind == "f":
@@ -106,7 +108,7 @@ def plain(values: Any, where: str) -> Any:
         return np.stack([as_type(np.float32, c, f"{where}: column {name!r}") for name, c in named], axis=1)
     if hasattr(values, "tocsr") and hasattr(values, "toarray"):  # of scipy
         return values.toarray()
-    array = as_numpy(values)
+    array = as_numpy(values, where)
     in_turn = isinstance(array, list) or (isinstance(array, np.ndarray) and array.ndim == 1)
     first = array[0] if in_turn and len(array) else None
     dated = isinstance(array, np.ndarray) and array.dtype.kind in "mM"
@@ -123,53 +125,73 @@ def plain(values: Any, where: str) -> Any:
 
 
 def plain_dataset(dataset: Any) -> Any:
-    """Returns a data set with frames, series, sparse matrices and JAX's arrays in its splits as arrays of NumPy."""
+    """Returns a data set with frames, series, sparse matrices, tensors and JAX's arrays as arrays of NumPy.
+
+    Raises:
+      ValueError: those of `plain`, such as missing values of a masked array.
+    """
 
     def of_split(split: Any, name: str) -> Any:
         if not isinstance(split, dict):
             return split
-        made = {}
-        for key, values in split.items():
-            hides = not isinstance(values, np.ndarray | list | dict | tuple)
-            made[key] = plain(values, f"data set {dataset.name!r} ({name}): {key}") if hides else values
-        return made
+        where = f"data set {dataset.name!r} ({name})"
+
+        def one(path, values):
+            return plain(values, f"{where}: {jax.tree_util.keystr(path, simple=True, separator='/')}")
+
+        return jax.tree_util.tree_map_with_path(one, split)
 
     if not isinstance(dataset, Dataset):
         return dataset
     splits = {name: of_split(getattr(dataset, name), name) for name in ("train", "test")}
     writer = dataset.writer
     if isinstance(writer, dict):
-        writer = {name: np.asarray(ids) if hasattr(ids, "__array__") else ids for name, ids in writer.items()}
+        where = f"data set {dataset.name!r}: writer"
+        writer = {name: as_numpy(ids, where) for name, ids in writer.items()}
     return dataset._replace(**splits, writer=writer)
 
 
-def as_numpy(values: Any) -> Any:
-    """Returns tensors of PyTorch and JAX, and numbers of their small types, as NumPy's; other values as they are."""
+def as_numpy(values: Any, where: str = "examples") -> Any:
+    """Returns tensors of PyTorch and JAX, and numbers of their small types, as NumPy's; other values as they are.
+
+    Arrays have the byte order of the machine, and numbers 64 bits at most.
+
+    Raises:
+      ValueError: a masked array with missing values; a tensor that is sparse, quantised or without values.
+    """
     if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        try:
-            values = values.numpy()
-        except TypeError:  # bfloat16 and smaller
-            values = values.float().numpy()
-    if np.ma.is_masked(values):
-        raise ValueError("a masked array has missing values; fill them (values.filled), or leave out their rows")
+        values = _of_tensor(values, where)
+    check_unmasked(where, values)
     if hasattr(values, "__array__") and not images.is_picture(values):
         values = np.asarray(values)
     small = isinstance(values, np.ndarray) and values.dtype.kind == "V" and values.dtype.names is None
     if small and jax.dtypes.issubdtype(values.dtype, np.floating):
         return values.astype(np.float32)
-    return values
+    return values.astype(held_type(values.dtype), copy=False) if isinstance(values, np.ndarray) else values
+
+
+def _of_tensor(tensor: Any, where: str) -> np.ndarray:
+    try:
+        tensor = tensor.detach().cpu()
+        try:
+            return tensor.numpy()
+        except TypeError:
+            if not tensor.is_floating_point():  # sparse or quantised
+                raise
+            return tensor.float().numpy()  # bfloat16 and smaller
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{where}: a tensor that cannot become an array of NumPy ({error})") from None
 
 
 def as_type(dtype: type, array: np.ndarray, where: str) -> np.ndarray:
     """Returns numbers `[n, ...]` as float32 or int32; raises `ValueError` for those that it cannot hold."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype)
-    rows = made.reshape(len(made), -1)
-    if dtype == np.int32:
-        good = (rows == array.reshape(rows.shape)).all(axis=1)
-    else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
-        good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
+        rows = made.reshape(len(made), -1)
+        if dtype == np.int32:
+            good = (rows == array.reshape(rows.shape)).all(axis=1)
+        else:  # a sum in float64 of numbers in float32 is finite exactly when all of them are
+            good = np.isfinite(rows.sum(axis=1, dtype=np.float64))
     if dtype == np.float32 and good.all() and array.ndim <= 2:
         check_apart(where, array)
     bad = np.flatnonzero(~good)

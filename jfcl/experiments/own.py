@@ -29,6 +29,7 @@ from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
 from jfcl.data.dataset import check_form
 from jfcl.data.tables import is_file, read_file
+from jfcl.data.values import plain_dataset
 from jfcl.models import MODELS
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -163,6 +164,7 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     _check_takes("dataset", name, make, (), accepted)
     found = make()
     check(isinstance(found, data.Dataset), "dataset", name, f"{accepted}; it returns {type(found).__name__}")
+    found = plain_dataset(found)
     check_form(found)
     return found
 
