@@ -393,12 +393,48 @@ def test_what_may_be_a_map_is_not_left_behind(shape, tmp_path):
         ({"x": np.zeros((40, 8, 8), np.uint16)}, r"images must be of floating-point numbers.*got uint16 \[8, 8\]"),
         ({"x": np.zeros((40, 64), np.uint8)}, r"images must be of floating-point numbers.*got uint8 \[64\]"),
         ({"x": np.zeros((40, 8), bool)}, "inputs must be numbers, got bool"),
+        ({"x": np.zeros((40, 0))}, "the shape of an input must be without a 0"),
+        ({"x": np.float32(3)}, "x must be an array with an entry for each example"),
+        ({"x": np.full((40, 2), 1e39)}, "inputs must be of numbers that float32 holds"),
+        ({"x": np.full((40, 2), 2**40)}, "inputs must be of numbers that int32 holds"),
+        ({"x": np.arange(40) + 10**9}, "inputs must be of numbers that float32 tells apart"),
+        ({"y": 1e9 + np.arange(40.0)}, "targets must be of numbers that float32 tells apart"),
+        ({"y": np.array(["a", "b"] * 20)}, "targets must be numbers, got <U1; of labels, np.unique"),
+        ({"y": np.array([0, 1] * 20, object)}, "targets must be numbers, got object"),
+        ({"y": np.arange(40).astype("datetime64[D]")}, "y must be numbers in the place of dates"),
+        ({"y": np.ones(40) * 1j}, "targets must be numbers, got complex128"),
+        ({"w": np.arange(40) + 2**40}, r"\['w'\] must be of numbers that int32 holds"),
+        *[({name: np.ma.array(np.ones(40, int), mask=[1] + [0] * 39)}, f"{name}: a masked array") for name in "xyw"],
+        ({"more": {"w": np.ma.array(np.ones(40), mask=[1] + [0] * 39)}}, "more/w: a masked array"),
     ],
 )
-def test_arrays_beside_x_and_y_are_checked(change, words):
+def test_arrays_that_would_be_read_wrongly_are_named(change, words):
     data = tagged(n=40)
+    data = data._replace(train=data.train | change, num_classes=None if "y" in change else CLASSES)
     with pytest.raises(ValueError, match=words):
-        build(data._replace(train=data.train | change), num_clients=2)
+        build(data, num_clients=2)
+
+
+@pytest.mark.parametrize("kind", [">f4", ">f8", "longdouble", "float16", "F", "turned", "masked", "read-only"])
+def test_numbers_of_every_type_are_kept(kind, tmp_path):
+    x = (
+        np.random.default_rng(0)
+        .normal(size=(40, 3))
+        .astype(kind if kind[-1].isdigit() or kind == "longdouble" else "f4")
+    )
+    x = {"F": np.asfortranarray(x), "turned": x[::-1, ::-1], "masked": np.ma.array(x, mask=False)}.get(kind, x)
+    x.flags.writeable = kind != "read-only"
+    whole = np.arange(40).astype(">i2" if kind[0] == ">" else "u8")
+    data = Dataset("m", {"x": x, "y": whole % 2, "w": x[:, 0], "id": whole}, None, 2, None, "")
+    stores = generate_store(tmp_path / "s", data, num_clients=2, examples_per_client=16)
+    for made in (build(data, num_clients=2).train, stores[0].gather([0, 1])):
+        check_clients(made)
+        real = np.arange(made.examples["x"].shape[1]) < made.size[:, None]
+        found = {name: np.asarray(jax.numpy.asarray(values))[real] for name, values in made.examples.items()}
+        plain = np.asarray(x, np.float32)[found["id"]]
+        np.testing.assert_array_equal(found["x"], plain)
+        np.testing.assert_array_equal(found["w"], plain[:, 0])
+        np.testing.assert_array_equal(found["y"], found["id"] % 2)
 
 
 def test_arrays_beside_x_and_y_are_those_of_both_splits():

@@ -5,10 +5,19 @@ import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from jfcl.core import check_clients
-from jfcl.data import Dataset, build, from_arrays, from_frame, from_huggingface, from_torch, generate_store
+from jfcl.data import (
+    Dataset,
+    build,
+    from_arrays,
+    from_frame,
+    from_huggingface,
+    from_torch,
+    generate_store,
+    read_rows,
+)
 
 MODES = ("1", "L", "P", "PA", "LA", "La", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 MODES += ("I", "I;16", "I;16L", "I;16B", "F", "P with transparency", "L with transparency")
@@ -101,6 +110,34 @@ def arrays_of(rng, n, kind, forms=("HW", "HWC", "CHW", "CHW given")):
         plain = None if top is None else x.astype(np.float64).reshape(*shape[:3], -1) / top
     given = True if form == "CHW given" else None
     return np.moveaxis(x, 3, 1) if form.startswith("CHW") else x, plain, given
+
+
+def test_photographs_lie_as_their_maps_do():
+    """The orientation that a file stores turns inputs, targets and further arrays."""
+    rng = np.random.default_rng(0)
+    for orientation in range(1, 9):
+        photo, mask = (Image.fromarray(rng.integers(0, 3, shape).astype(np.uint8)) for shape in ((4, 6, 3), (4, 6)))
+        wanted = {}
+        for name, image in {"x": photo, "y": mask}.items():
+            image.getexif()[0x0112] = orientation
+            wanted[name] = np.asarray(ImageOps.exif_transpose(image))
+        frame = pd.DataFrame({"x": [photo] * 2, "y": [mask] * 2, "w": [mask] * 2})
+        for made in (from_frame(frame, x="x", y="y", extra="w").train, from_arrays([frame.to_dict("list")]).examples):
+            x, y, w = (
+                np.asarray(made[name]).reshape(-1, *made[name].shape[-3 if name == "x" else -2 :]) for name in "xyw"
+            )
+            np.testing.assert_allclose(x[0], wanted["x"] / np.float32(255), rtol=1e-6)
+            np.testing.assert_array_equal(y[0], wanted["y"])
+            np.testing.assert_array_equal(w[1], wanted["y"])
+
+
+def test_new_images_have_the_channels_of_training_or_are_refused():
+    colour, grey = Image.new("RGB", (2, 3), (0, 51, 255)), Image.new("L", (2, 3), 51)
+    table = from_frame(pd.DataFrame({"x": [colour] * 2, "y": [0, 1]})).table
+    assert read_rows(pd.DataFrame({"x": [grey]}), table)["x"].tolist() == [[[[np.float32(0.2)] * 3] * 2] * 3]
+    for other in (colour.resize((3, 3)), colour.convert("RGBA"), Image.new("L", (0, 3))):
+        with pytest.raises(ValueError, match=r"shape of an input must be|image without pixels"):
+            read_rows(pd.DataFrame({"x": [other]}), table)
 
 
 class Stream:

@@ -57,6 +57,11 @@ def test_pairs_and_dictionaries_become_clients():
         (([[1.0], [2.0]], [0, 1]), "client 1: x must be an array or a list .*, got 0$"),
         ([(np.float32(3), [0])], "client 0: x must be an array or a list with an entry for each example"),
         ([([{}], [0])], "client 0: x: must hold numbers, arrays, images or texts, got {} in row 0"),
+        ([([[1.0]], None)], "client 0: y must be an array with an entry for each example, got None"),
+        ([([[1.0]], 3)], "client 0: y must be an array with an entry for each example, got 3"),
+        ([([[], []], [0, 1])], "client 0: x: the shape of an input must be without a 0"),
+        ([(np.ma.array([[1.0], [2.0]], mask=[[0], [1]]), [0, 1])], "client 0: x: a masked array has missing values"),
+        ([(np.full((2, 2), [1e39, -1e39]), [0, 1])], "client 0: x: 2 rows with numbers beyond float32"),
         ([([[1.0]], ["a"])], "client 0: y must be numbers; jfcl.data.from_frame numbers texts, .*, got 'texts'"),
         (
             [([[1.0]], [0]), (np.ones((0, 1)), np.ones(0, int))],

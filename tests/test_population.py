@@ -746,6 +746,18 @@ def test_another_population_is_not_resumed(tmp_path):
     assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
 
 
+@pytest.mark.parametrize("label", [-1, 3, 255])
+@pytest.mark.parametrize("name", ["store", "test_store"])
+def test_labels_that_the_model_does_not_have_are_refused(name, label):
+    def store(last):
+        y = np.int32([[0, 1], [2, last]])
+        return ClientStore.from_clients(jfcl.Clients({"x": np.zeros((2, 2, 4), np.float32), "y": y}, np.int32([2, 2])))
+
+    algorithm = jfcl.fedavg(jfcl.models.classification(jfcl.models.Linear(3), (4,), 3), TRAINING)
+    with pytest.raises(ValueError, match=f"^{name}: labels must be in 0..2, got"):
+        population(algorithm, **({"store": store(0), "test_store": store(0), "cohort": 1} | {name: store(label)}))
+
+
 def test_evaluated_clients_of_unknown_clusters():
     store = ClientStore.from_clients(CLIENTS, cluster=np.where(np.arange(7) < 2, -1, CLUSTER))
     assert "cluster_accuracy" not in population(METHODS["fedavg"], store, num_rounds=1, evaluate=[0, 1]).records[-1]

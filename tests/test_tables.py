@@ -364,6 +364,82 @@ def test_a_table_on_the_command_line(tmp_path, capsys, monkeypatch):
         load_run("run")
 
 
+NEW_ROWS = {  # of each kind of column or target in training, further values that are read, and those that are not
+    "number": ([1.5, 2.5], [[0.5, 4], [7, 8]], [["1.5", "2"], [None, 1], [[1, 2], [3, 4]], [1j, 2], ["a", "b"]]),
+    "truth": ([True, False], [[False, True], [0, 1]], [["True", "False"], [np.nan, 1]]),
+    "text": (["a", "b"], [["b", "a"]], [["c", "a"], [1, 2], [None, "a"], [True, False]]),
+    "vector": ([[1.0, 2.0], [3.0, 4.0]], [[[5.0, 6.0], [7.0, 8.0]]], [[[1.0], [2.0]], [1.0, 2.0], ["a", "b"]]),
+    "image": ([np.zeros((2, 2, 3), np.uint8)] * 2, [[np.ones((2, 2, 3), np.uint8)] * 2], [[np.ones((3, 3, 3))] * 2]),
+    "label": ([0, 1], [[1, 0], [1.0, 0.0]], [[2, 0], [-1, 0], [0.5, 1], ["0", "1"], [None, 1], [[1], [0]], [1e300, 0]]),
+    "name": (["n", "y"], [["y", "y"]], [["z", "y"], [0, 1], [None, "y"], [["y"], ["n"]], [{}, "y"]]),
+    "quantity": ([0.5, 1.5], [[2.5, 3], [1, 2]], [["2.5", "3"], [np.nan, 1], [1j, 0], [1e39, 0]]),
+    "map": ([np.eye(2, dtype=int)] * 2, [[np.zeros((2, 2), int)] * 2], [[0, 1], [np.zeros((2, 2)) + 0.5] * 2]),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_ROWS)
+def test_new_rows_are_read_as_those_of_training_or_refused(kind):
+    values, good, bad = NEW_ROWS[kind]
+    is_target = kind in ("label", "name", "quantity", "map")
+    train = pd.DataFrame({"c": values, "y": values if is_target else [0, 1]})
+    train["c"] = train["c"] if not is_target else [0.5, 1.5]
+    train = train.assign(d=[1.0, 2.0]) if kind in ("number", "truth", "text") else train
+    given = {"channels_first": False} if kind == "image" else {}
+    table = from_frame(train, y="y", x=[c for c in train if c != "y"], **given).table
+    changed = "y" if is_target else "c"
+    for new in good:  # those of a table with these values in the place of the others
+        rows = train.assign(**{changed: new})
+        kept = {"quantity": {"kind": "regression"}, "label": {"kind": "classification"}}.get(kind, {})
+        both = pd.concat([train, rows], ignore_index=True)
+        wanted = from_frame(both, y="y", x=[c for c in train if c != "y"], **given, **kept).train
+        found = read_rows(rows, json.loads(json.dumps(table)))
+        for name in "xy":
+            np.testing.assert_array_equal(found[name], wanted[name][2:])
+            assert found[name].dtype == wanted[name].dtype
+    for new in bad:
+        rows = train.copy()
+        rows[changed] = pd.Series(new, dtype=object)
+        with pytest.raises(ValueError, match=f"column '{changed}'"):
+            read_rows(rows, table)
+
+
+def test_new_texts_are_joined_as_those_of_training():
+    train = pd.DataFrame({"a": ["x", "y"], "b": ["u", "v"]})
+    for tokens, wanted in [("words", "y u"), ("characters", "yu")]:
+        table = from_frame(train, x=["a", "b"], tokens=tokens).table
+        assert read_rows(pd.DataFrame({"b": ["u"], "a": ["y"]}), table)["x"].tolist() == [wanted]
+
+
+WRITTEN = [["1,000", "2,5"], ["1'000", "7"], ["$1", "3 €"], ["1e3", "-2"], ["0x1f", "0x2"], [" 3", "3"], ["4", "?"]]
+WRITTEN += [["1\u00a0000", "n/a"], ["2024-01-31", "2024-02-01"], ["10:30", "11:45"]]
+
+
+@pytest.mark.parametrize("texts", WRITTEN)
+def test_numbers_written_as_texts_are_no_names(texts):
+    frame = pd.DataFrame({"c": texts * 6, "age": np.arange(12) % 5, "y": [0, 1] * 6})
+    for columns in (["c"], ["c", "age"]):
+        with pytest.raises(ValueError, match="column 'c' holds numbers or dates written as texts"):
+            from_frame(frame, x=columns, y="y")
+    with pytest.raises(ValueError, match=r"column 'c' holds numbers or dates .* give kind='classification'"):
+        from_frame(frame, x="age", y="c")
+    assert from_frame(frame, x="age", y="c", kind="classification").table["labels"] == sorted(texts)
+    assert from_frame(frame.astype({"c": "category"}), x=["c", "age"], y="y").train["x"].shape == (12, 3)
+
+
+def test_what_the_splits_do_not_share_is_refused(tmp_path):
+    frame = pd.DataFrame({"c": [True, False] * 6, "age": np.arange(12) % 5, "y": [0, 1] * 6})
+    for change, words in [
+        ({"c": "True"}, "column 'c' must be of one kind in all splits, got .'train': 'numbers', 'test': 'texts'"),
+        ({"y": -1}, "column 'y' of the split 'test' must be labels of which some occur in training"),
+        ({"y": "a"}, "column 'y' must be of one kind in all splits"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            from_frame(frame, y="y", test=frame.assign(**change))
+    (tmp_path / "twice.csv").write_text("user,age,age,y\na,1,2,0\nb,3,4,1\n")
+    with pytest.raises(ValueError, match=r"twice\.csv: the names of columns must be different.*'age'"):
+        from_frame(tmp_path / "twice.csv", y="y")
+
+
 def test_options_of_a_table(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     people(np.random.default_rng(0)).to_csv("shop.csv", index=False)

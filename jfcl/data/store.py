@@ -305,6 +305,14 @@ def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
         check(same, f"{name}: {field}", there, f"of shape {here.shape} and type {here.dtype}, as in the store")
 
 
+def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:
+    """Raises `ValueError` unless the labels `y` of a store are integers in `0..num_classes-1`; reads them all."""
+    field, y = store.fields["y"], store.arrays["y"]
+    check(np.dtype(field.dtype).kind in "iu", f"{name}: y", field.dtype, "labels of an integer type")
+    low, high = int(y.min()), int(y.max())
+    check(low >= 0 and high < num_classes, f"{name}: labels", [low, high], f"in 0..{num_classes - 1}")
+
+
 def check_cohort(store: ClientStore, cohort: int) -> None:
     """Checks that `cohort` is a positive number of at most the store's clients, or raises `ValueError`."""
     check_count("cohort", cohort)

@@ -282,6 +282,7 @@ def _labels(values: Any, table: dict[str, Any], where: str) -> np.ndarray:
     made, count, renamed = targets_of({"train": values}, table["target"], None, table["kind"])
     y, classes = made["train"], table["num_classes"]
     fits = renamed is None and (count is None) == (classes is None) and (classes is None or count <= classes)
+    fits = fits and (table["kind"] is not None or y.dtype.kind != "f")  # maps of labels
     check(
         fits,
         where,

@@ -73,19 +73,13 @@ def targets_of(
     if kinds in ("i", "u", "iu") and all(array.ndim > 2 for array in arrays.values()):  # maps of labels
         return {split: as_type(np.int32, array, where) for split, array in arrays.items()}, None, None
     single = single and set(kinds) <= set("iu")
-    accepted = (
-        "of one kind in all splits, a label or floats in each row; several labels of a row are several columns (y)"
-    )
+    accepted = "of one kind in all splits, a label or floats in each row (several labels: several columns in y)"
     check(single, where, {s: f"{a.dtype} {a.shape}" for s, a in arrays.items()}, accepted)
     low, high = min(array.min() for array in arrays.values()), max(array.max() for array in arrays.values())
     labels = {split: as_type(np.int32, array, where) for split, array in arrays.items()}
     fits = num_classes is None or (low >= 0 and high < num_classes)
-    check(
-        fits,
-        f"{where}: labels",
-        [int(low), int(high)],
-        f"in 0..{(num_classes or 0) - 1} (-1 stands for an unknown one)",
-    )
+    accepted = f"in 0..{(num_classes or 0) - 1} (-1 stands for an unknown one)"
+    check(fits, f"{where}: labels", [int(low), int(high)], accepted)
     if low < 0:
         found, names = numbered(labels, column)
         return found, len(names), names

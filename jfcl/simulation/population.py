@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, check, check_count, personal_part
-from jfcl.data.store import ClientStore, check_cohort, check_fits, example_shapes
+from jfcl.core import Algorithm, Clients, Task, check, check_count, personal_part
+from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
@@ -166,8 +166,7 @@ def simulate_population(
     sampler = make_sampler(store, asked, sampling, strata)
     check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
-    if test_store is not None:
-        check_fits(store, test_store, "test_store")
+    _check_stores(store, test_store, algorithm.task)
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
     tested = test_store is None or (test_store.sizes(evaluated) > 0).any()
@@ -303,6 +302,15 @@ def _open_rows(
     rows.restore(done, saved)
     totals = {name: value if name in OF_RUN else [value] for name, value in totals.items()}
     return rows, Restored(done, [jnp.asarray(x) for x in saved["common"]], totals, records)
+
+
+def _check_stores(store: ClientStore, test_store: ClientStore | None, task: Task | None) -> None:
+    """Raises `ValueError` for test examples of another kind, and for labels that the model does not have."""
+    if test_store is not None:
+        check_fits(store, test_store, "test_store")
+    for name, part in {"store": store, "test_store": test_store}.items():
+        if part is not None and "y" in part.fields and task is not None and task.num_classes is not None:
+            check_store_labels(part, task.num_classes, name)
 
 
 def _check_hardest(algorithm: Algorithm, store: ClientStore, cohort: int) -> None:
