@@ -403,6 +403,21 @@ def test_new_rows_are_read_as_those_of_training_or_refused(kind):
             read_rows(rows, table)
 
 
+def test_new_rows_without_what_training_had_are_refused():
+    train = pd.DataFrame({"a": [0.0, 1e-6], "s": [0, 1], "t": [1, 0]})
+    table = from_frame(train, x="a", y=["s", "t"], scale=True).table
+    assert list(read_rows(train[["a"]], table)) == ["x"]
+    for rows, how, words in [
+        (train[["s", "t"]], table, "unknown column of the inputs 'a'"),
+        (train[["a", "t"]], table, "unknown column of the targets 's'"),
+        (train.assign(a=1e38), table, "column 'a': numbers must be closer to those of training"),
+        (train, None, "table must be how a table was read, as Dataset.table, got None"),
+        (train.iloc[:0], table, "frame must be of at least one"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            read_rows(rows, how)
+
+
 def test_new_texts_are_joined_as_those_of_training():
     train = pd.DataFrame({"a": ["x", "y"], "b": ["u", "v"]})
     for tokens, wanted in [("words", "y u"), ("characters", "yu")]:

@@ -183,7 +183,11 @@ def scaled(parts: Sequence[np.ndarray], about: dict[str, Any]) -> list[np.ndarra
 
 
 def _scale(values: np.ndarray, about: dict[str, Any]) -> np.ndarray:
-    return ((values.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        made = ((values.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
+    accepted = f"closer to those of training, of mean {about['mean']:g} and deviation {about['deviation']:g}"
+    check(np.isfinite(made).all(), f"column {about['column']!r}: numbers", float(np.abs(values).max()), accepted)
+    return made
 
 
 def described(table: dict[str, Any]) -> str:
@@ -230,6 +234,8 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
       >>> rows["x"].tolist(), rows["y"].tolist(), data.table["labels"]
       ([[0.0, 1.0, 0.0]], [1], ['no', 'yes'])
     """
+    accepted = "how a table was read, as Dataset.table"
+    check(isinstance(table, dict) and "inputs" in table, "table", table, accepted)
     frame = frame_of(frame, "frame")
     check(len(frame) > 0, "frame", "0 rows", "of at least one")
     names, made = list(frame.columns), {}
@@ -240,8 +246,10 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     rows = {"x": joined_columns(made, table["inputs"][0].get("between", " "))}
     target = table["target"]
     targets = target if isinstance(target, list) else [target]
-    if target is None or not set(targets) <= set(names):
+    if target is None or not set(targets) & set(names):
         return rows
+    for one in targets:
+        check_choice("column of the targets", one, names)
     values = [column_of(frame, one) for one in targets]
     rows["y"] = (
         numbers(values, targets) if isinstance(target, list) else _labels(values[0], table, f"column {target!r}")
