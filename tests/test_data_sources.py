@@ -587,7 +587,11 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path, monkeypatch):
     file.write_text('{"user_data": {"ann": {"x": [[1, 2]], "y": [0]}}}')
     with pytest.raises(ValueError, match="is not as LEAF writes it"):
         load("femnist", tmp_path)
-    for labels in ([0.5], [[0]]):
+    for pixel in (255, -0.1, 1e300, None):
+        file.write_text(json.dumps({"user_data": {"ann": {"x": [[pixel] * 784], "y": [0]}}}))
+        with pytest.raises(ValueError, match="pixels of writer ann must be lists of numbers from 0 to 1"):
+            load("femnist", tmp_path)
+    for labels in ([0.5], [[0]], [62], [-1], [2**40], ["1"], [None]):
         file.write_text(json.dumps({"user_data": {"ann": {"x": [[0.0] * 784], "y": labels}}}))
         with pytest.raises(ValueError, match="labels of writer ann must be a list of integers"):
             load("femnist", tmp_path)

@@ -167,10 +167,12 @@ def _femnist(data_dir) -> Dataset:
                     check(
                         set(examples) == {"x", "y"}, f"writer {name}", sorted(examples), "of examples 'x' and 'y' alone"
                     )
-                    x.append(np.asarray(examples["x"], np.float32).reshape(-1, 28, 28, 1))
-                    labels = np.asarray(examples["y"])
-                    fits = labels.ndim == 1 and (labels == np.rint(labels)).all()
-                    check(fits, f"labels of writer {name}", examples["y"], "a list of integers")
+                    pixels, labels = np.asarray(examples["x"], np.float64), np.asarray(examples["y"])
+                    fits = ((pixels >= 0) & (pixels <= 1)).all()
+                    check(fits, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
+                    x.append(pixels.astype(np.float32).reshape(-1, 28, 28, 1))
+                    fits = labels.ndim == 1 and labels.dtype.kind in "iuf" and np.isin(labels, range(62)).all()
+                    check(fits, f"labels of writer {name}", examples["y"], "a list of integers in 0..61")
                     y.append(labels.astype(np.int32))
                     writer.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
                     check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
