@@ -65,20 +65,20 @@ def problem(kind: str = "regression") -> Problem:
     real = np.arange(6) < size[:, None]
     clients = Clients({"x": x * real[:, :, None], "y": y * real}, size)
 
-    def predict(params, x):
+    def apply(params, x):
         return x @ params["w"] + params["b"]
 
     task = Task(
         init=lambda key: {"w": 0.3 * jax.random.normal(key, (4,)), "b": jnp.zeros(())},
-        loss=lambda params, batch: 0.5 * (predict(params, batch["x"]) - batch["y"]) ** 2,
-        predict=predict,
+        apply=apply,
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     if kind != "regression":
         labels = (clients.examples["y"] > 0).astype(np.int32)
         clients = clients._replace(examples={**clients.examples, "y": labels})
 
         def logits(params, x):
-            return jnp.stack([-predict(params, x), predict(params, x)], axis=1)
+            return jnp.stack([-apply(params, x), apply(params, x)], axis=1)
 
         task = make_task(task.init, logits, kind="classification")
         if kind == "network":

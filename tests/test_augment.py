@@ -162,7 +162,7 @@ def test_cnn_cifar24_is_the_network_of_the_authors_code():
     want = tutorial_network(rough, middle)
     with jax.default_matmul_precision("float32"):
         for images in (x, middle):
-            got = task.predict(rough, jnp.asarray(images, jnp.float32))
+            got = task.apply(rough, jnp.asarray(images, jnp.float32))
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
     with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it uses 24 x 24"):
         jfcl.models.classification(make(10), (8, 8, 1), 10)

@@ -20,8 +20,8 @@ from jfcl.execution.mapping import chunked
 D = 3
 LINEAR = Task(
     init=lambda key: {"w": jax.random.normal(key, (D,))},
-    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"],
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 
 
@@ -317,8 +317,8 @@ def test_an_unused_model_keeps_its_parameters():
 def test_shared_layers_are_averaged_over_everyone_and_the_rest_per_cluster():
     task = Task(
         init=lambda key: {"body": jax.random.normal(key, (D, 2)), "head": jax.random.normal(key, (2,))},
-        loss=lambda p, b: 0.5 * (b["x"] @ p["body"] @ p["head"] - b["y"]) ** 2,
-        predict=lambda p, x: x @ p["body"] @ p["head"],
+        apply=lambda p, x: x @ p["body"] @ p["head"],
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     clients = regression(8)
     training = jfcl.local_training(optax.sgd(0.05), num_steps=2)
@@ -516,8 +516,8 @@ def test_memory_does_not_grow_with_the_number_of_clients():
     """A round holds K models and a chunk of updates, not N of them."""
     big = Task(
         init=lambda key: {"w": jax.random.normal(key, (1000, D))},
-        loss=lambda p, b: 0.5 * ((b["x"] @ p["w"].T).sum(axis=-1) - b["y"]) ** 2,
-        predict=lambda p, x: x @ p["w"].T,
+        apply=lambda p, x: (x @ p["w"].T).sum(axis=-1),
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     used = {}
     for n in (32, 256):

@@ -21,8 +21,8 @@ from jfcl.core import Adversary, Algorithm, Clients, Task
 D = 3
 LINEAR = Task(
     init=lambda key: {"w": jax.random.normal(key, (D,))},
-    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"],
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 TWO = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 START = {"w": np.float32([0.5, -0.5, 1.0])}
@@ -155,12 +155,13 @@ def test_knn_per_is_its_mixture(scale):
     for i in range(5):
         mine = jax.tree.map(lambda p, i=i: p[i], state.params)
         truth = mixture64(w, clients, i, int(clients.size[i]), x, 0.6, 3, scale or 2.0)
-        np.testing.assert_allclose(np.exp(algorithm.task.predict(mine, x)), truth, atol=1e-5)
+        np.testing.assert_allclose(np.exp(algorithm.task.apply(mine, x)), truth, atol=1e-5)
         y = (truth[:, 0] > 0.5).astype(np.int32)
         np.testing.assert_allclose(
             algorithm.task.loss(mine, {"x": x, "y": y}), -np.log(truth[np.arange(20), y]), atol=1e-4
         )
-        assert algorithm.task.correct(mine, {"x": x, "y": y}).tolist() == (truth.argmax(axis=1) == y).tolist()
+        right = algorithm.task.scores(algorithm.task.correct, mine, {"x": x, "y": y})
+        assert right.tolist() == (truth.argmax(axis=1) == y).tolist()
 
 
 @pytest.mark.parametrize(("dtype", "center"), [(jnp.float32, 2000), (jnp.bfloat16, 2)])
@@ -170,7 +171,7 @@ def test_neighbours_far_from_zero_are_the_nearest(dtype, center):
     memory, x = (jnp.asarray(center + rng.uniform(-1, 1, (n, 8)), dtype) for n in (30, 40))
     label, wide = np.arange(30), [np.asarray(part, np.float64) for part in (memory[:20], x)]
     truth = NearestNeighbors(n_neighbors=1).fit(wide[0]).kneighbors(wide[1])[1][:, 0]
-    method = Mixture(LABELS, LABELS.predict, 1, 0.5, jnp.zeros(1), 0.2, None)
+    method = Mixture(LABELS, LABELS.apply, 1, 0.5, jnp.zeros(1), 0.2, None)
     found = neighbours(method, memory, jnp.asarray(label), jnp.int32(20), x, 30)
     np.testing.assert_array_equal(found.argmax(axis=1), truth)
 
@@ -187,7 +188,7 @@ def test_neighbours_of_examples_far_from_each_other_are_the_nearest(far):
     near = np.argsort(squares, axis=1)[:, :3]
     weight = np.exp(-np.take_along_axis(squares, near, axis=1))
     truth = (weight * label[near]).sum(axis=1) / weight.sum(axis=1)
-    method = Mixture(LABELS, LABELS.predict, 3, 0.5, jnp.zeros(1), 0.2, None)
+    method = Mixture(LABELS, LABELS.apply, 3, 0.5, jnp.zeros(1), 0.2, None)
     found = neighbours(method, jnp.asarray(memory), jnp.asarray(label), jnp.int32(100), jnp.asarray(x), 2)
     np.testing.assert_allclose(found[:, 1], truth, atol=1e-4)
 
@@ -244,9 +245,9 @@ def test_knn_per_of_a_client_without_examples_is_the_global_model(mixing):
     empty = clients._replace(size=np.where(np.arange(5) == 2, 0, clients.size))
     state = algorithm.init(jax.random.key(0), empty)
     x = clients.examples["x"][2]
-    own = algorithm.task.predict(jax.tree.map(lambda p: p[2], state.params), x)
+    own = algorithm.task.apply(jax.tree.map(lambda p: p[2], state.params), x)
     model = jax.tree.map(lambda p: p[0], state.common.params)
-    np.testing.assert_allclose(own, jax.nn.log_softmax(task.predict(model, x)), rtol=1e-5)
+    np.testing.assert_allclose(own, jax.nn.log_softmax(task.apply(model, x)), rtol=1e-5)
 
 
 def test_knn_per_of_a_process_without_examples():
@@ -337,8 +338,8 @@ def test_flhc_is_scipys_dendrogram_of_the_updates(distance, linkage):
 def test_flhc_finds_the_clusters_of_short_updates(scale):
     task = Task(
         init=lambda key: {"b": jnp.zeros(())},
-        loss=lambda p, batch: 0.5 * (p["b"] - batch["y"]) ** 2,
-        predict=lambda p, x: p["b"] + 0.0 * x,
+        apply=lambda p, x: p["b"] + 0.0 * x,
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     y = np.repeat(np.float32([1, 5, 1.1, 5.1])[:, None], 2, axis=1)
     clients = Clients({"x": np.zeros((4, 2), np.float32), "y": y}, np.full(4, 2, np.int32))
@@ -356,8 +357,8 @@ def test_flhc_finds_the_clusters_of_short_updates(scale):
 def test_empty_clusters_start_at_the_mean_of_all(make):
     task = Task(
         init=lambda key: {"b": jnp.full((), 3.0)},
-        loss=lambda p, batch: 0.5 * (p["b"] - batch["y"]) ** 2,
-        predict=lambda p, x: p["b"] + 0.0 * x,
+        apply=lambda p, x: p["b"] + 0.0 * x,
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     clients = Clients({"x": np.zeros((4, 2), np.float32), "y": np.ones((4, 2), np.float32)}, np.full(4, 2, np.int32))
     state = make(task, TWO, num_clusters=2, local_rounds=1).init(jax.random.key(0), clients)

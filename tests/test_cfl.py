@@ -421,8 +421,8 @@ def test_a_split_with_a_loss_of_nan_is_undone():
     """The loss of a model below 0 is NaN: worse than any number."""
     task = jfcl.core.Task(
         init=lambda key: {"b": jnp.ones(())},
-        loss=lambda p, batch: jnp.log(p["b"]) + 0.0 * batch["x"],
-        predict=lambda p, x: x,
+        apply=lambda p, x: jnp.log(p["b"]) + 0.0 * x,
+        cost=lambda outputs, batch: outputs,
     )
     clients = Clients({"x": np.zeros((2, 4), np.float32)}, np.full(2, 4, np.int32))
     algorithm = jfcl.cfl(task, TRAINING, max_clusters=2)

@@ -175,8 +175,8 @@ def wide_problem(count=8, dim=4500):
     clients = Clients({"x": x, "y": x[:, :, 0]}, np.full(count, 3, np.int32))
     task = Task(
         init=lambda key: {"w": 0.1 * jax.random.normal(key, (dim,)), "b": jnp.zeros(())},
-        loss=lambda params, batch: 0.5 * (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2,
-        predict=lambda params, x: x @ params["w"] + params["b"],
+        apply=lambda params, x: x @ params["w"] + params["b"],
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     return task, jfcl.local_training(optax.sgd(1e-4), num_steps=1), place(AXIS, clients)
 

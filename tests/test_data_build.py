@@ -451,8 +451,8 @@ def test_weights_reach_the_loss_in_memory_and_in_a_population(tmp_path):
     train["w"] = rng.random(40).astype(np.float32)
     data = Dataset("weighted", train, None, None, None, "")
     line = jfcl.models.task(lambda key: {"w": jnp.zeros(2)}, lambda params, x: x @ params["w"], kind="regression")
-    loss = lambda params, batch: batch["w"] * line.loss(params, batch)  # noqa: E731
-    task = line._replace(loss=loss, reads=("x", "y", "w"))
+    cost = lambda outputs, batch: batch["w"] * line.cost(outputs, batch)  # noqa: E731
+    task = line._replace(cost=cost, reads=("x", "y", "w"))
     fedavg = jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.5), num_steps=1))
     store, tests = generate_store(tmp_path / "p", data, num_clients=4, examples_per_client=8)
     fed = build(data, num_clients=4, examples_per_client=8, newcomer_examples=2)

@@ -178,7 +178,7 @@ def test_convolutional_networks_are_their_equations(name):
     params, exact = spread(task)
     loop = LOOPS[name.split("_")[0].removesuffix("18")]
     want = loop(exact, batch["x"].astype(np.float64), Norms())
-    got = jax.jit(task.predict)(params, batch["x"])
+    got = jax.jit(task.apply)(params, batch["x"])
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
     assert np.ptp(want, axis=0).min() > 0.01 * np.abs(want).max(), "the images matter"
     if name.endswith("_gn"):
@@ -203,7 +203,7 @@ def test_the_vision_transformer_is_its_equations(pool):
     task, x = small("vit", pool=pool), batches("vit", (3,))["x"]
     params, exact = spread(task)
     want = loop_vit(exact, x.astype(np.float64), pool)
-    np.testing.assert_allclose(jax.jit(task.predict)(params, x), want, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(task.apply)(params, x), want, rtol=1e-3, atol=1e-3)
     assert np.ptp(want, axis=0).min() > 1e-2
     assert task.train_loss is None, "without dropout, training and evaluation are one program"
 
@@ -211,7 +211,7 @@ def test_the_vision_transformer_is_its_equations(pool):
 def test_the_decoder_is_its_equations_and_sees_no_later_word():
     task, x = small("gpt"), batches("gpt", (3,))["x"][:, :-1]
     params, exact = spread(task)
-    predict = jax.jit(task.predict)
+    predict = jax.jit(task.apply)
     logits = predict(params, x)
     np.testing.assert_allclose(logits, loop_gpt(exact, x), rtol=1e-3, atol=1e-3)
     for t in range(x.shape[1]):
@@ -371,7 +371,7 @@ def test_the_recipe_with_a_small_width(monkeypatch, tmp_path):
         (lambda: small("gpt", dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
         (lambda: small("vit", pool="max"), "unknown pool 'max'"),
         (
-            lambda: small("gpt").predict(spread(small("gpt"))[0], np.ones((1, 6), np.int32)),
+            lambda: small("gpt").apply(spread(small("gpt"))[0], np.ones((1, 6), np.int32)),
             "words of a text must be at most 4, the learned positions, got 6",
         ),
     ],

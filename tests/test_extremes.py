@@ -19,8 +19,8 @@ KEY = jax.random.key(0)
 # A client's data are copies of one number, which the model "b" runs after.
 BIAS = Task(
     init=lambda key: {"b": jnp.zeros(())},
-    loss=lambda p, batch: 0.5 * (batch["y"].astype(p["b"].dtype) - p["b"]) ** 2,
-    predict=lambda p, x: x + p["b"],
+    apply=lambda p, x: jnp.broadcast_to(p["b"], len(x)),
+    cost=lambda outputs, batch: 0.5 * (batch["y"].astype(outputs.dtype) - outputs) ** 2,
 )
 ONE_STEP = jfcl.local_training(optax.sgd(0.5), num_steps=1)
 
@@ -67,7 +67,7 @@ def test_threshold_clustering_in_inner_products_leaves_such_points_out(rule, own
 
 
 def test_sixteen_bits_are_added_up_in_more():
-    many = Task(lambda key: {"b": jnp.zeros((), jnp.bfloat16)}, BIAS.loss, BIAS.predict)
+    many = Task(lambda key: {"b": jnp.zeros((), jnp.bfloat16)}, BIAS.apply, BIAS.cost)
     clients = people(*np.ones(1000))
     for axis in (jax.vmap, jfcl.chunked(1)):
         state, _ = jfcl.rollout(
@@ -92,7 +92,7 @@ def test_means_of_many_losses_in_sixteen_bits(dtype):
         assert mean.dtype == jnp.float32
         np.testing.assert_allclose(mean, 2.8125, rtol=1e-2)  # a float32 sum, term by term
     clients = Clients({"x": np.zeros((2, count), dtype), "y": np.zeros((2, count), dtype)}, np.int32([count, 3]))
-    task = BIAS._replace(correct=lambda p, batch: (batch["y"] == 0).astype(dtype))
+    task = BIAS._replace(correct=lambda outputs, batch: (batch["y"] == 0).astype(dtype))
     models = {"b": jnp.asarray([2.375, 2.25], dtype)}
     found = jfcl.evaluate(task, models, clients, None)
     assert found["cluster"].tolist() == [1, 1]
@@ -208,7 +208,7 @@ def test_restarts_do_not_take_a_model_that_has_failed_for_the_best():
     def init(key):
         return {"b": jnp.where(jax.random.bernoulli(key), 1e25, 1.0)}
 
-    task = Task(init, BIAS.loss, BIAS.predict)
+    task = Task(init, BIAS.apply, BIAS.cost)
     algorithm = jfcl.ifca(task, ONE_STEP, num_clusters=2, restarts=8, restart_rounds=1)
     for seed in range(3):
         state = algorithm.init(jax.random.key(seed), people(0.0, 0.5, 1.0))
@@ -220,8 +220,8 @@ def test_ditto_trains_on_where_the_global_model_has_no_loss():
     # The loss is no number left of the data, where the common model goes because of the others.
     root = Task(
         BIAS.init,
-        lambda p, batch: jnp.sqrt(batch["y"] - p["b"] + 2.0) + 0.1 * (p["b"] - 3.0) ** 2,
-        BIAS.predict,
+        BIAS.apply,
+        lambda outputs, batch: jnp.sqrt(batch["y"] - outputs + 2.0) + 0.1 * (outputs - 3.0) ** 2,
     )
     options = {"key": KEY, "num_rounds": 8}
     clients = people(-1.5, 30.0, 30.0, 30.0)

@@ -27,8 +27,8 @@ from jfcl.experiments.papers.federated_clustering import ifca_of_the_code, movin
 D = 3
 LINEAR = Task(
     init=lambda key: {"w": jax.random.normal(key, (D,))},
-    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"],
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 STEP = jfcl.local_training(optax.sgd(0.1), num_steps=1)
 

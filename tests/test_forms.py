@@ -122,14 +122,13 @@ def test_a_task_accepts_flat_inputs():
     batch = {name: value[0] for name, value in images().examples.items()}
     flat = {**batch, "x": batch["x"].reshape(6, -1)}
     params = CNN.init(jax.random.key(0))
-    for function in (CNN.loss, CNN.correct):
-        np.testing.assert_array_equal(function(params, flat), function(params, batch))
-    for function in (CNN.predict, CNN.represent):
+    np.testing.assert_array_equal(CNN.loss(params, flat), CNN.loss(params, batch))
+    for function in (CNN.apply, CNN.represent):
         np.testing.assert_array_equal(function(params, flat["x"]), function(params, batch["x"]))
 
 
 def test_an_accelerator_holds_images_flat(monkeypatch):
-    clients, others = images(), jfcl.models.task(CNN.init, CNN.predict, kind="classification")
+    clients, others = images(), jfcl.models.task(CNN.init, CNN.apply, kind="classification")
     assert layout.held(jax.vmap, CNN, clients) is clients
     monkeypatch.setattr(mapping, "platform", lambda devices=None: "tpu")
     held = layout.held(jax.vmap, CNN, clients)

@@ -18,14 +18,14 @@ from jfcl.core import Clients, Task
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},
-    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] - batch["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"],
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 # Its gradient says which examples a batch held: a step of rate 1 lowers w[i] by (times i is in it) / (batch length).
 COUNTING = Task(
     init=lambda key: {"w": jnp.zeros(16)},
-    loss=lambda p, batch: p["w"][batch["x"]],
-    predict=lambda p, x: x,
+    apply=lambda p, x: p["w"][x],
+    cost=lambda outputs, batch: outputs,
 )
 
 
@@ -148,7 +148,7 @@ def test_anchor_pulls():
 
 
 def test_augment_gets_another_key_at_every_step():
-    seen = Task(LINEAR.init, lambda p, b: b["x"] * p["w"][0], LINEAR.predict)
+    seen = Task(LINEAR.init, lambda p, x: x * p["w"][0], lambda outputs, batch: outputs)
 
     def noise(key, batch):
         return {"x": jnp.broadcast_to(jax.random.normal(key), batch["x"].shape)}
@@ -203,7 +203,7 @@ def test_mean_loss_masks():
 
 @pytest.mark.parametrize(("change", "shape"), [(jnp.mean, r"\(\)"), (lambda losses: losses[:, None], r"\(\d+, 1\)")])
 def test_losses_are_one_for_each_example(change, shape):
-    task, data = LINEAR._replace(loss=lambda p, batch: change(LINEAR.loss(p, batch))), regression()
+    task, data = LINEAR._replace(cost=lambda outputs, batch: change(LINEAR.cost(outputs, batch))), regression()
     params, size = {"w": jnp.ones(3)}, jnp.asarray(2)
     for call in (
         lambda: mean_loss(task, params, data, size),
@@ -297,8 +297,8 @@ def test_other_counters_are_not_warned_of(optimizer):
 WIDE = 400
 FLAT = Task(
     init=lambda key: {"w": jnp.zeros(WIDE)},
-    loss=lambda p, batch: batch["x"] * 0.0 * p["w"].sum(),  # without a gradient: what moves is noise
-    predict=lambda p, x: x,
+    apply=lambda p, x: x * 0.0 * p["w"].sum(),  # without a gradient: what moves is noise
+    cost=lambda outputs, batch: outputs,
 )
 SIGMA = 0.3
 NOISY = {

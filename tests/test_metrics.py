@@ -15,9 +15,9 @@ from jfcl.testing import count_compilations
 
 SIGN = Task(
     init=lambda key: {"w": jnp.zeros(2)},
-    loss=lambda p, b: (b["x"] @ p["w"] - b["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"],
-    correct=lambda p, b: ((b["x"] @ p["w"] > 0) == (b["y"] > 0)).astype(jnp.float32),
+    apply=lambda p, x: x @ p["w"],
+    cost=lambda outputs, batch: (outputs - batch["y"]) ** 2,
+    correct=lambda outputs, batch: ((outputs > 0) == (batch["y"] > 0)).astype(jnp.float32),
 )
 
 
@@ -76,8 +76,8 @@ def test_models_on_several_devices_are_indexed_by_newcomers():
     mesh, rng = client_mesh(2), np.random.default_rng(3)
     lookup = Task(
         init=lambda key: {"table": jnp.zeros(4)},
-        loss=lambda p, b: (p["table"][b["x"]] - b["y"]) ** 2,
-        predict=lambda p, x: p["table"][x],
+        apply=lambda p, x: p["table"][x],
+        cost=lambda outputs, batch: (outputs - batch["y"]) ** 2,
     )
     table = rng.normal(size=(2, 4))
     x, y = rng.integers(0, 4, (4, 3)), rng.normal(size=(4, 3))

@@ -307,7 +307,7 @@ def test_vgg_is_the_papers_layers_one_by_one():
         layer = params[f"Dense_{i}"]
         out = out @ layer["kernel"] + layer["bias"][None]
         out = nn.relu(out) if i < 2 else out
-    np.testing.assert_allclose(jax.jit(task.predict)(params, x), out, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(task.apply)(params, x), out, rtol=1e-4, atol=1e-4)
     assert np.std(out) > 0.1  # 11 layers of ReLU, and yet the images tell
 
 
@@ -337,9 +337,9 @@ def test_networks_layer_by_layer(name, shape, layers):
         return nn.Dense(10).apply({"params": params["Dense_1"]}, out)
 
     ours, theirs = (
-        jax.jit(jax.value_and_grad(lambda p, f=f: (f(p, x) * weight).sum()))(params) for f in (task.predict, by_hand)
+        jax.jit(jax.value_and_grad(lambda p, f=f: (f(p, x) * weight).sum()))(params) for f in (task.apply, by_hand)
     )
-    np.testing.assert_allclose(task.predict(params, x), by_hand(params, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(task.apply(params, x), by_hand(params, x), rtol=1e-4, atol=1e-5)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
@@ -370,15 +370,15 @@ def test_cross_entropy_and_accuracy_against_scipy():
     np.testing.assert_allclose(
         task.loss(params, batch), -log_softmax(logits, axis=1)[np.arange(20), y], rtol=1e-4, atol=1e-5
     )
-    assert task.correct(params, batch).tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
-    assert task.predict(params, x).shape == (20, 3)
+    assert task.scores(task.correct, params, batch).tolist() == (logits.argmax(axis=1) == y).astype(float).tolist()
+    assert task.apply(params, x).shape == (20, 3)
 
 
 def test_regression_sums_over_outputs():
     task = regression(jfcl.models.Linear(2), (3,), half=True)
     params = task.init(jax.random.key(0))
     x, y = np.ones((2, 3), np.float32), np.zeros((2, 2), np.float32)
-    out = np.asarray(task.predict(params, x), np.float64)
+    out = np.asarray(task.apply(params, x), np.float64)
     np.testing.assert_allclose(task.loss(params, {"x": x, "y": y}), 0.5 * (out**2).sum(axis=1), rtol=1e-5)
     assert task.correct is None
 
@@ -399,9 +399,9 @@ def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
     if kind == "regression":  # in float64, on the rounded inputs
         inputs = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64).reshape(40, -1)
         want = (inputs @ rounded["Dense_0"]["kernel"] + rounded["Dense_0"]["bias"])[:, 0]
-        np.testing.assert_allclose(narrow.predict(params, x), want, rtol=1e-2, atol=1e-2)
-        np.testing.assert_array_equal(narrow.loss(params, batch), (narrow.predict(params, x) - y) ** 2)
-    for function, argument in ((lambda t: t.loss, batch), (lambda t: t.predict, x)):
+        np.testing.assert_allclose(narrow.apply(params, x), want, rtol=1e-2, atol=1e-2)
+        np.testing.assert_array_equal(narrow.loss(params, batch), (narrow.apply(params, x) - y) ** 2)
+    for function, argument in ((lambda t: t.loss, batch), (lambda t: t.apply, x)):
         got, exact = (function(task)(params, argument) for task in (narrow, wide))
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, exact, rtol=0.1, atol=0.1)
@@ -470,8 +470,92 @@ def test_refuses():
         task.loss(task.init(jax.random.key(0)), labels)
     with pytest.raises(ValueError, match="did you mean 'regression'"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="regresion")
-    with pytest.raises(ValueError, match="half must be False for a classification"):
+    with pytest.raises(ValueError, match="half must be False without kind"):
         jfcl.models.task(lambda key: {}, lambda p, x: x, kind="classification", half=True)
+
+
+def test_a_task_has_a_kind_or_a_cost():
+    line = {"init": lambda key: jnp.ones(3), "apply": lambda w, x: x @ w}
+    batch = {"x": np.ones((2, 3), np.float32), "y": np.float32([1, 3]), "w": np.float32([5, 2])}
+
+    def cost(outputs, batch):
+        return batch["w"] * jnp.abs(outputs - batch["y"])
+
+    task = jfcl.models.task(**line, cost=cost)
+    assert task.loss(jnp.ones(3), batch).tolist() == [10, 0] and (task.correct, task.mix) == (None, None)
+
+    def close(outputs, batch):
+        return (jnp.abs(outputs - batch["y"]) < 1).astype(jnp.float32)
+
+    for options in ({"cost": cost}, {"kind": "regression"}):
+        task = jfcl.models.task(**line, **options, correct=close)
+        assert task.scores(task.correct, jnp.ones(3), batch).tolist() == [0, 1]
+
+    def train(key, w, x, real):
+        return 2 * (x @ w), w
+
+    dropped = jfcl.models.task(**line, cost=cost, train=train)
+    assert dropped.train_loss(None, jnp.ones(3), batch, None)[0].tolist() == [25, 6]
+    for options in ({}, {"kind": "regression", "cost": cost}):
+        with pytest.raises(ValueError, match="either kind"):
+            jfcl.models.task(**line, **options)
+    with pytest.raises(ValueError, match="cost must be a function"):
+        jfcl.models.task(**line, cost="squares")
+
+
+def test_outputs_are_computed_once():
+    calls = []
+
+    def apply(w, x):
+        calls.append(len(x))
+        return x @ w
+
+    task = jfcl.models.task(lambda key: jnp.zeros((3, 2)), apply, kind="classification")
+    clients = jfcl.Clients({"x": np.ones((2, 4, 3), np.float32), "y": np.zeros((2, 4), np.int32)}, np.int32([4, 2]))
+    found = jfcl.evaluate(task, jnp.zeros((1, 3, 2)), clients, np.zeros(2, np.int32))
+    assert calls == [4] and found["accuracy"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="shape of a task's losses"):
+        wrong = task._replace(correct=lambda outputs, batch: outputs)
+        jfcl.evaluate(wrong, jnp.zeros((1, 3, 2)), clients, np.zeros(2, np.int32))
+
+
+def test_what_is_read_and_how_many_outputs_there_are_at_once():
+    """A model of two arrays, in parts: losses and gradients are the same."""
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(7, 3)).astype(np.float32) for name in ("x", "z")} | {"y": np.zeros(7, np.float32)}
+    line = jfcl.models.task(lambda key: jnp.ones(3), lambda w, pair: (pair[0] * pair[1]) @ w, kind="regression")
+    task = line._replace(inputs=lambda batch: (batch["x"], batch["z"]), reads=("x", "y", "z"))
+    want = (batch["x"] * batch["z"]).astype(np.float64).sum(axis=1) ** 2
+    np.testing.assert_allclose(task.loss(jnp.ones(3), batch), want, rtol=1e-5)
+    for most in (1, 3, 7):
+        parts = task._replace(at_once=most)
+        losses, grads = (f(parts) for f in (lambda t: t.loss(jnp.ones(3), batch), lambda t: gradient(t, batch)))
+        np.testing.assert_allclose(losses, want, rtol=1e-5)
+        np.testing.assert_allclose(grads, gradient(task, batch), rtol=1e-5)
+
+
+def gradient(task, batch):
+    return jax.grad(lambda w: task.loss(w, batch).mean())(jnp.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 6, 5)], ids=["classes", "classes of words"])
+def test_a_mixture_of_classifiers_is_the_mean_of_probabilities(shape):
+    rng = np.random.default_rng(0)
+    logits, weights = 3 * rng.normal(size=(3, *shape)).astype(np.float32), np.float32([0.25, 0, 0.75])
+    want = np.einsum("k,k...->...", weights.astype(np.float64), np.exp(log_softmax(logits.astype(np.float64), axis=-1)))
+    words = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(5, 2, 2), 7, 5)
+    task = words if len(shape) == 3 else classification(jfcl.models.Linear(5), (3,), 5)
+    logits[1] = np.nan  # of a model that does not count
+    got = jax.jit(task.mix)(logits, weights)
+    np.testing.assert_allclose(got, np.log(want), rtol=1e-4, atol=1e-5)
+    far = jax.jit(task.mix)(np.float32([[[0, 500]], [[0, 500]]]), np.float32([0.5, 0.5]))
+    np.testing.assert_allclose(far, [[-500, 0]], rtol=1e-6)
+
+
+def test_a_mixture_of_regressions_is_the_mean():
+    task = regression(jfcl.models.Linear(2), (3,))
+    values = np.float32([[[1, 2]], [[np.inf, np.nan]], [[5, 0]]])
+    assert jax.jit(task.mix)(values, np.float32([0.25, 0, 0.75])).tolist() == [[4, 0.5]]
 
 
 @pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])

@@ -316,7 +316,7 @@ def test_a_last_layer_that_is_called_by_name_is_found():
 
 def test_a_module_without_parameters_is_a_task():
     task = classification(linen(lambda self, x: x[:, :C]), (D,), C)
-    assert task.init(jax.random.key(0)) == {} and task.predict({}, jnp.arange(4.0)[None]).tolist() == [[0, 1, 2]]
+    assert task.init(jax.random.key(0)) == {} and task.apply({}, jnp.arange(4.0)[None]).tolist() == [[0, 1, 2]]
 
 
 class Rematerialised(nn.Module):
@@ -344,7 +344,7 @@ def test_a_last_dense_layer_inside_a_transformation_has_no_inputs_outside(module
     """The representation is the outputs, as without a dense layer; there is no head."""
     task = jfcl.models.classification(module, (5,), 3)
     params, x = task.init(jax.random.key(0)), np.random.default_rng(0).standard_normal((4, 5), np.float32)
-    np.testing.assert_allclose(jax.jit(task.represent)(params, x), task.predict(params, x), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(task.represent)(params, x), task.apply(params, x), rtol=1e-6, atol=1e-6)
     assert task.head is None
 
 

@@ -440,7 +440,7 @@ def test_options_of_an_own_method_in_python():
 def test_models_of_a_class_or_function(name):
     task = setup(Config("local", clients=2, clusters=1, model=f"mine_models:{name}")).task
     x = np.zeros((3, 8, 8, 1), np.float32)
-    assert jax.eval_shape(lambda key: task.predict(task.init(key), x), jax.random.key(0)).shape == (3, 10)
+    assert jax.eval_shape(lambda key: task.apply(task.init(key), x), jax.random.key(0)).shape == (3, 10)
 
 
 ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-client", "5", "--model", "linear"]

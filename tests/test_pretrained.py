@@ -161,12 +161,12 @@ def test_merged_models_predict_the_same(task):
     params, x = pretrained(task), data().examples["x"][0]
     adapted = jfcl.models.lora(task, params, rank=1, targets=(lambda path: True) if task is PAIR else None)
     start = adapted.init(jax.random.key(0))
-    np.testing.assert_allclose(adapted.predict(start, x), task.predict(params, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(adapted.apply(start, x), task.apply(params, x), rtol=1e-5, atol=1e-6)
     own = moved(adapted, start)
     whole = jfcl.models.merged(adapted, own)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
-    np.testing.assert_allclose(adapted.predict(own, x), task.predict(whole, x), rtol=1e-4, atol=1e-5)
-    assert np.abs(np.asarray(task.predict(whole, x) - task.predict(params, x))).max() > 1e-2
+    np.testing.assert_allclose(adapted.apply(own, x), task.apply(whole, x), rtol=1e-4, atol=1e-5)
+    assert np.abs(np.asarray(task.apply(whole, x) - task.apply(params, x))).max() > 1e-2
     if task.head is not None:  # adapters of adapters, and a part of them
         inner = jfcl.models.frozen(adapted, own, trainable=lambda path: path.endswith("/b"))
         part = inner.init(None)
@@ -392,8 +392,8 @@ def test_cached_features_give_the_same_results(tmp_path):
     model = jax.tree.map(lambda p: p[0], results[1][0])
     whole = jfcl.models.merged(cached, model)
     np.testing.assert_allclose(
-        NORMAL.predict(whole, clients.examples["x"][0]),
-        jax.jit(cached.predict)(model, features.examples["x"][0]),
+        NORMAL.apply(whole, clients.examples["x"][0]),
+        jax.jit(cached.apply)(model, features.examples["x"][0]),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -426,7 +426,7 @@ def test_flax_variables():
     module, x = Net(True), data().examples["x"][0]
     variables = module.init(jax.random.key(3), x)
     params = jfcl.models.from_flax(variables)
-    np.testing.assert_array_equal(NORMAL.predict(params, x), module.apply(variables, x))
+    np.testing.assert_array_equal(NORMAL.apply(params, x), module.apply(variables, x))
     back = jfcl.models.to_flax(NORMAL, params)
     assert set(back) == {"params", "batch_stats"}
     jax.tree.map(np.testing.assert_array_equal, back, variables)
@@ -574,5 +574,5 @@ def test_adapters_are_beside_a_kernel_in_one_function_and_summed_in_another():
     own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (3, 5))
     adapted.represent(own, x)  # where the second kernel has no use
     np.testing.assert_allclose(
-        adapted.predict(own, x), task.predict(jfcl.models.merged(adapted, own), x), rtol=1e-4, atol=1e-5
+        adapted.apply(own, x), task.apply(jfcl.models.merged(adapted, own), x), rtol=1e-4, atol=1e-5
     )

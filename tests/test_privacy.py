@@ -32,8 +32,8 @@ from jfcl.testing import check_algorithm, problem
 D = 3
 TASK = Task(
     init=lambda key: {"b": jnp.zeros(()), "w": jax.random.normal(key, (D,))},
-    loss=lambda p, batch: 0.5 * (batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2,
-    predict=lambda p, x: x @ p["w"] + p["b"],
+    apply=lambda p, x: x @ p["w"] + p["b"],
+    cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 TRAINING = jfcl.local_training(optax.sgd(0.1), num_steps=2)
 SERVER_ID = 2**31 - 2  # of the server's key
@@ -457,8 +457,8 @@ def test_a_run_reports_its_epsilon(tmp_path):
 def test_memory_does_not_grow_with_the_number_of_clients():
     big = Task(
         init=lambda key: {"w": jax.random.normal(key, (1000, D))},
-        loss=lambda p, b: 0.5 * ((b["x"] @ p["w"].T).sum(axis=-1) - b["y"]) ** 2,
-        predict=lambda p, x: x @ p["w"].T,
+        apply=lambda p, x: (x @ p["w"].T).sum(axis=-1),
+        cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
     )
     used = {}
     for n in (32, 256):

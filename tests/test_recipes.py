@@ -366,7 +366,7 @@ def test_the_task_of_the_authors_code():
     assert not np.array_equal(params["Dense_0"]["kernel"], task.init(jax.random.key(1))["Dense_0"]["kernel"])
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(5, 28, 28, 1)).astype(np.float32), "y": np.arange(5)}
-    logits = np.asarray(task.predict(params, batch["x"]), np.float64)
+    logits = np.asarray(task.apply(params, batch["x"]), np.float64)
     softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(task.loss(params, batch), -softmax[np.arange(5), np.arange(5)], rtol=1e-4)
 
@@ -439,7 +439,7 @@ def test_vgg_16_of_the_authors_code():
     batch, real = {"x": x, "y": np.arange(3)}, np.ones(3, bool)
     losses = [float(task.train_loss(jax.random.key(s), params, batch, real)[0].mean()) for s in (1, 2)]
     assert losses[0] != losses[1]  # dropout
-    np.testing.assert_array_equal(task.predict(params, x), task.predict(params, x))
+    np.testing.assert_array_equal(task.apply(params, x), task.apply(params, x))
 
 
 @pytest.mark.parametrize("redraw", [False, True])

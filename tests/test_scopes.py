@@ -452,7 +452,7 @@ class Counter(nn.Module):
         ),
         (lambda: jfcl.cfl(NORMAL, TRAINING, privacy="sign"), "privacy must be left out where"),
         (
-            lambda: jfcl.models.task(PLAIN.init, PLAIN.predict, kind="classification", statistics=is_head),
+            lambda: jfcl.models.task(PLAIN.init, PLAIN.apply, kind="classification", statistics=is_head),
             "statistics must be left out without train",
         ),
     ],

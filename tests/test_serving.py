@@ -49,7 +49,7 @@ def test_files_of_a_model_hold_it(folders, tmp_path):
     found = folders["fedper"]
     task, model = found.setup.task, found.model(2)
     x = np.asarray(found.setup.federation.test.examples["x"][0, :3])
-    wanted = np.asarray(task.predict(model, x))
+    wanted = np.asarray(task.apply(model, x))
     export_model(task, model, tmp_path / "m.npz")
     with np.load(tmp_path / "m.npz") as arrays:
         assert set(arrays.files) == set(jfcl.models.parameter_paths(task))
@@ -83,7 +83,7 @@ def test_safetensors(folders, tmp_path):
 def test_a_newcomer_chooses_by_all_that_the_loss_reads():
     """Weights that leave one example choose the model of that example."""
     line = jfcl.models.task(lambda key: np.ones(1, np.float32), lambda w, x: x @ w, kind="regression")
-    weighted = line._replace(loss=lambda params, batch: batch["w"] * line.loss(params, batch), reads=("x", "y", "w"))
+    weighted = line._replace(cost=lambda out, batch: batch["w"] * line.cost(out, batch), reads=("x", "y", "w"))
     params = np.float32([[1], [5]])
     examples = {"x": np.ones((3, 1), np.float32), "y": np.float32([1, 1, 5]), "w": np.float32([0, 0, 1])}
     clients = jfcl.stack_clients([examples])
@@ -102,7 +102,7 @@ def test_newcomers_choose(folders):
         losses = []
         for k in range(2):
             model = jax.tree.map(lambda p, k=k: p[k], found.params)
-            logits = np.asarray(found.setup.task.predict(model, examples["x"]), np.float64)
+            logits = np.asarray(found.setup.task.apply(model, examples["x"]), np.float64)
             shifted = logits - logits.max(axis=1, keepdims=True)
             losses.append((np.log(np.exp(shifted).sum(1)) - shifted[np.arange(size), examples["y"]]).mean())
         assert found.choose(examples) == int(np.argmin(losses))
@@ -172,4 +172,4 @@ def test_a_language_model_is_exported_for_whole_numbers(tmp_path):
     export_model(task, model, tmp_path / "m.jax", input_shape=(5,))
     again = export.deserialize(bytearray((tmp_path / "m.jax").read_bytes()))
     x = np.arange(10, dtype=np.int32).reshape(2, 5)
-    np.testing.assert_allclose(again.call(x), task.predict(model, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(again.call(x), task.apply(model, x), rtol=1e-5, atol=1e-6)

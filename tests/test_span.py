@@ -165,14 +165,14 @@ def test_a_single_layer_and_a_kernel_without_width(squeeze):
     examples = data()
     if squeeze:
 
-        def after(params, products, batch):
-            return 0.5 * (products + params["b"] - batch["y"]) ** 2
+        def line(params, x):
+            return x @ params["w"] + params["b"]
 
-        def loss(params, batch):
-            return after(params, batch["x"] @ params["w"], batch)
+        def cost(outputs, batch):
+            return 0.5 * (outputs - batch["y"]) ** 2
 
-        start = jfcl.DenseStart("w", lambda batch: batch["x"], after, whole=loss)
-        task = jfcl.Task(lambda key: {"w": jnp.ones(D), "b": jnp.ones(())}, loss, None, dense_start=start)
+        start = jfcl.DenseStart("w", lambda x: x, lambda params, products, x: products + params["b"], whole=line)
+        task = jfcl.Task(lambda key: {"w": jnp.ones(D), "b": jnp.ones(())}, line, cost, dense_start=start)
         examples["y"] = examples["y"][:, 0]
     else:
         task = jfcl.models.regression(jfcl.models.Linear(OUT), (D,))
@@ -302,7 +302,7 @@ def test_optimizers_that_leave_the_span_are_refused(optimizer):
     ("task", "options", "anchored", "words"),
     [
         (jfcl.models.classification(jfcl.models.CNNMnist(10), (28, 28, 1), 10), {}, False, "no dense_start"),
-        (MLP._replace(loss=lambda params, batch: batch["y"][:, 0]), {}, False, "no dense_start"),
+        (MLP._replace(apply=lambda params, x: MLP.apply(params, x)), {}, False, "no dense_start"),
         (MLP, {"augment": lambda key, batch: batch}, False, "augment changes"),
         (MLP, {"keep": "everything"}, False, "from outside"),
         (MLP, {"prox": 1.0}, True, "another model"),
@@ -370,16 +370,30 @@ def test_it_is_tried_once_per_optimizer(monkeypatch):
     ],
     ids=str,
 )
-def test_a_dense_start_is_the_loss(module, shape):
+def test_a_dense_start_is_the_model(module, shape):
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(6, *shape)).astype(np.float32), "y": rng.integers(0, 3, 6).astype(np.int32)}
     task = jfcl.models.classification(module, shape, 3)
     params, start = task.init(jax.random.key(0)), dense_start(task)
     params = jax.tree.map(lambda p: p + 0.1, params)  # biases begin at 0
     products = batch["x"].reshape(6, -1) @ np.asarray(get_parameter(params, start.kernel))
-    np.testing.assert_allclose(start.loss(params, products, batch), task.loss(params, batch), rtol=1e-5)
-    used = jax.grad(lambda p: start.loss(p, products, batch).sum())(params)
+    outputs = start.apply(params, products, batch["x"])
+    np.testing.assert_allclose(outputs, task.apply(params, batch["x"]), rtol=1e-5, atol=1e-6)
+    used = jax.grad(lambda p: start.apply(p, products, batch["x"]).sum())(params)
     assert not get_parameter(used, start.kernel).any()
+
+
+def test_a_cost_of_ones_own_is_that_in_the_span():
+    task = MLP._replace(cost=lambda outputs, batch: jnp.abs(outputs - batch["y"]).sum(axis=1))
+    params = task.init(jax.random.key(1))
+    ends = [
+        run(
+            of, jfcl.local_training(optax.sgd(0.01), num_steps=3, span=how), params, data(), M, jax.random.key(0)
+        ).params
+        for of, how in ((task, "never"), (task, "always"), (MLP, "never"))
+    ]
+    assert_close(*ends[:2])
+    assert float(jnp.abs(ends[1]["Dense_0"]["kernel"] - ends[2]["Dense_0"]["kernel"]).max()) > 1e-4
 
 
 def test_modules_that_are_not_known_have_none():

@@ -132,7 +132,7 @@ def knn_per(
         check(np.all((np.asarray(mixings) >= 0) & (np.asarray(mixings) <= 1)), "mixings", mixings, "in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
     client_axis = mapping.or_auto(client_axis)
-    represent = represent or task.represent or task.predict
+    represent = represent or task.represent or task.apply
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
     common = fedavg(**given)
 
@@ -232,10 +232,11 @@ def neighbours(
 def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
     """Returns one client's `(memory [M, H], label [M], λ [])` under the global model, see `Neighbours`."""
     examples = losses.blank_padding(examples, size)
-    memory, label = method.represent(model, examples["x"]), examples["y"]
+    x, label = method.task.inputs_of(examples), examples["y"]
+    memory = method.represent(model, x)
     if method.mixing is not None:
         return memory, label, jnp.where(size > 0, method.mixing, 0.0).astype(jnp.float32)
-    outputs = method.task.predict(model, examples["x"])
+    outputs = method.task.apply(model, x)
     m, first = len(label), num_training(method, size)
     own = neighbours(method, memory, label, first, memory, outputs.shape[1])
     judged = (jnp.arange(m) >= first) & (jnp.arange(m) < size)
@@ -249,23 +250,20 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
 
 
 def mixture_task(method: Mixture) -> Task:
-    """Returns the task of the mixture, with `Neighbours` as parameters."""
+    """Returns the task of the mixture, with `Neighbours` as parameters and logarithms of probabilities as outputs."""
 
-    def probabilities(params: Neighbours, x):
-        outputs = method.task.predict(params.model, x)
+    def apply(params: Neighbours, x):
+        outputs = method.task.apply(params.model, x)
         represented = method.represent(params.model, x)
         own = neighbours(method, params.memory, params.label, params.size, represented, outputs.shape[1])
-        return params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
+        mixture = params.mixing * own + (1 - params.mixing) * jax.nn.softmax(outputs)
+        return jnp.log(jnp.maximum(mixture, LEAST))
 
-    def loss(params, batch):
-        chosen = jnp.take_along_axis(probabilities(params, batch["x"]), batch["y"][:, None], axis=1)[:, 0]
-        return -jnp.log(jnp.maximum(chosen, LEAST))
+    def cost(outputs, batch):
+        return -jnp.take_along_axis(outputs, batch["y"][:, None], axis=1)[:, 0]
 
-    def correct(params, batch):
-        return (jnp.argmax(probabilities(params, batch["x"]), axis=1) == batch["y"]).astype(jnp.float32)
+    def correct(outputs, batch):
+        return (jnp.argmax(outputs, axis=1) == batch["y"]).astype(jnp.float32)
 
-    def predict(params, x):
-        return jnp.log(jnp.maximum(probabilities(params, x), LEAST))
-
-    about = {name: getattr(method.task, name) for name in ("init", "reads", "num_classes")}
-    return Task(loss=loss, predict=predict, correct=correct, **about)
+    about = {name: getattr(method.task, name) for name in ("init", "mix", "num_classes", "reads", "inputs", "at_once")}
+    return Task(apply=apply, cost=cost, correct=correct, **about)

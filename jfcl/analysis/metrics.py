@@ -34,7 +34,7 @@ def evaluate(
     """Evaluates every client's model on that client's examples: loss and accuracy.
 
     Args:
-      task: defines the loss and correct predictions.
+      task: defines outputs, the loss and correct predictions.
       params: pytree of `[K, ...]`, the models.
       clients: the data to evaluate on, e.g. test examples; any number of clients.
       cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
@@ -76,9 +76,12 @@ def _evaluate(params, clients, cluster, personal, *, task, client_axis):
         model = jax.tree.map(lambda p: p[k], params)
         examples = blank_padding(examples, size)
         real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
-        result = {"loss": masked_mean(task.loss(model, examples), real)}
-        if task.correct is not None:
-            result["accuracy"] = masked_mean(task.correct(model, examples), real)
+        scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})
+
+        def score(outputs, batch):
+            return {name: function(outputs, batch) for name, function in scores.items()}
+
+        result = {name: masked_mean(values, real) for name, values in task.scores(score, model, examples).items()}
         if task.perplexity:
             result["perplexity"] = jnp.exp(result["loss"])
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}

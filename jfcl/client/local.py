@@ -255,7 +255,7 @@ def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: Py
     """Returns the reason why a client cannot train in the span of its examples; None if it can."""
     start = dense_start(task)
     if start is None:
-        return "the task has no dense_start (that of its loss)"
+        return "the task has no dense_start (that of its apply)"
     if training.augment is not None:
         return "augment changes the examples"
     if training.keep == "everything":
@@ -357,7 +357,7 @@ def train(
     if start is not None:
         start = spans.in_span(start, training.optimizer, begin)
         gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
-        span = spans.enter(start, begin, examples, products, gram=gram)
+        span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram)
         params = anchor = spans.coefficients(start, span, begin)
         opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
     order_key, augment_key = jax.random.split(key)
@@ -375,7 +375,7 @@ def train(
         if start is None:
             loss, grads, statistics = loss_and_gradient(task, step_key, params, statistics, batch, real)
         else:
-            loss, grads = spans.loss_and_gradient(start, span, params, batch, rows, real)
+            loss, grads = spans.loss_and_gradient(task, start, span, params, batch, rows, real)
         objective = loss
         if not (is_concrete(training.prox) and training.prox == 0):
             grads, objective = pull(grads, params), loss + distance(params, anchor, training.prox).astype(loss.dtype)

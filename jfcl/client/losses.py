@@ -101,13 +101,16 @@ def under_all(task: Task, params: PyTree) -> Callable[[Batch, jax.Array], tuple[
             losses, products = jax.vmap(lambda p: mean_loss(task, p, examples, size))(_indexable(params)), None
         else:
             examples = blank_padding(examples, size)
-            inputs = start.rows(examples, kernels)
+            x = task.inputs_of(examples)
+            inputs = start.rows(x, kernels)
             real = jnp.arange(len(inputs)) < size
             flat = kernels.reshape(len(kernels), -1).astype(inputs.dtype)
             products = (inputs @ flat).reshape(len(inputs), *kernels.shape[1:])
-            losses = jax.vmap(lambda p, z: masked_mean(start.loss(p, z, examples), real), in_axes=(0, 1))(
-                params, products
-            )
+
+            def loss(p, z):
+                return masked_mean(task.cost(start.apply(p, z, x), examples), real)
+
+            losses = jax.vmap(loss, in_axes=(0, 1))(params, products)
         return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf)), products
 
     return compare

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 from jfcl.client.losses import masked_mean
-from jfcl.core import DenseStart, PyTree, get_parameter, is_concrete, set_parameter
+from jfcl.core import Batch, DenseStart, PyTree, Task, get_parameter, is_concrete, set_parameter
 
 # The cost of reading and writing one weight in a step, in multiply-adds. Measured on a CPU with a device per core, in
 # 13 cases (d 64 to 1,024, H 32 to 1,000, M 16 to 300, B 4 to 50): with it the costs below choose the faster way, or one
@@ -84,10 +84,10 @@ def in_span(start: DenseStart, optimizer: optax.GradientTransformation, params: 
     return start._replace(bias=None) if stays_in_span(optimizer, params, start.kernel) else None
 
 
-def enter(start: DenseStart, params: PyTree, examples: PyTree, products: jax.Array | None, *, gram: bool) -> Span:
-    """Returns the `Span` of one client's examples `[M, ...]`, with padding 0, at `params`; `products`: `Z` if known."""
+def enter(start: DenseStart, params: PyTree, x: jax.Array, products: jax.Array | None, *, gram: bool) -> Span:
+    """Returns the `Span` of one client's inputs `x`, with padding 0, at `params`; `products`: `Z`, if known."""
     kernel = get_parameter(params, start.kernel)
-    inputs = start.rows(examples, kernel)
+    inputs = start.rows(x, kernel)
     if products is None:
         products = inputs @ kernel.astype(inputs.dtype)
     if not gram:
@@ -111,12 +111,15 @@ def products(start: DenseStart, span: Span, params: PyTree, rows: jax.Array | No
 
 
 def loss_and_gradient(
-    start: DenseStart, span: Span, params: PyTree, batch: PyTree, rows: jax.Array | None, real: jax.Array
+    task: Task, start: DenseStart, span: Span, params: PyTree, batch: Batch, rows: jax.Array | None, real: jax.Array
 ) -> tuple[jax.Array, PyTree]:
     """Returns the mean loss `[]` of the examples at `rows` (None: all), and its gradient with that of the span."""
-    loss, (grads, d) = jax.value_and_grad(lambda p, z: masked_mean(start.loss(p, z, batch), real), argnums=(0, 1))(
-        params, products(start, span, params, rows)
-    )
+
+    def mean_loss(p, z):
+        return masked_mean(task.cost(start.apply(p, z, task.inputs_of(batch)), batch), real)
+
+    at = params, products(start, span, params, rows)
+    loss, (grads, d) = jax.value_and_grad(mean_loss, argnums=(0, 1))(*at)
     a = get_parameter(params, start.kernel)
     d = d.astype(a.dtype)
     of_all = d if rows is None else jnp.zeros_like(a).at[rows].add(d)  # rows drawn twice count twice

@@ -214,7 +214,7 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
         return
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
-        jax.eval_shape(task.predict, params, shape_struct(examples["x"], (1, *shape)))
+        jax.eval_shape(task.apply, params, shape_struct(examples["x"], (1, *shape)))
     except Exception:  # of any package that models are written in
         raise ValueError(f"{name}: inputs have shape {shape}, but the model is made for {wanted}") from None
 

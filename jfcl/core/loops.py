@@ -1,11 +1,40 @@
-"""Bounds on the trips of loops, noted in programs: `jfcl plan` reads what a compiled loop does not show."""
+"""Loops over parts of a batch, and bounds on the trips of loops, noted in programs for `jfcl plan`."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+
+def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -> Any:
+    """Computes `function(rows, part)`, arrays `[B, ...]`, for at most `most` rows at a time (None: all).
+
+    Row `i` must depend on row `i` of the pytree `rows` `[B, ...]` alone. `part` `[]` is the number of the part, for
+    random numbers. Activations of a part are computed again for the gradient.
+
+    Example:
+      >>> in_parts(lambda x, part: 2 * x, jnp.arange(5), 2).tolist()
+      [0, 2, 4, 6, 8]
+    """
+    total = len(jax.tree.leaves(rows)[0])
+    if most is None or total <= most:
+        return function(rows, 0)
+    count = -(-total // most)
+    each = -(-total // count)
+
+    def divide(x):
+        padded = jnp.pad(x, ((0, count * each - total), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(count, each, *x.shape[1:])
+
+    again = jax.checkpoint(function, prevent_cse=False)
+    numbered = jax.tree.map(divide, rows), jnp.arange(count, dtype=jnp.int32)
+    found = jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1]
+    return jax.tree.map(lambda x: x.reshape(count * each, *x.shape[2:])[:total], found)
 
 
 def at_most(trips: int) -> contextlib.AbstractContextManager:

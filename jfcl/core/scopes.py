@@ -133,7 +133,7 @@ def reparametrised(
 
     `train_loss` is left out for a task without one, and a `dense_start` is lost.
     """
-    named = {name: getattr(task, name) for name in ("loss", "predict", "correct", "represent")}
+    named = {name: getattr(task, name) for name in ("apply", "represent")}
     functions = {name: None if function is None else whole(function) for name, function in named.items()}
     functions["train_loss"] = None if task.train_loss is None else train_loss
     return task._replace(**functions, init=init, dense_start=None, merge=merge)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
+from jfcl.core.loops import in_parts
 
 PyTree = Any
 Batch = dict[str, jax.Array]  # {"x": [B, ...], "y": [B, ...]}
@@ -46,54 +47,58 @@ class DenseStart(NamedTuple):
     With it `jfcl.client.local` can train the layer in fewer operations (see `jfcl.client.span`), and IFCA can compute
     the layers of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`. A user's own task may have one too:
 
-      `task.loss(params, batch)` must be `loss(params, inputs(batch) @ kernel, batch)`, where `inputs` does not depend
-      on the parameters, and `loss` depends on all of them except for the kernel.
+      `task.apply(params, x)` must be `apply(params, inputs(x) @ kernel, x)`, where `inputs` does not depend on the
+      parameters, and `apply` depends on all of them except for the kernel.
 
     Attributes:
       kernel: the path of the layer's kernel, `[d, H]` or `[d]`, in the parameters, such as `"Dense_0/kernel"`.
-      inputs: `(batch) -> [B, d]`, the inputs of the layer. Where their type has fewer digits than the kernel's, as in a
+      inputs: `(x) -> [B, d]`, the inputs of the layer. Where their type has fewer digits than the kernel's, as in a
         task in bfloat16, the products have it too.
-      loss: `(params, products, batch) -> [B]`, with `products` `[B, H]` or `[B]` for `inputs(batch) @ kernel`. They do
+      apply: `(params, products, x) -> outputs`, with `products` `[B, H]` or `[B]` for `inputs(x) @ kernel`. They do
         not include a bias.
-      whole: the task's `loss`; a task with another `loss` has no dense start any more.
-      bias: the path of a bias, `[H]` or `[]`, that `loss` adds to the products and uses nowhere else; `None`: none is
+      whole: the task's `apply`; a task with another `apply` has no dense start any more. (Its cost may be any.)
+      bias: the path of a bias, `[H]` or `[]`, that `apply` adds to the products and uses nowhere else; `None`: none is
         known. It is trained with the kernel, as the weight of an input that is always 1.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> def squares(params, products, batch):
-      ...     return (products + params["b"] - batch["y"]) ** 2
-      >>> def loss(params, batch):
-      ...     return squares(params, batch["x"] @ params["w"], batch)
-      >>> start = DenseStart("w", lambda batch: batch["x"], squares, whole=loss)
-      >>> task = Task(lambda key: {"w": jnp.zeros(2), "b": jnp.zeros(())}, loss, None, dense_start=start)
-      >>> dense_start(task) is start, dense_start(task._replace(loss=lambda params, batch: batch["y"]))
+      >>> def line(params, x):
+      ...     return x @ params["w"] + params["b"]
+      >>> def squares(outputs, batch):
+      ...     return (outputs - batch["y"]) ** 2
+      >>> start = DenseStart("w", lambda x: x, lambda params, products, x: products + params["b"], whole=line)
+      >>> task = Task(lambda key: {"w": jnp.zeros(2), "b": jnp.zeros(())}, line, squares, dense_start=start)
+      >>> dense_start(task) is start, dense_start(task._replace(apply=lambda params, x: x @ params["w"]))
       (True, None)
     """
 
     kernel: str
-    inputs: Callable[[Batch], jax.Array]
-    loss: Callable[[PyTree, jax.Array, Batch], jax.Array]
-    whole: Callable[[PyTree, Batch], jax.Array]
+    inputs: Callable[[jax.Array], jax.Array]
+    apply: Callable[[PyTree, jax.Array, jax.Array], jax.Array]
+    whole: Callable[[PyTree, jax.Array], jax.Array]
     bias: str | None = None
 
-    def rows(self, batch: Batch, kernel: jax.Array) -> jax.Array:
+    def rows(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Returns the inputs `[B, d]` in the type of the products with `kernel`."""
-        x = self.inputs(batch)
+        x = self.inputs(x)
         narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < kernel.dtype.itemsize
         return x if narrow else x.astype(kernel.dtype)
 
 
 class Task(NamedTuple):
-    """A model and its loss, for one client. `jfcl.models.classification` and others make one from a module.
+    """A model, and what is computed of its outputs, for one client. `jfcl.models` makes one from a module.
+
+    Outputs are computed once; the loss, the accuracy and every other metric are functions of them.
 
     Attributes:
       init: `(key) -> params`, a pytree of arrays.
-      loss: `(params, batch) -> [B]`, one loss per example, so that the library owns the mask and the mean.
-      predict: `(params, inputs [B, ...]) -> outputs [B, ...]`.
-      correct: `(params, batch) -> [B]` float, the mean of which is the accuracy; `None` for regression.
+      apply: `(params, x [B, ...]) -> outputs [B, ...]`, in evaluation.
+      cost: `(outputs, batch) -> [B]`, one loss per example, so that the library owns the mask and the mean.
+      correct: `(outputs, batch) -> [B]` float, the mean of which is the accuracy; `None` for regression.
+      mix: `(outputs [K, B, ...], weights [K]) -> outputs [B, ...]`, the outputs of a mixture of `K` models; weights sum
+        to 1, and may be 0. `None`: not known.
       perplexity: whether the exponential of the loss is a perplexity, which is then reported (language models).
-      represent: `(params, inputs [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None` where they are not
+      represent: `(params, x [B, ...]) -> [B, H]`, the inputs of the model's last layer; `None` where they are not
         known (kNN-Per then takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
@@ -109,26 +114,29 @@ class Task(NamedTuple):
       reads: the names of the arrays that it reads in a batch, which `jfcl.simulate` checks; empty: not known.
       merge: `(params) -> params` of the task that this one was made from: with the frozen parameters, and with adapters
         added to their kernels (see `jfcl.models.merged`). `None`: the parameters are all there are.
-      features: `(inputs [B, ...]) -> [B, H]`, what the batches of this task have in place of the inputs (see
+      features: `(x [B, ...]) -> [B, H]`, what the batches of this task have in place of the inputs (see
         `jfcl.models.cache_features`). `None`: the inputs themselves.
+      inputs: `(batch) -> x`, what `apply` reads of a batch, such as all words of a text but the last. `None`:
+        `batch["x"]`.
+      at_once: the most examples of which outputs are in memory at a time, for large outputs; their activations are
+        computed again for the gradient. `None`: all.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> def predict(params, x):
-      ...     return x @ params["w"]
       >>> task = Task(
       ...     init=lambda key: {"w": jnp.zeros(2)},
-      ...     loss=lambda params, batch: jnp.abs(predict(params, batch["x"]) - batch["y"]),
-      ...     predict=predict,
+      ...     apply=lambda params, x: x @ params["w"],
+      ...     cost=lambda outputs, batch: jnp.abs(outputs - batch["y"]),
       ... )
       >>> task.loss(task.init(None), {"x": jnp.ones((3, 2)), "y": jnp.arange(3.0)}).tolist()
       [0.0, 1.0, 2.0]
     """
 
     init: Callable[[jax.Array], PyTree]
-    loss: Callable[[PyTree, Batch], jax.Array]
-    predict: Callable[[PyTree, jax.Array], jax.Array]
-    correct: Callable[[PyTree, Batch], jax.Array] | None = None
+    apply: Callable[[PyTree, jax.Array], jax.Array]
+    cost: Callable[[jax.Array, Batch], jax.Array]
+    correct: Callable[[jax.Array, Batch], jax.Array] | None = None
+    mix: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     perplexity: bool = False
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None
     dense_start: DenseStart | None = None
@@ -140,6 +148,29 @@ class Task(NamedTuple):
     reads: tuple[str, ...] = ()
     merge: Callable[[PyTree], PyTree] | None = None
     features: Callable[[jax.Array], jax.Array] | None = None
+    inputs: Callable[[Batch], PyTree] | None = None
+    at_once: int | None = None
+
+    def inputs_of(self, batch: Batch) -> PyTree:
+        """Returns what `apply` reads of a batch."""
+        return batch["x"] if self.inputs is None else self.inputs(batch)
+
+    def outputs(self, params: PyTree, batch: Batch) -> jax.Array:
+        """Returns the model's outputs `[B, ...]` for a batch."""
+        return self.apply(params, self.inputs_of(batch))
+
+    def scores(self, function: Callable[[jax.Array, Batch], PyTree], params: PyTree, batch: Batch) -> PyTree:
+        """Returns `function(outputs, batch)`, arrays `[B]` of independent examples, such as `cost` and `correct`."""
+
+        def score(rows, part):
+            x, batch = rows
+            return function(self.apply(params, x), batch)
+
+        return in_parts(score, (self.inputs_of(batch), batch), self.at_once)
+
+    def loss(self, params: PyTree, batch: Batch) -> jax.Array:
+        """Returns the loss of each example, `[B]`."""
+        return self.scores(self.cost, params, batch)
 
 
 class Algorithm(NamedTuple):
@@ -212,7 +243,7 @@ def check_task(task: Any) -> None:
 
 
 def dense_start(task: Task) -> DenseStart | None:
-    """Returns the task's `DenseStart`, or `None` if it was made for another loss, or training has a loss of its own."""
+    """Returns the task's `DenseStart`, `None` if made for another `apply`, or where training has its own loss."""
     start = task.dense_start
-    fits = start is not None and start.whole is task.loss and task.train_loss is None
+    fits = start is not None and start.whole is task.apply and task.train_loss is None
     return start if fits else None

@@ -48,14 +48,14 @@ def failure(name: str, lr: float) -> Failure:
         "cfl": ([lambda x, s: 0.5 * (x - 1) ** 2, noisy, lambda x, s: 0.5 * (x + 2) ** 2], [1.0, 1.0, -2.0]),
     }[name]
 
-    def loss(params, batch):
-        return jax.vmap(lambda kind, s: jax.lax.switch(kind, losses, params["x"], s))(batch["y"], batch["x"])
+    def cost(outputs, batch):
+        return jax.vmap(lambda kind, *at: jax.lax.switch(kind, losses, *at))(batch["y"], outputs, batch["x"])
 
     n = len(losses)
     kinds = np.repeat(np.arange(n, dtype=np.int32)[:, None], 2, axis=1)
     signs = np.tile(np.float32([1, -1]), (n, 1))
     clients = Clients({"x": signs, "y": kinds}, np.full(n, 2, np.int32))
-    task = Task(lambda key: {"x": jnp.zeros(())}, loss, lambda params, x: params["x"] + 0 * x)
+    task = Task(lambda key: {"x": jnp.zeros(())}, lambda params, x: params["x"] + 0 * x, cost)
     return Failure(task, clients, np.array(optima))
 
 

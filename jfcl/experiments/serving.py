@@ -47,7 +47,7 @@ def predictor(task: Task, model: PyTree) -> Callable[[Any], jax.Array]:
     It raises `ValueError` for inputs of another shape than the task's, or that flattened: a model may take them, and
     read them wrongly (images with the channels first).
     """
-    predict, wanted = jax.jit(task.predict), task.input_shape
+    predict, wanted = jax.jit(task.apply), task.input_shape
 
     def outputs(x: Any) -> jax.Array:
         shape = np.shape(x)
@@ -130,6 +130,6 @@ def export_model(
         dtype = (np.int32 if task.perplexity else np.float32) if dtype is None else dtype
         x = jax.ShapeDtypeStruct((batch, *shape), dtype)
         # One example mapped over a batch of symbolic size: modules may use `len(x)`, which must be a number.
-        predict = jax.jit(jax.vmap(lambda one: task.predict(model, one[None])[0]))
+        predict = jax.jit(jax.vmap(lambda one: task.apply(model, one[None])[0]))
         made = export.export(predict, platforms=("cpu", "cuda", "tpu"))(x)
         write_whole(file, bytes(made.serialize()))

@@ -26,7 +26,8 @@ def of_features(task: Task, made: Task, params: PyTree, chosen: PyTree, fixed: P
     """
     check(task.head is not None, "cache_features", True, "False: the last dense layer of this model is not known")
     accepted = "False: the shape of an input is not known (classification and regression have one)"
-    check(task.input_shape is not None and task.features is None, "cache_features", True, accepted)
+    known = task.input_shape is not None and task.features is None and task.inputs is None
+    check(known, "cache_features", True, accepted)
     trained, last = parameter_names(chosen), [n for n in parameter_names(params) if n.startswith(f"{task.head}/")]
     accepted = f"true for the last dense layer's parameters and no others, {', '.join(last)}, with cache_features"
     check(trained == last, "trainable", f"a predicate that holds for {', '.join(trained)}", accepted)
@@ -45,34 +46,24 @@ def of_features(task: Task, made: Task, params: PyTree, chosen: PyTree, fixed: P
         check(x.shape[1:] == (width,), "the shape of x", x.shape, accepted)
         return jnp.zeros((len(x), *task.input_shape), jnp.float32)
 
-    def with_features(function, head, x, batch):
+    def apply(head, x):
         def enter(layer, call, inputs, *args, **kwargs):
             is_head = "/".join(layer.path) == task.head
             return call(x.reshape(inputs.shape).astype(inputs.dtype) if is_head else inputs, *args, **kwargs)
 
         with at_layers(nn.Dense, enter):
-            return function(whole(head), batch)
-
-    def of_batch(function):
-        if function is None:
-            return None
-        return lambda head, batch: with_features(function, head, batch["x"], {**batch, "x": blank(batch["x"])})
-
-    def predict(head, x):
-        return with_features(task.predict, head, x, blank(x))
+            return task.apply(whole(head), blank(x))
 
     def features(x):
         return task.represent(params, x)
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=inputs.shape), jnp.float32)
-    wanted, found = task.predict(params, x), predict(chosen, features(x))
+    wanted, found = task.apply(params, x), apply(chosen, features(x))
     same = np.allclose(wanted, found, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))
     accepted = f"False: the model's outputs depend on more than the inputs of one call of {task.head}"
     check(same, "cache_features", True, accepted)
     return made._replace(
-        loss=of_batch(task.loss),
-        predict=predict,
-        correct=of_batch(task.correct),
+        apply=apply,
         represent=lambda head, x: x,
         train_loss=None,
         statistics=None,

@@ -12,8 +12,9 @@ import numpy as np
 
 from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
+from jfcl.core.loops import in_parts
 from jfcl.data.text import PAD
-from jfcl.models.tasks import check_logits, cross_entropy, network, remembered
+from jfcl.models.tasks import check_logits, cross_entropy, mixed_logits, network, remembered
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 
@@ -40,7 +41,7 @@ def language_model(module: Any, length: int, vocab_size: int, *, training_argume
       training_argument: as in `jfcl.models.classification`.
 
     Returns:
-      `Task`, the same object for the same arguments; its `predict` returns the logits of all positions, of texts of any
+      `Task`, the same object for the same arguments; its `apply` returns the logits of all positions, of texts of any
       length. Memory: at most `MOST_LOGITS` logits at a time; larger batches are processed in parts, with activations
       computed again for the gradient.
 
@@ -69,44 +70,44 @@ def _language_model(module: Any, length: int, vocab_size: int, training_argument
     check(net.statistics is None, f"batch statistics of {net.name}", "BatchNorm", accepted)
     fitting = f"shape (B, {length - 1}, {vocab_size}), for texts of {length} words and a vocabulary of {vocab_size}"
     check_logits(net, (2, length - 1, vocab_size), f"{vocab_size} logits a word, {fitting}")
-    init, apply = net.init, net.apply
 
-    def mean_over_words(score: Callable, logits: Callable, x: jax.Array) -> jax.Array:
-        """Returns `[B]`, the mean of `score(logits(x, part), targets)` over the targets of every text."""
-        _check_ids(x, length, vocab_size)
-
-        def texts(x, part):
-            values = score(logits(x[:, :-1], part), x[:, 1:])
-            return jax.vmap(masked_mean)(values, x[:, 1:] != PAD)
-
-        return _in_parts(texts, x, max(1, MOST_LOGITS // ((length - 1) * vocab_size)))
+    def inputs(batch):
+        _check_ids(batch["x"], length, vocab_size)
+        return batch["x"][:, :-1]
 
     def of_words(score: Callable) -> Callable:
-        return lambda params, batch: mean_over_words(score, lambda x, part: apply(params, x), batch["x"])
+        """Returns the mean `[B]` of `score(logits, targets)` over the targets of every text."""
+
+        def mean(logits, batch):
+            targets = batch["x"][:, 1:]
+            return jax.vmap(masked_mean)(score(logits, targets), targets != PAD)
+
+        return mean
 
     def right(logits, targets):
         return (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
 
     def train_loss(key, params, batch, real):
-        def logits(x, part):
-            return net.train(jax.random.fold_in(key, part), params, x, jnp.ones(len(x), bool))[0]
+        def losses(rows, part):
+            x, batch = rows
+            logits, _ = net.train(jax.random.fold_in(key, part), params, x, jnp.ones(len(x), bool))
+            return made.cost(logits, batch)
 
-        return mean_over_words(cross_entropy, logits, batch["x"]), params
+        return in_parts(losses, (inputs(batch), batch), made.at_once), params
 
-    made = Task(init, of_words(cross_entropy), apply, of_words(right), perplexity=True, head=net.head, reads=("x",))
+    made = Task(
+        net.init,
+        net.apply,
+        of_words(cross_entropy),
+        of_words(right),
+        mixed_logits,
+        perplexity=True,
+        head=net.head,
+        reads=("x",),
+        inputs=inputs,
+        at_once=max(1, MOST_LOGITS // ((length - 1) * vocab_size)),
+    )
     return made if net.train is None else made._replace(train_loss=train_loss)
-
-
-def _in_parts(function: Callable, x: jax.Array, most: int) -> jax.Array:
-    """Computes `function(x, part)` `[B]` for at most `most` rows at a time; row `i` must depend on row `i` alone."""
-    if len(x) <= most:
-        return function(x, 0)
-    count = -(-len(x) // most)
-    each = -(-len(x) // count)
-    parts = jnp.pad(x, ((0, count * each - len(x)), (0, 0))).reshape(count, each, -1)
-    again = jax.checkpoint(function, prevent_cse=False)
-    numbered = parts, jnp.arange(count, dtype=jnp.int32)
-    return jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1].reshape(-1)[: len(x)]
 
 
 def _check_ids(x: jax.Array, length: int, vocab_size: int) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl.core import (
+    Batch,
     DenseStart,
     PyTree,
     Task,
@@ -38,7 +39,10 @@ def task(
     init: Callable[[jax.Array], PyTree],
     apply: Callable[[PyTree, jax.Array], jax.Array],
     *,
-    kind: str,
+    kind: str | None = None,
+    cost: Callable[[jax.Array, Batch], jax.Array] | None = None,
+    correct: Callable[[jax.Array, Batch], jax.Array] | None = None,
+    mix: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     half: bool = False,
     train: Callable[[jax.Array, PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]] | None = None,
     statistics: Callable[[str], bool] | None = None,
@@ -51,6 +55,10 @@ def task(
         shape for regression.
       kind: `"classification"`: cross-entropy of integer labels, accuracy of the largest logit. `"regression"`: squared
         error, summed over the outputs of an example; no accuracy.
+      cost: in place of `kind`, a loss of your own: `(outputs, batch) -> [B]`, one for each example.
+      correct: `(outputs, batch) -> [B]` float, the mean of which is the accuracy. Default: that of `kind`.
+      mix: `(outputs [K, B, ...], weights [K]) -> outputs [B, ...]`, the outputs of a mixture of models. Default: that
+        of `kind`: the logarithm of the mean of the probabilities, and the mean of the values.
       half: 1/2 of the squared error, for a regression.
       train: `(key, params, x [B, ...], real [B]) -> (outputs, params)`, the model in training: `key` draws its random
         numbers, `real` marks the examples that are no padding, and the returned parameters have new statistics.
@@ -59,55 +67,93 @@ def task(
         optimiser moves (see `jfcl.Task`).
 
     Returns:
-      `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`.
+      `Task`; its batches are `{"x": [B, ...], "y": [B, ...]}`. With `cost`, it has an accuracy if `correct` is given,
+      and batches with what `cost` reads.
 
     Raises:
-      ValueError: an unknown `kind`; `half` without a regression; statistics without `train`.
+      ValueError: an unknown `kind`; both `kind` and `cost`, or neither; `half` without a regression; statistics without
+        `train`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> line = task(lambda key: {"w": jnp.ones(2)}, lambda params, x: x @ params["w"], kind="regression")
       >>> line.loss(line.init(None), {"x": jnp.ones((1, 2)), "y": jnp.zeros(1)}).tolist()
       [4.0]
+      >>> robust = task(line.init, line.apply, cost=lambda outputs, batch: jnp.abs(outputs - batch["y"]))
+      >>> robust.loss(robust.init(None), {"x": jnp.ones((1, 2)), "y": jnp.zeros(1)}).tolist()
+      [2.0]
     """
-    check_choice("kind", kind, KINDS)
-    check(kind == "regression" or not half, "half", half, "False for a classification, which has no squared error")
+    if (kind is None) == (cost is None):
+        given = "both are given" if cost is not None else "none is given"
+        raise ValueError(f"Give either kind ({' or '.join(map(repr, KINDS))}) or cost, a function; {given}.")
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
+    for name, function in {"cost": cost, "correct": correct, "mix": mix}.items():
+        check(function is None or callable(function), name, function, "a function of the model's outputs")
+    check(kind == "regression" or not half, "half", half, 'False without kind="regression", which has a squared error')
     fits = statistics is None or train is not None
     check(fits, "statistics", statistics, "left out without train, which renews them")
-    cost = _cost(kind, half)
-
-    def loss(params, batch):
-        return cost(apply(params, batch["x"]), batch["y"])
-
-    def right(params, batch):
-        return (jnp.argmax(apply(params, batch["x"]), axis=-1) == batch["y"]).astype(jnp.float32)
+    if kind == "classification":
+        cost, correct, mix = _cost(kind, half), correct or _is_right, mix or mixed_logits
+    elif kind == "regression":
+        cost, mix = _cost(kind, half), mix or _mean
 
     def train_loss(key, params, batch, real):
         outputs, params = train(key, params, batch["x"], real)
-        return cost(outputs, batch["y"]), params
+        return cost(outputs, batch), params
 
     return Task(
         init,
-        loss,
         apply,
-        right if kind == "classification" else None,
+        cost,
+        correct,
+        mix,
         train_loss=None if train is None else train_loss,
         statistics=statistics,
-        reads=("x", "y"),
+        reads=("x",) if kind is None else ("x", "y"),
     )
 
 
-def _cost(kind: str, half: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the loss, `(outputs [B, ...], y [B, ...]) -> [B]`, in float32 at least."""
+def _cost(kind: str, half: bool) -> Callable[[jax.Array, Batch], jax.Array]:
+    """Returns the loss, `(outputs [B, ...], batch) -> [B]`, in float32 at least."""
 
-    def squared_error(outputs, y):
-        outputs = _wide(outputs)
+    def squared_error(outputs, batch):
+        outputs, y = _wide(outputs), batch["y"]
         wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
         check(outputs.shape == y.shape, "the shape of the model's outputs", outputs.shape, wanted)
         error = jnp.square(outputs - y)
         return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
 
-    return cross_entropy if kind == "classification" else squared_error
+    return (lambda outputs, batch: cross_entropy(outputs, batch["y"])) if kind == "classification" else squared_error
+
+
+def _is_right(logits: jax.Array, batch: Batch) -> jax.Array:
+    return (jnp.argmax(logits, axis=-1) == batch["y"]).astype(jnp.float32)
+
+
+def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the logarithm of the mean of `K` models' probabilities, which is logits again, float32 at least.
+
+    Args:
+      logits: `[K, B, ..., num_classes]`.
+      weights: `[K]`, with the sum 1; a model of weight 0 does not count.
+
+    Example:
+      >>> import numpy as np
+      >>> logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.2, 0.8]]]))
+      >>> np.exp(mixed_logits(logits, jnp.array([0.5, 0.5]))).round(3).tolist()
+      [[0.550000011920929, 0.44999998807907104]]
+    """
+    each = jax.nn.log_softmax(_wide(logits))
+    weights = weights.astype(each.dtype).reshape(-1, *[1] * (each.ndim - 1))
+    each = jnp.where(weights > 0, each, jnp.zeros_like(each))  # no NaN of a model that does not count
+    return jax.nn.logsumexp(each, axis=0, b=jnp.broadcast_to(weights, each.shape))
+
+
+def _mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    values = _wide(values)
+    weights = weights.astype(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
+    return (weights * jnp.where(weights > 0, values, jnp.zeros_like(values))).sum(axis=0)
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -202,25 +248,25 @@ def check_logits(net: Network, shape: tuple[int, ...], what: str) -> None:
         )
 
 
-def _dense_start(module: nn.Module, made: Task, cost: Callable[[jax.Array, jax.Array], jax.Array]) -> DenseStart | None:
+def _dense_start(module: nn.Module, made: Task) -> DenseStart | None:
     """Returns the `DenseStart` of the modules in `DENSE_FIRST`, `None` for others."""
     if type(module) not in DENSE_FIRST:
         return None
 
-    def loss(params, products, batch):
-        def take(layer, call, x):
+    def apply(params, products, x):
+        def take(layer, call, inputs):
             if layer.name != "Dense_0":
-                return call(x)
+                return call(inputs)
             return products + layer.get_variable("params", "bias")[None] if layer.use_bias else products
 
         with at_layers(nn.Dense, take):
-            return cost(module.apply({"params": params}, batch["x"]), batch["y"])
+            return module.apply({"params": params}, x)
 
-    def inputs(batch):
-        return batch["x"].reshape(len(batch["x"]), -1)
+    def inputs(x):
+        return x.reshape(len(x), -1)
 
     bias = "Dense_0/bias" if getattr(module, "use_bias", True) else None
-    return DenseStart("Dense_0/kernel", inputs, loss, made.loss, bias)
+    return DenseStart("Dense_0/kernel", inputs, apply, made.apply, bias)
 
 
 def remembered(make: Callable[..., Task], module: Any, *options: Any) -> Task:
@@ -259,7 +305,7 @@ def _from_module(
     trains = None if net.train is None else train
     made = task(net.init, of_inputs(net.apply), kind=kind, half=half, train=trains, statistics=net.statistics)
     made = made._replace(represent=of_inputs(net.represent), num_classes=num_classes, input_shape=input_shape)
-    return made._replace(head=net.head, dense_start=_dense_start(module, made, _cost(kind, half)))
+    return made._replace(head=net.head, dense_start=_dense_start(module, made))
 
 
 def classification(
@@ -355,7 +401,7 @@ def in_bfloat16(task: Task) -> Task:
       >>> import jax, jfcl
       >>> task = in_bfloat16(classification(jfcl.models.MLP(10), (8, 8, 1), 10))
       >>> params = task.init(jax.random.key(0))
-      >>> params["Dense_0"]["kernel"].dtype, task.predict(params, jnp.ones((1, 8, 8, 1))).dtype
+      >>> params["Dense_0"]["kernel"].dtype, task.apply(params, jnp.ones((1, 8, 8, 1))).dtype
       (dtype('float32'), dtype('float32'))
     """
     check_task(task)
@@ -369,30 +415,24 @@ def in_bfloat16(task: Task) -> Task:
     def of_inputs(function):
         return None if function is None else lambda params, x: _wide(function(narrow(params), narrow(x)))
 
-    def of_batch(function):
-        def narrowed(params, *rest):
-            *products, batch = rest
-            return _wide(function(narrow(params), *narrow(products), {**batch, "x": narrow(batch["x"])}))
-
-        return None if function is None else narrowed
-
     def train_loss(key, params, batch, real):
         weights, statistics = divided(task.statistics, params)
         narrowed = joined(narrow(weights), statistics)  # running means of many rounds need more than 8 bits
         losses, new = task.train_loss(key, narrowed, {**batch, "x": narrow(batch["x"])}, real)
         return _wide(losses), joined(weights, divided(task.statistics, new)[1])
 
-    loss, start = of_batch(task.loss), dense_start(task)
-    if start is not None:
-        inputs = start.inputs
-        start = start._replace(inputs=lambda batch: narrow(inputs(batch)), loss=of_batch(start.loss), whole=loss)
+    def of_start(start, apply):
+        def after(params, products, x):
+            return _wide(start.apply(narrow(params), narrow(products), narrow(x)))
+
+        return start._replace(inputs=lambda x: narrow(start.inputs(x)), apply=after, whole=apply)
+
+    apply, start = of_inputs(task.apply), dense_start(task)
     return task._replace(
-        loss=loss,
-        predict=of_inputs(task.predict),
-        correct=of_batch(task.correct),
+        apply=apply,
         represent=of_inputs(task.represent),
         train_loss=None if task.train_loss is None else train_loss,
-        dense_start=start,
+        dense_start=None if start is None else of_start(start, apply),
     )
 
 

@@ -53,7 +53,7 @@ def undo_harmful_splits(
 
     def performance(task, models, k, batch):
         params = jax.tree.map(lambda p: p[k], models)
-        found = -task.loss(params, batch) if task.correct is None else task.correct(params, batch)
+        found = -task.loss(params, batch) if task.correct is None else task.scores(task.correct, params, batch)
         return jnp.nan_to_num(found, nan=-WORST, posinf=WORST, neginf=-WORST)
 
     def client(examples, size, cluster, own):

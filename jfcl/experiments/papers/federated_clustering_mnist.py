@@ -65,11 +65,10 @@ def likelihood_task(column: str) -> Task:
             }
         return drawn
 
-    def loss(params, batch):
-        chosen = jax.nn.softmax(task.predict(params, batch["x"]))
-        return -jnp.take_along_axis(chosen, batch["y"][:, None], axis=1)[:, 0]
+    def cost(outputs, batch):
+        return -jnp.take_along_axis(jax.nn.softmax(outputs), batch["y"][:, None], axis=1)[:, 0]
 
-    return task._replace(init=init, loss=loss)
+    return task._replace(init=init, cost=cost, dense_start=None)  # the layers as the code computes them
 
 
 class CodesDitto(NamedTuple):
@@ -136,7 +135,7 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
             "fedavg": (algorithms.fedavg, {"weights": "equal"}),
             "ditto": (algorithms.ditto, {"weights": "equal"}),
             "ifca": (algorithms.ifca, {"num_clusters": 4, **gradients}),
-            "knn_per": (algorithms.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.predict}),
+            "knn_per": (algorithms.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
             "oracle": (algorithms.oracle, {"cluster": cluster, "weights": "equal"}),
         }[name]
         algorithm = make(task, one, **options)
@@ -189,7 +188,7 @@ def tester(task: Task, dataset, heterogeneity: str, true: np.ndarray) -> Callabl
     def of_all(params, model_of, tests):
         def client(model, kind):
             own = jax.tree.map(lambda p: p[model], params)
-            right = lambda lot: task.correct(own, lot).mean()  # noqa: E731
+            right = lambda lot: task.scores(task.correct, own, lot).mean()  # noqa: E731
             return mapping.chunked(1)(right)(jax.tree.map(lambda t: t[kind], tests)).mean()
 
         return mapping.chunked(1)(client)(model_of, jnp.asarray(true))
