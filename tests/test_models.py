@@ -532,6 +532,10 @@ def test_what_is_read_and_how_many_outputs_there_are_at_once():
         losses, grads = (f(parts) for f in (lambda t: t.loss(jnp.ones(3), batch), lambda t: gradient(t, batch)))
         np.testing.assert_allclose(losses, want, rtol=1e-5)
         np.testing.assert_allclose(grads, gradient(task, batch), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"computed of a batch must be \(3, ...\), one row for each.*got \(\)"):
+        task._replace(cost=lambda outputs, batch: outputs.mean(), at_once=3).loss(jnp.ones(3), batch)
+    with pytest.raises(ValueError, match="cost must be a function, got None"):
+        jfcl.fedavg(task._replace(cost=None), jfcl.local_training(optax.sgd(0.1), num_steps=1))
 
 
 def gradient(task, batch):

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfcl.core.checks import check
+
 
 def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -> Any:
     """Computes `function(rows, part)`, arrays `[B, ...]`, for at most `most` rows at a time (None: all).
@@ -34,6 +36,9 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -
     again = jax.checkpoint(function, prevent_cse=False)
     numbered = jax.tree.map(divide, rows), jnp.arange(count, dtype=jnp.int32)
     found = jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1]
+    for x in jax.tree.leaves(found):
+        accepted = f"({each}, ...), one row for each of the {each} examples at once"
+        check(x.shape[1:2] == (each,), "the shape of what is computed of a batch", x.shape[1:], accepted)
     return jax.tree.map(lambda x: x.reshape(count * each, *x.shape[2:])[:total], found)
 
 

@@ -237,9 +237,11 @@ class Adversary(NamedTuple):
 
 
 def check_task(task: Any) -> None:
-    """Raises `ValueError` unless `task` is a `Task`."""
+    """Raises `ValueError` unless `task` is a `Task` with its three functions."""
     accepted = "a Task, such as jfcl.models.classification and jfcl.models.task make"
     check(isinstance(task, Task), "task", type(task).__name__, accepted)
+    for name in ("init", "apply", "cost"):
+        check(callable(getattr(task, name)), f"task.{name}", getattr(task, name), "a function")
 
 
 def dense_start(task: Task) -> DenseStart | None:

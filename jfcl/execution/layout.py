@@ -27,7 +27,8 @@ def held(client_axis: mapping.Mapping, task: Task | None, clients: Clients | Non
       >>> held(jax.vmap, None, clients).examples["x"].shape
       (5, 9, 8, 8, 1)
     """
-    if clients is None or getattr(task, "input_shape", None) is None or mapping.platform_of(client_axis) == "cpu":
+    accepts_flat = task is not None and task.input_shape is not None and task.inputs is None
+    if clients is None or not accepts_flat or mapping.platform_of(client_axis) == "cpu":
         return clients
     x = clients.examples["x"]
     shape = (*x.shape[:2], math.prod(x.shape[2:])) if len(x.shape) > 3 else x.shape
