@@ -549,14 +549,14 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("first", ["predict", "represent"])
+@pytest.mark.parametrize("first", ["apply", "represent"])
 def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):
     """In each function of the task, whichever is called first."""
     task = jfcl.models.classification(Decoder(last), (4,), 4)
     adapted = jfcl.models.lora(task, task.init(jax.random.key(0)), rank=2, spread=0.5)
     own, x = adapted.init(jax.random.key(1)), jax.random.normal(jax.random.key(2), (5, 4))
     merged = jfcl.models.merged(adapted, own)
-    for name in sorted(["predict", "represent"], key=lambda name: name != first):
+    for name in sorted(["apply", "represent"], key=lambda name: name != first):
         got, want = getattr(adapted, name)(own, x), getattr(task, name)(merged, x)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
