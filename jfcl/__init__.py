@@ -38,7 +38,7 @@ from jfcl.analysis.metrics import cluster_recovery, evaluate
 from jfcl.analysis.parameter_tree import assign_newcomer
 from jfcl.client import augment
 from jfcl.client.local import local_training
-from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Task, concatenate_clients, stack_clients
+from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
 from jfcl.execution import hosts, mapping, targets
 from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
 from jfcl.execution.plan import plan
@@ -67,6 +67,7 @@ __all__ = [
     "DivergedError",
     "History",
     "PopulationHistory",
+    "Served",
     "Sweep",
     "Task",
     "__version__",

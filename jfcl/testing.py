@@ -13,11 +13,12 @@ import numpy as np
 import optax
 
 from jfcl.client.local import LocalTraining, local_training
-from jfcl.core import Algorithm, Clients, Task, check_state, client_ids, num_clients, personal_part
+from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check_served, client_ids, num_clients
 from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
 from jfcl.models import classification
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
+from jfcl.simulation.evaluation import check_clusters, found_clusters
 
 
 class _Network(nn.Module):
@@ -176,17 +177,20 @@ def _check_signature(algorithm: Any) -> None:
         assert count == wanted, f"init takes (key, clients) and step (key, state, clients); one takes {count} arguments"
 
 
-def _check_state_and_metrics(state: Any, new: Any, metrics: dict[str, jax.Array], clients: Clients) -> None:
+def _check_state_and_metrics(
+    algorithm: Algorithm, state: Any, new: Any, metrics: dict[str, jax.Array], clients: Clients
+) -> None:
     """Checks the states before and after a round, and the metrics of the round."""
-    check_state(state, clients)
+    check_served(algorithm, state, clients)
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, new)]
     assert shapes[0] == shapes[1], f"step must keep the state's shapes and types: {shapes[0]} became {shapes[1]}"
     assert {"loss", "bytes_up", "bytes_down"} <= set(metrics), f"metrics must have loss, bytes_*; got {sorted(metrics)}"
     loss, n = metrics["loss"].shape, num_clients(clients)
     assert loss == (n,), f"the metric loss must be [N], got {loss}"
     assert metrics["bytes_up"].shape == metrics["bytes_down"].shape == (), "bytes_up and bytes_down must be scalars"
-    k = jax.tree.leaves(new.params)[0].shape[0]
-    assert bool(((new.cluster >= 0) & (new.cluster < k)).all()), f"cluster must lie in 0..{k - 1}"
+    served = algorithm.serve(new, None)
+    if served.to is not None:
+        check_clusters(np.asarray(served.to), jax.tree.leaves(served.models)[0].shape[0])
 
 
 def _check_second_call(
@@ -228,16 +232,17 @@ def _check_padding(
     padded = jax.tree.map(lambda w, p: p if w.shape == p.shape else p[:, : w.shape[1]], whole, padded)  # kept examples
     _assert_equal(whole, padded, "padding examples must not change a bit", tolerance=of_examples)
 
-    n, k = num_clients(clients), jax.tree.leaves(whole.params)[0].shape[0]
+    n, served = num_clients(clients), compiled.serve(whole, None)
     even = pad_clients(clients, 2 + n % 2)
     more = _run(compiled, key, even)
-    models = jax.tree.map(lambda p: p[:n], more.params) if k == n else more.params  # of one model per client
-    _assert_equal(whole.params, models, "padding clients must not change a model", tolerance=of_clients)
-    _assert_equal(whole.cluster, more.cluster[:n], "padding clients must not change a cluster")
-    kept = jax.tree.map(lambda x: x[:n], personal_part(more))
-    _assert_equal(
-        personal_part(whole), kept, "padding clients must not change personal parameters", tolerance=of_clients
-    )
+    of_more = compiled.serve(more, None)
+    models = jax.tree.map(lambda p: p[:n], of_more.models) if served.to is None else of_more.models
+    _assert_equal(served.models, models, "padding clients must not change a model", tolerance=of_clients)
+    rows = [one._replace(models=(), personal=(), active=None) for one in (served, of_more)]
+    kept = jax.tree.map(lambda x: x[:n], rows[1])
+    _assert_equal(rows[0], kept, "padding clients must not change a cluster")
+    kept = jax.tree.map(lambda x: x[:n], of_more.personal)
+    _assert_equal(served.personal, kept, "padding clients must not change personal parameters", tolerance=of_clients)
     if len(jax.devices()) > 1:  # as `sharded` places them, with any mapping inside the method
         divided = _run(compiled, key, place(sharded(client_mesh(2)), even))
         _assert_equal(more, divided, "divided among two devices", tolerance=1e-4)
@@ -247,11 +252,18 @@ def _check_order(compiled: Algorithm, key: jax.Array, whole: Any, clients: Clien
     """Checks that the order of the clients does not matter."""
     order = np.random.default_rng(1).permutation(num_clients(clients))
     shuffled = _run(compiled, key, jax.tree.map(lambda x: x[order], clients))
-    first = jax.tree.map(lambda p: p[whole.cluster][order], whole.params)
-    second = jax.tree.map(lambda p: p[shuffled.cluster], shuffled.params)
+    first, second = (_of_clients(compiled.serve(state, None)) for state in (whole, shuffled))
+    first = jax.tree.map(lambda x: x[order], first)
     _assert_equal(first, second, "clients in another order", tolerance=1e-4)
-    own = jax.tree.map(lambda x: x[order], personal_part(whole))
-    _assert_equal(own, personal_part(shuffled), "personal parameters in another order", tolerance=1e-4)
+
+
+def _of_clients(served: Served) -> tuple[PyTree, PyTree]:
+    """Returns each client's model, or the weighted mean of its mixture's parameters, and its personal parameters."""
+    if served.to is None:
+        return served.models, served.personal
+    if served.to.ndim == 1:
+        return jax.tree.map(lambda p: p[served.to], served.models), served.personal
+    return jax.tree.map(lambda p: jnp.tensordot(served.to, p, 1), served.models), served.personal
 
 
 def _check_seeds(
@@ -272,7 +284,8 @@ def _check_seeds(
         return
     for t in range(5, num_rounds + 1):
         many = advance(keys, t, many)
-    found = np.asarray(many.cluster)
+    served = jax.vmap(lambda state: algorithm.serve(state, None))(many)
+    found = found_clusters(served, (len(keys), num_clients(clients)))
     same = (cluster[:, None] == cluster[None, :])[None]
     assert ((found[:, :, None] == found[:, None, :]) == same).all(axis=(1, 2)).any(), (
         f"no seed found the clusters {cluster.tolist()}: {found.tolist()}"
@@ -327,7 +340,7 @@ def check_algorithm(
     compiled = _compiled(algorithm)
     state = compiled.init(key, clients)
     new, metrics = compiled.step(key, state, clients)
-    _check_state_and_metrics(state, new, metrics, clients)
+    _check_state_and_metrics(algorithm, state, new, metrics, clients)
     _check_second_call(algorithm, compiled, key, state, new, clients)
 
     whole = _run(compiled, key, clients)

@@ -248,7 +248,7 @@ def test_every_client_goes_on_where_it_stopped(mapped):
         whole = whole._replace(
             params=jax.tree.map(keep, new.params, whole.params), client=jax.tree.map(keep, new.client, whole.client)
         )
-    split, _ = split_state(algorithm.init, partial(example_shapes, STORE), 4)
+    split, _ = split_state(algorithm, algorithm.init, partial(example_shapes, STORE), 4)
     wanted = split.apart(whole)[1]
     assert len(wanted) == len(history.rows.arrays) == 4  # two of the model, two of its momentum: not `cluster`
     for mine, array in zip(wanted, history.rows.arrays, strict=True):

@@ -17,7 +17,7 @@ import pytest
 import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.execution.mapping import chunked
-from jfcl.simulation import evaluation, loop, on_device, progress
+from jfcl.simulation import loop, on_device, progress
 from jfcl.simulation.evaluation import Silence, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
@@ -381,12 +381,19 @@ def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch)
     def refuse(*_, **__):
         raise AssertionError("losses under all models")
 
-    monkeypatch.setattr(evaluation, "lowest_loss", refuse)
-    for algorithm in (jfcl.ifca(TASK, TRAINING, num_clusters=1), jfcl.oracle(TASK, TRAINING, cluster=CLUSTER)):
-        sim(algorithm=algorithm, num_rounds=1)
-    assert IFCA.by_loss and jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1).by_loss
-    assert jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2).by_loss
-    assert not jfcl.cfl(TASK, TRAINING).by_loss and not jfcl.one_shot(TASK, TRAINING, num_clusters=2).by_loss
+    one, two = (jfcl.ifca(TASK, TRAINING, num_clusters=k) for k in (1, 2))
+    several = (two, jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1))
+    several += (jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2),)
+    states = [algorithm.init(jax.random.key(0), CLIENTS) for algorithm in (one, *several)]
+    monkeypatch.setattr(sys.modules["jfcl.algorithms.ifca"], "lowest_loss", refuse)
+    assert not one.serve(states[0], CLIENTS).to.any()
+    for algorithm, state in zip(several, states[1:], strict=True):
+        assert algorithm.serve(state, None).to is state.cluster
+        with pytest.raises(AssertionError, match="losses under all models"):
+            algorithm.serve(state, CLIENTS)
+    for algorithm in (jfcl.cfl(TASK, TRAINING), jfcl.one_shot(TASK, TRAINING, num_clusters=2)):
+        state = algorithm.init(jax.random.key(0), CLIENTS)
+        assert algorithm.serve(state, CLIENTS).to is state.cluster
 
 
 def test_newcomers_are_served_by_lowest_loss():
@@ -465,11 +472,11 @@ class Bare(NamedTuple):
         ),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster + 2), metrics),
-            r"cluster must be in 0\.\.1, rows",
+            r"served must be in 0\.\.1, rows",
         ),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster - 2), metrics),
-            r"cluster must be in 0\.\.1, rows",
+            r"served must be in 0\.\.1, rows",
         ),
     ],
 )
@@ -484,18 +491,21 @@ def test_a_step_that_breaks_its_contract_is_refused(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: Bare(state.params), "state must be a NamedTuple with params and cluster, from init, got .Bare"),
+        (
+            lambda state: Bare(state.params),
+            "state must be a NamedTuple with params and cluster, .*got .Bare",
+        ),
         (
             lambda state: state._replace(cluster=state.cluster[:3]),
-            r"cluster must be of type int32 and shape \[7\], got",
+            r"served .* must be int32 \[7\], float32 \[7, 2\], or None",
         ),
         (
             lambda state: state._replace(cluster=state.cluster.astype(jnp.float32)),
-            "cluster must be of type int32 .*, got .float32",
+            r"served .* must be int32 \[7\], .*, got .float32",
         ),
         (
             lambda state: state._replace(params={"a": jnp.zeros(2), "b": jnp.zeros(3)}),
-            r"params must be arrays \[K, ...",
+            r"served models must be arrays \[K, ...",
         ),
     ],
 )

@@ -35,6 +35,7 @@ from jfcl.core import (
     Batch,
     Clients,
     PyTree,
+    Served,
     Task,
     attack_key,
     check,
@@ -198,9 +199,14 @@ def averaging(rules: Averaging) -> Algorithm:
     privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
     check_aggregator(rules.aggregator)
     rules = rules._replace(server_optimizer=_server(rules), client_axis=mapping.or_auto(rules.client_axis))
-    return Algorithm(
-        partial(init, rules), partial(step, rules), rules.task, clients_check(rules.adversary, rules.weights)
-    )
+    check_clients = clients_check(rules.adversary, rules.weights)
+    made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
+    return made if rules.personal is None else made._replace(serve=serve)
+
+
+def serve(state: AveragingState, clients: Clients | None) -> Served:
+    """Returns the models of the clusters, and the clients' own parameters."""
+    return Served(state.params, state.cluster, state.personal)
 
 
 def check_scopes(

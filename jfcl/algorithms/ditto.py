@@ -12,7 +12,7 @@ import optax
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights, passed_on
-from jfcl.algorithms.personal import initial_state, next_personal, train_personal
+from jfcl.algorithms.personal import initial_state, next_personal, serve_own, train_personal
 from jfcl.algorithms.round import loss_of_all, put_rows, select_cohort, take_rows
 from jfcl.client import local
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, num_clients
@@ -108,4 +108,4 @@ def ditto(
         }
         return new, metrics
 
-    return Algorithm(init, step, task, common.check)
+    return Algorithm(init, step, task, common.check, serve=serve_own)

@@ -16,7 +16,7 @@ import optax
 from jfcl.algorithms import round as phases
 from jfcl.algorithms.aggregate import attacked, clients_check, where_rows
 from jfcl.algorithms.options import Quantile, QuantileRule, Rounds, Weights
-from jfcl.algorithms.personal import PersonalState, initial_state
+from jfcl.algorithms.personal import PersonalState, initial_state, serve_own
 from jfcl.client import local, losses
 from jfcl.client.optimizer import optimizer_step
 from jfcl.core import (
@@ -235,7 +235,7 @@ def federated_clustering(
         params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
         return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
 
-    return Algorithm(init, step, task, check_quantile)
+    return Algorithm(init, step, task, check_quantile, serve=serve_own)
 
 
 def train_client(

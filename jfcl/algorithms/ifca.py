@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jfcl.algorithms.averaging import Averaging, averaging
+from jfcl.algorithms.averaging import Averaging, AveragingState, averaging
 from jfcl.algorithms.options import PersonalSteps, Rounds, Weights, passed_on
 from jfcl.algorithms.privacy import GaussianDP
 from jfcl.algorithms.restarts import with_balanced_start, with_restarts
@@ -21,7 +21,9 @@ from jfcl.core import (
     Adversary,
     Algorithm,
     Batch,
+    Clients,
     PyTree,
+    Served,
     Task,
     check,
     check_count,
@@ -186,12 +188,30 @@ def ifca(
 
     own = {"start": start, "choose": choose, "client_axis": client_axis}
     own["divide_by"] = divide_by if average == "gradients" else "cluster"
-    algorithm = averaging(Averaging(**given | own))._replace(by_loss=True)
+    serve = LowestLoss(task, num_clusters, personal is not None, client_axis)
+    algorithm = averaging(Averaging(**given | own))._replace(serve=serve)
     if min_share is not None:
         algorithm = with_balanced_start(algorithm, num_clusters=num_clusters, min_share=min_share, cohort=cohort)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)
+
+
+class LowestLoss(NamedTuple):
+    """`Algorithm.serve` of methods in which a client chooses the model of lowest loss. Equal ones share programs."""
+
+    task: Task
+    num_clusters: int
+    has_personal: bool
+    client_axis: mapping.Mapping
+
+    def __call__(self, state: AveragingState, clients: Clients | None) -> Served:
+        """Returns the models of lowest loss on the clients' examples; without these, those that they chose last."""
+        cluster, own = state.cluster, state.personal if self.has_personal else ()
+        if clients is not None and self.num_clusters > 1:
+            axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
+            cluster = lowest_loss(self.task, state.params, clients, personal=own, client_axis=axis)
+        return Served(state.params, cluster, own)
 
 
 def check_min_share(min_share: float, num_clusters: int, cohort: int | None, init_params: PyTree | None) -> None:

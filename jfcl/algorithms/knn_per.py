@@ -14,6 +14,7 @@ import optax
 from jfcl.algorithms.averaging import AveragingState
 from jfcl.algorithms.fedavg import fedavg
 from jfcl.algorithms.options import Weights, passed_on
+from jfcl.algorithms.personal import serve_own
 from jfcl.client import local, losses
 from jfcl.core import (
     INT32_MAX,
@@ -176,7 +177,7 @@ def knn_per(
         model = jax.tree.map(lambda p: p[0], state.common.params)
         return state._replace(params=personal_models(model, clients))
 
-    return Algorithm(init, step, mixture_task(method), enough_neighbours, refresh)
+    return Algorithm(init, step, mixture_task(method), enough_neighbours, refresh, serve_own)
 
 
 class Mixture(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.personal import PersonalState, initial_state, train_alone
+from jfcl.algorithms.personal import PersonalState, initial_state, serve_own, train_alone
 from jfcl.algorithms.round import round_metrics
 from jfcl.client import local
 from jfcl.core import Algorithm, Clients, PyTree, Task
@@ -52,4 +52,4 @@ def local_only(
         present = jnp.asarray(clients.size) > 0
         return state, round_metrics(present, trained.loss, usable, trained.num_steps, 0, 0)
 
-    return Algorithm(init, step, task)
+    return Algorithm(init, step, task, serve=serve_own)

@@ -28,6 +28,7 @@ from jfcl.core import (
     Algorithm,
     Clients,
     PyTree,
+    Served,
     Task,
     attack_key,
     check,
@@ -74,6 +75,11 @@ class CentersState(NamedTuple):
     client: PyTree
     centers: PyTree = ()
     chosen: PyTree = ()
+
+
+def serve(state: CentersState, clients: Clients | None) -> Served:
+    """Returns each client's own model; reported is the centre along which it moved."""
+    return Served(state.params, None, found=state.group)
 
 
 def myopic_clustering(
@@ -291,7 +297,7 @@ def centers_of(
         )
         return new, metrics
 
-    return Algorithm(init, step, task, clients_check(adversary, weights))
+    return Algorithm(init, step, task, clients_check(adversary, weights), serve=serve)
 
 
 def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int) -> PyTree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jfcl.algorithms.aggregate import where_rows
 from jfcl.algorithms.round import Cohort, initial_models, initial_optimizers, select_cohort, train_clients
 from jfcl.client.local import LocalTraining, Trained, train_round
-from jfcl.core import Clients, PyTree, Task, is_finite, num_clients
+from jfcl.core import Clients, PyTree, Served, Task, is_finite, num_clients
 from jfcl.execution.mapping import Mapping
 
 
@@ -28,6 +28,11 @@ class PersonalState(NamedTuple):
     cluster: jax.Array
     round: jax.Array
     client: PyTree
+
+
+def serve_own(state: Any, clients: Clients | None = None) -> Served:
+    """Returns each client's own model, of a state with `params` `[N, ...]`."""
+    return Served(state.params, None)
 
 
 def initial_state(

@@ -1,8 +1,9 @@
 """Metrics of models and of found clusters.
 
-`evaluate` runs on the device, for one model per client. The argument `cluster` chooses it: `state.cluster` for the
-method's own choice (a *cluster* model, or with local training the client's own), zeros for one *global* model, `None`
-for the model of lowest loss on the evaluated data (IFCA's inference for new clients). The rest is NumPy on the host.
+`evaluate` runs on the device, for one model or mixture of models per client. The argument `cluster` chooses it:
+`Served.to` for the method's own choice (a *cluster* model, a mixture, or the client's own model), zeros for one
+*global* model, `None` for the model of lowest loss on the evaluated data (IFCA's inference for new clients). The rest
+is NumPy on the host.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ def evaluate(
       task: defines outputs, the loss and correct predictions.
       params: pytree of `[K, ...]`, the models.
       clients: the data to evaluate on, e.g. test examples; any number of clients.
-      cluster: `[N]` int32, the model of each client; `None`: the one of lowest loss on its examples.
+      cluster: `[N]` int32, the model of each client; `[N, K]` float32, the weights of its mixture, of which `Task.mix`
+        makes one model; `None`: the model of lowest loss on its examples.
       personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, with which the model of each
         is complete; `()`: there are none.
       client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
       `loss` `[N]`, `accuracy` `[N]` (where the task has one), `perplexity` `[N]` (of language models: the exponential
-      of the client's loss) and `cluster` `[N]`; NaN for clients without examples.
-      Cost: one forward pass over all examples, `K + 1` if `cluster` is None. Compiled once for a task and a mapping.
+      of the client's loss) and `cluster` `[N]`, the model, or that of the largest weight; NaN for clients without
+      examples. Cost: one forward pass over all examples, `K + 1` if `cluster` is None, `K` of mixtures. Compiled once
+      for a task and a mapping.
 
     Raises:
-      ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`.
+      ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`; weights that do not sum
+        to 1; mixtures for a task without `mix`.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl

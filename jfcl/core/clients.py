@@ -11,7 +11,7 @@ import numpy as np
 
 from jfcl.core.checks import INT32_MAX, check, check_apart, check_unmasked, held_type, is_concrete
 from jfcl.core.parameters import named_leaves
-from jfcl.core.types import Clients, Task
+from jfcl.core.types import Algorithm, Clients, Served, Task, serve_clusters
 
 
 def num_clients(clients: Clients) -> int:
@@ -219,12 +219,24 @@ def check_examples(clients: Clients, task: Task, *, name: str = "clients") -> No
         raise ValueError(f"{name}: inputs have shape {shape}, but the model is made for {wanted}") from None
 
 
-def check_state(state: Any, clients: Clients) -> None:
-    """Raises `ValueError` unless the state of an `Algorithm` has `params` stacked `[K, ...]`, `cluster` `[N]` int32."""
-    parts = [name for name in ("params", "cluster") if hasattr(state, name)]
-    accepted = "a NamedTuple with params and cluster, from init"
-    check(len(parts) == 2, "the state", f"{type(state).__name__} with {parts}", accepted)
-    cluster, n = f"{state.cluster.dtype} {list(state.cluster.shape)}", num_clients(clients)
-    check(cluster == f"int32 [{n}]", "the state's cluster", cluster, f"of type int32 and shape [{n}]")
-    counts = {x.shape[:1] for x in jax.tree.leaves(state.params)}
-    check(len(counts) == 1 and () not in counts, "the state's params", sorted(counts), "arrays [K, ...] with one K")
+def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
+    """Raises `ValueError` unless what an algorithm serves in a state has the shapes of `Served` for these clients."""
+    if algorithm.serve is serve_clusters:
+        parts = [name for name in ("params", "cluster") if hasattr(state, name)]
+        accepted = "a NamedTuple with params and cluster, from init, or another one and Algorithm.serve"
+        check(len(parts) == 2, "the state", f"{type(state).__name__} with {parts}", accepted)
+    served, n = algorithm.serve(state, None), num_clients(clients)
+    check(isinstance(served, Served), "serve", type(served).__name__, "a function that returns a Served")
+    counts = {x.shape[:1] for x in jax.tree.leaves(served.models)}
+    check(len(counts) == 1 and () not in counts, "the served models", sorted(counts), "arrays [K, ...] with one K")
+    k = counts.pop()[0]
+    to = "None" if served.to is None else f"{served.to.dtype} {list(served.to.shape)}"
+    fits = k == n if served.to is None else to in (f"int32 [{n}]", f"float32 [{n}, {k}]")
+    accepted = f"int32 [{n}], float32 [{n}, {k}], or None for {n} models, one for each client"
+    check(fits, "the models that clients are served (cluster of the state, or Served.to)", to, accepted)
+    rows = {"personal": served.personal, "found": served.found, "excluded": served.excluded}
+    for name, part in rows.items():
+        lengths = {x.shape[:1] for x in jax.tree.leaves(part)}
+        check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")
+    fits = served.active is None or served.active.shape == (k,)
+    check(fits, "served active", served.active, f"of shape [{k}]")

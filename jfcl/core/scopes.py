@@ -33,13 +33,13 @@ def parts(flags: PyTree, tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def joined(first: PyTree, second: PyTree) -> PyTree:
-    """Returns the tree of two parts; `()` in place of `second` stands for a part without leaves.
+    """Returns the tree of two parts; `()` or None in place of `second` stands for a part without leaves.
 
     Example:
       >>> joined({"a": 1, "b": None}, {"a": None, "b": 2})
       {'a': 1, 'b': 2}
     """
-    if isinstance(second, tuple) and not second:
+    if second is None or (isinstance(second, tuple) and not second):
         return first
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
 
@@ -67,11 +67,6 @@ def divided(predicate: Callable[[str], bool] | None, params: PyTree) -> tuple[Py
         return params, ()
     chosen, others = parts(path_flags(predicate, params), params)
     return others, chosen
-
-
-def personal_part(state: Any) -> PyTree:
-    """Returns the clients' personal parameters `[N, ...]` of a method's state; `()` where it has none."""
-    return getattr(state, "personal", ())
 
 
 def trained_part(task: Task, params: PyTree) -> PyTree:

@@ -173,8 +173,34 @@ class Task(NamedTuple):
         return self.scores(self.cost, params, batch)
 
 
+class Served(NamedTuple):
+    """What each client of a method is served; evaluation, records, files and plots are made of it alone.
+
+    Attributes:
+      models: pytree of `[K, ...]`.
+      to: `[N]` int32, the model of each client; `[N, K]` float32, the weights of its mixture of models, with sum 1; or
+        None: client `i` has a model of its own, row `i`.
+      personal: pytree of `[N, ...]`, the clients' own parameters, with which a model is complete; None without any.
+      found: `[N]` int32, the cluster that is reported of each client; None: its model, or that of the largest weight.
+      active: `[K]` bool, the models that exist, of a method that makes more of them as it goes; None: all do.
+      excluded: `[N]` int32, the round in which each client was excluded, 0 for none; None where a method excludes none.
+    """
+
+    models: PyTree
+    to: jax.Array | None
+    personal: PyTree = None
+    found: jax.Array | None = None
+    active: jax.Array | None = None
+    excluded: jax.Array | None = None
+
+
+def serve_clusters(state: Any, clients: Clients | None = None) -> Served:
+    """Returns what a method serves whose state has models `params` `[K, ...]`, and `cluster` `[N]`, each client's."""
+    return Served(state.params, state.cluster)
+
+
 class Algorithm(NamedTuple):
-    """A federated method as two pure functions, in the manner of optax and blackjax.
+    """A federated method as a few pure functions, in the manner of optax and blackjax.
 
     Attributes:
       init: `(key, clients) -> state`.
@@ -184,16 +210,19 @@ class Algorithm(NamedTuple):
         their shapes do not show it. The simulation calls it before anything is compiled.
       refresh: `(state, clients) -> state`, computes again the parts of the state of each client that follow from the
         shared ones. It is called for clients of a population, most of which were not in the last round's cohort.
-      by_loss: whether a client chooses among the models by its loss (IFCA). A simulation may then evaluate it with the
-        model of lowest loss at that time, instead of the state's.
+      serve: `(state, clients) -> Served`, what each client is served after a round. `clients` are those in training,
+        for methods in which a client chooses by its examples (IFCA: the model of lowest loss now); None where it is to
+        be what the state says. Default: the model `params[cluster[i]]` of the state.
+      adopt: `(state, clients) -> Served` for clients that were not in training. Default: the model of lowest loss on
+        their examples, with the mean of the personal parameters.
       init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
         of the first round; left out where `init` has none.
       init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.
 
-    `state` is a NamedTuple of arrays with at least `params`, a pytree of `[K, ...]` arrays, and `cluster`, `[N]` int32:
-    the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of arrays with at least `loss` `[N]`, the
-    mean training loss of every client's model over its local training (NaN for clients outside the round's cohort), and
-    `bytes_up`, `bytes_down` `[]`, the communication of the whole round, float32.
+    `state` is a NamedTuple of arrays. With the default of `serve` it has at least `params`, a pytree of `[K, ...]`
+    arrays, and `cluster`, `[N]` int32: the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of
+    arrays with at least `loss` `[N]`, the mean training loss of every client's model over its local training (NaN for
+    clients outside the round's cohort), and `bytes_up`, `bytes_down` `[]`, the communication of the whole round.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -211,7 +240,8 @@ class Algorithm(NamedTuple):
     task: Task | None = None
     check: Callable[[Clients], None] | None = None
     refresh: Callable[[Any, Clients], Any] | None = None
-    by_loss: bool = False
+    serve: Callable[[Any, Clients | None], Served] = serve_clusters
+    adopt: Callable[[Any, Clients], Served] | None = None
     init_costs: Callable[[Any, Clients], dict[str, jax.Array]] | None = None
     init_rounds: int = 0
 

@@ -105,8 +105,8 @@ def run_population(
     if "made" not in store.about:  # a store of the user's own clients: the options of a data set do not describe it
         summary |= {"dataset": None, "heterogeneity": None}
     if out is not None:
-        with_seeds = history._replace(state=jax.tree.map(lambda x: x[None], history.state))
-        write_results(Path(out), summary, with_seeds, parts)
+        state, served = jax.tree.map(lambda x: x[None], (history.state, history.served))
+        write_results(Path(out), summary, history._replace(state=state, served=served), parts)
     return summary, history, parts
 
 

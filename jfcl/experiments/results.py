@@ -15,7 +15,7 @@ import numpy as np
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, personal_part, plain
+from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, plain
 from jfcl.core.texts import csv_bytes
 from jfcl.data import read_rows
 from jfcl.execution import hosts
@@ -61,8 +61,9 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     `personal.npz` holds personal parameters, where the run has any and is not one of a population.
     """
     name, records = summary["method"], history.records
-    contents = _clients_csv(history, parts) | {"params.npz": _first_seeds(history.state.params)}
-    own = personal_part(history.state)
+    served = history.served
+    contents = _clients_csv(history, parts) | {"params.npz": _first_seeds(served.models)}
+    own = served.personal
     if jax.tree.leaves(own) and not _of_cohort(history):
         contents["personal.npz"] = _first_seeds(own)
     figures = {"loss": plots.curves({name: records}, "train_loss")}
@@ -84,8 +85,8 @@ def _clients_csv(history: History, parts: Setup) -> dict[str, bytes]:
     extra = {}
     if parts.malicious is not None:
         extra["malicious"] = parts.malicious
-    if hasattr(history.state, "excluded") and not _of_cohort(history):
-        extra["excluded_in_round"] = np.asarray(history.state.excluded)
+    if history.served.excluded is not None and not _of_cohort(history):
+        extra["excluded_in_round"] = np.asarray(history.served.excluded)
     # With several processes this one holds some of the clients only, which are then numbered in their order.
     cluster, train = parts.federation.cluster, parts.federation.train
     ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
@@ -246,9 +247,10 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
     served = _served(folder, summary, parts.seeds[0], len(parts.federation.cluster))
     state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
+    like = jax.eval_shape(lambda state: parts.algorithm.serve(state, None), state)
     parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
-    params = serving.structured(load_params(folder), state.params)
-    own = serving.structured(load_params(folder, personal=True), personal_part(state))
+    params = serving.structured(load_params(folder), like.models)
+    own = serving.structured(load_params(folder, personal=True), like.personal)
     return LoadedRun(config, parts, params, served, own)
 
 

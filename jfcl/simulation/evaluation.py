@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.client.losses import lowest_loss
-from jfcl.core import check, named_leaves, num_clients, personal_part
+from jfcl.core import Algorithm, Clients, Served, check, named_leaves, num_clients
 from jfcl.execution.jitted import jitted
 from jfcl.execution.memory import in_lots
 
@@ -59,11 +58,20 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
     return new, values
 
 
-def check_clusters(cluster: np.ndarray, num_models: int) -> None:
-    """Raises `ValueError` for a `cluster` on the host that is no row of the models: JAX would take another row."""
-    fits = not cluster.size or (cluster.min() >= 0 and cluster.max() < num_models)
-    accepted = f"in 0..{num_models - 1}, rows of params"
-    check(fits, "the state's cluster", sorted(set(cluster.ravel().tolist()))[:8], accepted)
+def check_clusters(to: np.ndarray, num_models: int) -> None:
+    """Raises `ValueError` for clusters `[..., N]` that are no rows of the models, since JAX would take other rows.
+
+    Weights of mixtures, floats `[..., N, K]`, must be at least 0, with sum 1.
+    """
+    if to.dtype.kind == "f":
+        sums = to.sum(axis=-1)
+        fits = (to >= 0).all() and np.allclose(sums, 1, atol=1e-3)
+        odd = sums.ravel()[np.argmax(np.abs(sums - 1))] if to.size else 1.0
+        check(fits, "the weights of a client's mixture", f"with sum {odd:.4g}", "at least 0, with sum 1")
+        return
+    fits = not to.size or (to.min() >= 0 and to.max() < num_models)
+    accepted = f"in 0..{num_models - 1}, rows of the models"
+    check(fits, "the models that clients are served", sorted(set(to.ravel().tolist()))[:8], accepted)
 
 
 class Subjects(NamedTuple):
@@ -91,8 +99,8 @@ class Assessment(NamedTuple):
     Attributes:
       cluster: `[R, N]`, the clusters that are reported.
       values: metrics of the last round, `[R, ...]` each; further entries of the records.
-      held_out: `[R, N]` each, of the test clients: `cluster`, the model that a client is served, and its `loss`,
-        `accuracy`, …; None without test clients.
+      held_out: `[R, N]` each, of the test clients: `cluster`, the model that a client is served (of a mixture, that of
+        the largest weight), and its `loss`, `accuracy`, …; None without test clients.
       newcomers: the same for newcomers, `[R, N']` each.
       excluded: `[R, N]`, of methods that exclude clients: the round of the exclusion.
     """
@@ -167,47 +175,76 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
     return rows
 
 
-@partial(jitted, static_argnames=("task", "row_axis", "client_axis", "of_newcomers"))
-def evaluate_rows(state, clients, learners, *, task, row_axis, client_axis, of_newcomers=None):
-    """Evaluates the models of several states: seeds, or rows of a sweep.
+def serving_part(algorithm: Algorithm) -> Algorithm:
+    """Returns what an evaluation needs of an algorithm, so that algorithms that serve alike share a program."""
+    return Algorithm(None, None, algorithm.task, serve=algorithm.serve, adopt=algorithm.adopt)
+
+
+@partial(jitted, static_argnames=("algorithm", "row_axis", "client_axis", "of_newcomers"))
+def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None):
+    """Evaluates what clients are served in several states: of seeds, or rows of a sweep.
 
     Args:
-      state: `(params, cluster, personal)` of the states, `[R, ...]` each.
+      state: `[R, ...]` each.
       clients: the data.
-      learners: the clients in training, for the models of lowest loss on their examples; None for those in `cluster`.
-      task: of the models.
+      learners: the clients in training, for methods in which they choose by their examples; None for what `state` says.
+      algorithm: a `serving_part`.
       row_axis, client_axis: the mappings over states and over clients.
-      of_newcomers: for newcomers, the numbers of clients and of models without padding, which is behind them. Newcomers
-        get the models of lowest loss on `clients`, and the mean of the clients' personal parameters. None for clients
-        of the run.
+      of_newcomers: for clients that were not in training, the numbers of clients and of models without padding, which
+        is behind them. None for clients of the run.
 
     Returns:
-      The results of `metrics.evaluate`, `[R, N]` each.
+      The results of `assess`, `[R, N]` each.
     """
-
-    def one(params, cluster, personal, clients, learners):
-        if of_newcomers is not None:
-            cluster, rows, (all_clients, all_models) = None, num_clients(clients), of_newcomers
-            params = jax.tree.map(lambda x: x[:all_models], params)
-            means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), personal)
-            personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
-        if learners is not None:
-            axis = in_lots(client_axis, task, learners, len(jax.tree.leaves(params)[0]))
-            cluster = lowest_loss(task, params, learners, personal=personal, client_axis=axis)
-        axis = in_lots(client_axis, task, clients)
-        return metrics.evaluate(task, params, clients, cluster, personal=personal, client_axis=axis)
-
-    return row_axis(one, in_axes=(0, 0, 0, None, None))(*state, clients, learners)
+    one = partial(assess, algorithm, client_axis=client_axis, of_newcomers=of_newcomers)
+    return row_axis(one, in_axes=(0, None, None))(state, clients, learners)
 
 
-def models_of(state: Any) -> tuple[Any, jax.Array, Any]:
-    """Returns the parts of a method's state with which its models are evaluated: `(params, cluster, personal)`."""
-    return state.params, state.cluster, personal_part(state)
+def assess(
+    algorithm: Algorithm,
+    state: Any,
+    clients: Clients,
+    learners: Clients | None,
+    *,
+    client_axis: Any,
+    of_newcomers: tuple[int, int] | None = None,
+) -> dict[str, jax.Array]:
+    """Evaluates what clients are served in one state; the arguments are those of `evaluate_rows`.
+    Returns:
+      The results of `metrics.evaluate`, `[N]` each, and for clients of the run `found` `[N]`, the clusters to report.
+    """
+    task = algorithm.task
+    if of_newcomers is not None:
+        served = adopted(algorithm, state, clients, *of_newcomers)
+    else:
+        served = algorithm.serve(state, learners)
+    to = jnp.arange(num_clients(clients), dtype=jnp.int32) if served.to is None and of_newcomers is None else served.to
+    models = len(jax.tree.leaves(served.models)[0]) if to is not None and to.ndim == 2 else 1
+    axis = in_lots(client_axis, task, clients, models)
+    own = () if served.personal is None else served.personal
+    results = metrics.evaluate(task, served.models, clients, to, personal=own, client_axis=axis)
+    if of_newcomers is not None:
+        return results
+    return results | {"found": results["cluster"] if served.found is None else served.found}
 
 
-def found_clusters(state: Any) -> Any:
-    """Returns the clusters that a method has found, `[N]`: `state.group` if every client has its own model."""
-    return getattr(state, "group", state.cluster)
+def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int, all_models: int) -> Served:
+    """Returns what clients are served that were not in training; `to` is None for the model of lowest loss."""
+    if algorithm.adopt is not None:
+        return algorithm.adopt(state, clients)
+    served, rows = algorithm.serve(state, None), num_clients(clients)
+    means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), served.personal)
+    personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
+    return Served(jax.tree.map(lambda x: x[:all_models], served.models), None, personal)
+
+
+def found_clusters(served: Served, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the clusters to report, `[..., N]` of this shape on the host, of what clients are served."""
+    if served.found is not None:
+        return served.found
+    if served.to is None:
+        return np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+    return served.to if served.to.ndim == len(shape) else served.to.argmax(-1).astype(np.int32)
 
 
 def finite_mean(values: jax.Array) -> jax.Array:

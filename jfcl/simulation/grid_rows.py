@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients, personal_part
+from jfcl.core import Algorithm, Clients, check, check_served, client_shapes, is_finite, num_clients
 from jfcl.execution import layout, mapping, memory
 from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
-from jfcl.simulation.evaluation import MOST_SILENT, Silence, evaluate_rows, models_of, silence_after
+from jfcl.simulation.evaluation import MOST_SILENT, Silence, evaluate_rows, serving_part, silence_after
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
 from jfcl.simulation.run import check_method
@@ -60,7 +60,7 @@ class Group:
         self._held = tuple(layout.held(client_axis, made.task, part) for part in (data.clients, data.held_out))
         self._values = {name: np.array([cells[i][name] for i, _ in rows], np.float32) for name in traced}
         self._rows = rows
-        self._by_loss = data.serve == "loss" and made.by_loss
+        self._serving = serving_part(made)
         self._size = self._rows_at_once(made, at_once)
 
     def _rows_at_once(self, made: Algorithm, at_once: int | None) -> int:
@@ -138,8 +138,9 @@ class Group:
             done += length
             tick(self._rows[begin][0], length * count)
         tick(self._rows[begin][0], (rounds - done) * count)
-        learners = clients if self._by_loss else None
-        judged = evaluate_rows(models_of(state), held_out, learners, task=self.task, **self._axes)
+        learners = clients if self._data.serve == "loss" else None
+        judged = evaluate_rows(state, held_out, learners, algorithm=self._serving, **self._axes)
+        del judged["found"]
         judged, size = jax.device_get(judged), np.asarray(self._data.held_out.size)
         results = []
         for i in range(count):
@@ -160,8 +161,9 @@ def _made(make, static, values) -> Algorithm:
 @partial(jitted, static_argnames=("make", "static", "row_axis"), compiler_options=RUNS_ONCE)
 def _start(keys, values, clients, *, make, static, row_axis):
     def one(key, values, clients):
-        state = _made(make, static, values).init(jax.random.fold_in(key, 0), clients)
-        check_state(state, clients)
+        algorithm = _made(make, static, values)
+        state = algorithm.init(jax.random.fold_in(key, 0), clients)
+        check_served(algorithm, state, clients)
         return strong(state)
 
     return row_axis(one, in_axes=(0, 0, None))(keys, values, clients)
@@ -179,7 +181,8 @@ def _advance(keys, values, state, first, count, silence, clients, *, make, stati
             state, silence, lost, _ = carry
             state, found = algorithm.step(jax.random.fold_in(key, t), state, clients)
             silence = silence_after(silence, found)
-            lost |= ~is_finite((state.params, personal_part(state))) | (silence.count >= most)
+            served = algorithm.serve(state, None)
+            lost |= ~is_finite((served.models, served.personal)) | (silence.count >= most)
             return state, silence, lost, jnp.all(found.get("ended", jnp.zeros((), bool)))
 
         no = jnp.zeros((), bool)

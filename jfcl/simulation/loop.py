@@ -51,6 +51,7 @@ class History(NamedTuple):
       ended: why the run ended: all rounds are done, every cluster is final, or the reason of a callback.
       init_rounds: rounds of the method's start, which come before those of the simulation: restarts, warm rounds, or
         training before the clients are clustered.
+      served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
     """
 
     records: list[dict[str, Any]]
@@ -62,6 +63,7 @@ class History(NamedTuple):
     client_steps: float
     ended: str
     init_rounds: int = 0
+    served: Any = None
 
     def __repr__(self) -> str:
         """Returns three lines: the end, the mean ± sample deviation over seeds of the last records, the costs."""
@@ -296,9 +298,9 @@ def run_rounds(
         ended = has_ended or done == final_round
         reason = METHOD_ENDED if has_ended else ALL_DONE if ended else why
         callbacks.ended = End("finished" if ended else "stopped", reason, done)
-    state, clients = backend.final(state, done - before, assessment)
+    state, clients, served = backend.final(state, done - before, assessment)
     steps = sum(totals.get("client_steps", [0.0]))
-    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason, before)
+    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason, before, served)
 
 
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:

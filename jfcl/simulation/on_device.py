@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfcl.core import Algorithm, Clients, check, check_state, client_shapes, is_finite, num_clients
+from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
 from jfcl.execution import hosts, layout, mapping, memory
 from jfcl.execution.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation.evaluation import (
@@ -27,7 +27,7 @@ from jfcl.simulation.evaluation import (
     evaluate_rows,
     finite_mean,
     found_clusters,
-    models_of,
+    serving_part,
     silence_after,
 )
 from jfcl.simulation.folder import Restored
@@ -63,7 +63,7 @@ def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> N
 def _init(keys, clients, hyperparams, *, algorithm, seed_axis, client_axis):
     algorithm = build(algorithm, hyperparams)
     state = strong(seed_axis(lambda key: algorithm.init(jax.random.fold_in(key, 0), clients))(keys))
-    jax.vmap(lambda s: check_state(s, clients))(state)
+    jax.vmap(lambda s: check_served(algorithm, s, clients))(state)
     return _constrained(state, clients, client_axis)
 
 
@@ -109,7 +109,8 @@ def _advance(keys, state, first, count, silence, clients, hyperparams, *, algori
         events = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in EVENTS if name in like}
         carry = state, last, sums, events, silence, silence.count
         state, last, sums, events, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
-        return state, shorten(last), sums, events, is_finite(state.params), silence, most
+        finite = is_finite(algorithm.serve(state, None).models)
+        return state, shorten(last), sums, events, finite, silence, most
 
     state, *results = seed_axis(one_seed)(keys, state, silence)
     return _constrained(state, clients, client_axis), *results
@@ -193,13 +194,14 @@ class OnDevice:
         self.most_silent = min(int((np.asarray(hosts.fetch(self._clients.size)) > 0).sum()), MOST_SILENT)
 
         # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one.
-        num_models = jax.tree.leaves(self.like.params)[0].shape[1]
-        by_loss = serve == "loss" and made.by_loss and num_models > 1 and tests is not None and made.task is not None
-        self._learners = self._clients if by_loss else None
+        served = jax.eval_shape(self._serve, self.like)
+        self._num_models = jax.tree.leaves(served.models)[0].shape[1]
+        choose = serve == "loss" and tests is not None and made.task is not None
+        self._learners = self._clients if choose else None
         true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         classes = None if made.task is None else made.task.num_classes
         self.subjects = Subjects(self._seeds, test_size, new_size, true_cluster, n <= MOST_LISTED, classes)
-        models = 1 if hasattr(self.like, "active") else num_models
+        models = 1 if served.active is not None else self._num_models
         self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
 
         # Programs. A call finds the one that is compiled already, or waits for it.
@@ -251,17 +253,19 @@ class OnDevice:
         """Does nothing: the state of a block is complete."""
 
     def evaluate(self, state, values) -> Assessment:
-        n, padded = self._n, state.cluster.shape[1]
+        n, padded = self._n, self._num_rows
         held_out = self._losses(state, self._tests)
-        cluster = found_clusters(state) if self._learners is None else held_out["cluster"]
         newcomers = self._losses(state, self._newcomers)
-        arrays = (held_out, newcomers, values, cluster, getattr(state, "excluded", None), state.cluster)
-        held_out, newcomers, values, cluster, excluded, models = hosts.fetch(arrays)
-        check_clusters(models[:, :n], jax.tree.leaves(self.like.params)[0].shape[1])
+        served = self._serve(state)._replace(models=None, personal=None)
+        held_out, newcomers, values, served = hosts.fetch((held_out, newcomers, values, served))
+        if served.to is not None:
+            check_clusters(served.to[:, :n], self._num_models)
+        of_seeds = len(self._seeds), padded
+        cluster = found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
 
         # Padding clients are behind the others.
         values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
-        cluster, held_out, excluded = jax.tree.map(lambda x: x[:, :n], (cluster, held_out, excluded))
+        cluster, held_out, excluded = jax.tree.map(lambda x: x[:, :n], (cluster, held_out, served.excluded))
         newcomers = jax.tree.map(lambda x: x[:, : len(self.subjects.new_size)], newcomers)
         return Assessment(cluster, values, held_out, newcomers, excluded)
 
@@ -277,16 +281,21 @@ class OnDevice:
         """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
         learners, of_newcomers = self._learners, None
         if data is self._newcomers:
-            learners, of_newcomers = None, (self._n, jax.tree.leaves(self.like.params)[0].shape[1])
-        how = {"task": self._made.task, "row_axis": self._seed_axis, "client_axis": self._client_axis}
-        return (models_of(state), data, learners), how | {"of_newcomers": of_newcomers}
+            learners, of_newcomers = None, (self._n, self._num_models)
+        algorithm = serving_part(self._made)
+        how = {"algorithm": algorithm, "row_axis": self._seed_axis, "client_axis": self._client_axis}
+        return (state, data, learners), how | {"of_newcomers": of_newcomers}
+
+    def _serve(self, state: Any) -> Served:
+        """Returns what clients are served, as the state says, `[R, ...]` each."""
+        return jax.vmap(lambda one: self._made.serve(one, None))(state)
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
         yield hosts.fetch(_without_padding(state, self.like)), totals
 
-    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray]]:
+    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         assessment = assessment or self.evaluate(state, {})
         sizes = np.tile(hosts.fetch(self._clients.size)[: self._n], (len(self._seeds), 1))
         kept = state if self._num_rows == self._n else _without_padding(state, self.like)
-        return kept, assessment.of_clients() | {"examples": sizes}
+        return kept, assessment.of_clients() | {"examples": sizes}, self._serve(kept)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, Task, check, check_count, personal_part
+from jfcl.core import Algorithm, Clients, Task, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
@@ -50,6 +50,7 @@ class PopulationHistory(NamedTuple):
     client_steps: float
     ended: str
     init_rounds: int
+    served: Any
     rows: ClientRows
 
     __repr__ = History.__repr__
@@ -179,7 +180,8 @@ def simulate_population(
     client_axis = mapping.or_auto(client_axis)
     with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
     hold = partial(layout.held, client_axis, algorithm.task)
-    several = split.personal or jax.tree.leaves(shapes.params)[0].shape[0] > 1 or jax.tree.leaves(personal_part(shapes))
+    served = jax.eval_shape(lambda state: algorithm.serve(state, None), shapes)
+    several = split.personal or jax.tree.leaves(served.models)[0].shape[0] > 1 or jax.tree.leaves(served.personal)
     judged = [] if test_store is None or algorithm.task is None else [test_store, store] if several else [test_store]
     others = [hold(example_shapes(part, len(evaluated))) for part in judged]
     trained = hold(example_shapes(store, cohort + remember))

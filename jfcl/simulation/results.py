@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.algorithms.averaging import AveragingState
-from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis.metrics import deviation, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
 from jfcl.simulation.folder import environment, write_results
@@ -53,15 +51,13 @@ def summarize_records(records: list[dict[str, Any]], last: int | None = None) ->
 
 
 def finds_clusters(history: History) -> bool:
-    """Returns whether a method has several models, and not simply one for each client.
-
-    A method that clusters may end with clusters of one client each; its state says that it is one.
-    """
-    cluster, state = history.clients.get("cluster"), history.state
-    models = jax.tree.leaves(state.params)[0].shape[state.cluster.ndim - 1]  # after the axis of seeds, if there is one
-    alone = cluster is not None and bool((cluster == np.arange(cluster.shape[-1])).all())
-    clusters = isinstance(state, (AveragingState, CFLState)) or hasattr(state, "group")
-    return models > 1 and (clusters or not alone)
+    """Returns whether a method has several models, and not simply one for each client."""
+    served = history.served
+    if served.to is None:
+        return served.found is not None
+    is_mixture = np.issubdtype(served.to.dtype, np.floating)
+    axis = served.to.ndim - (2 if is_mixture else 1)  # of the models, after that of seeds, if there is one
+    return jax.tree.leaves(served.models)[0].shape[axis] > 1
 
 
 def summarize(history: History) -> dict[str, Any]:

@@ -186,7 +186,10 @@ def simulate(
             about = {"config": config, "seeds": seeds, "ids": ids, "true_cluster": true_cluster}
             keep_results(out, history, **about, num_clients=n)
     warn_if_cores_are_idle(client_axis, history.seconds)
-    return history._replace(state=jax.tree.map(lambda x: x[0], history.state)) if single else history
+    if not single:
+        return history
+    first = jax.tree.map(lambda x: x[0], (history.state, history.served))
+    return history._replace(state=first[0], served=first[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------

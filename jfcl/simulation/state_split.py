@@ -55,7 +55,7 @@ def _moved(x: Any, source: int, target: int) -> Any:
     return jnp.moveaxis(x, source, target)
 
 
-def split_state(init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
+def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
     """Returns the division of a state of `count` clients, and its shapes.
 
     The client axes are those that grow with one client more.
@@ -65,9 +65,11 @@ def split_state(init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
-    if hasattr(state, "active"):  # options of CFL that a population cannot have
-        k, accepted = len(state.active), f"given for a cohort of {count}: the default depends on it"
-        check(k == len(more.active), "max_clusters", None, accepted)
+    served = jax.eval_shape(lambda state: algorithm.serve(state, None), state)
+    if served.active is not None:  # options that a population cannot have
+        of_more = jax.eval_shape(lambda state: algorithm.serve(state, None), more)
+        k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
+        check(k == len(of_more.active), "max_clusters", None, accepted)
         check(
             k != count, "cohort", count, f"another number than max_clusters, {k}, so that records can tell them apart"
         )
@@ -83,7 +85,7 @@ def split_state(init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
                 " Use simulate for it, with all clients on the device"
             )
         axes.append(grown[0] if grown else None)
-    personal = any(axis is not None and name[0] == "params" for axis, name in zip(axes, names, strict=True))
+    personal = served.to is None
     axes = [None if personal and name[0] == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
     rows = [name for axis, name in zip(axes, names, strict=True) if axis is not None]
     heard = rows.index(["heard", "round"]) if ["heard", "round"] in rows else None
@@ -95,6 +97,18 @@ def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     traced = jax.make_jaxpr(init)(key, clients)
     return _reached(traced.jaxpr, [False, *[True for _ in jax.tree.leaves(clients)]])
+
+
+def serves_rows(algorithm: Algorithm, split: Split, state: Any, clients: Clients | None) -> bool:
+    """Returns whether what clients are served depends on rows of the state; all arguments are shapes."""
+
+    def serve(common, rows, clients):
+        return algorithm.serve(split.together(common, rows), clients)
+
+    common, rows = split.apart(state)
+    traced = jax.make_jaxpr(serve)(common, rows, clients)
+    before, after = (len(jax.tree.leaves(part)) for part in (common, clients))
+    return any(_reached(traced.jaxpr, [False] * before + [True] * len(rows) + [False] * after))
 
 
 def _reached(jaxpr: Any, sources: list[bool]) -> list[bool]:
@@ -140,7 +154,7 @@ def check_algorithm(
         check(has_updates or not remember, "remember", remember, accepted)
         remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
         count = cohort + remember
-        split, state = split_state(algorithm.init, cohorts, count)
+        split, state = split_state(algorithm, algorithm.init, cohorts, count)
         check_step(jax.eval_shape(algorithm.step, key, state, cohorts(count)), state)
     except ValueError:
         raise
@@ -156,7 +170,7 @@ def check_algorithm(
                 " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
             )
     else:
-        same = split_state(join, cohorts, count)
+        same = split_state(algorithm, join, cohorts, count)
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
         check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init with states of the same shapes")
     return remember, split, state

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, check_state, is_finite, personal_part
-from jfcl.data.store import ClientStore
+from jfcl.core import Algorithm, Clients, Served, check_served, is_finite
+from jfcl.data.store import ClientStore, example_shapes
 from jfcl.execution import layout
 from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation.client_rows import ClientRows
@@ -37,7 +37,7 @@ from jfcl.simulation.evaluation import (
 )
 from jfcl.simulation.loop import Block
 from jfcl.simulation.progress import warn_once
-from jfcl.simulation.state_split import Split, Start
+from jfcl.simulation.state_split import Split, Start, serves_rows
 
 NONE = np.zeros(0, np.int32)
 
@@ -58,12 +58,12 @@ def _with(clients: Clients, remembered: Any) -> Clients:
     return Clients(jax.tree.map(extend, clients.examples), extend(clients.size), ids)
 
 
-@partial(jitted, static_argnames=("init", "split"), compiler_options=RUNS_ONCE)
-def _start(key, clients, remembered, *, init, split):
+@partial(jitted, static_argnames=("algorithm", "split"), compiler_options=RUNS_ONCE)
+def _start(key, clients, remembered, *, algorithm, split):
     """Returns the first state, apart."""
     clients = _with(clients, remembered)
-    state = init(jax.random.fold_in(key, 0), clients)
-    check_state(state, clients)
+    state = algorithm.init(jax.random.fold_in(key, 0), clients)
+    check_served(algorithm, state, clients)
     return strong(split.apart(state))
 
 
@@ -73,15 +73,21 @@ def _fresh(key, clients, remembered, *, join, split):
     return strong(split.apart(join(jax.random.fold_in(key, 0), _with(clients, remembered)))[1])
 
 
-@partial(jitted, static_argnames=("step", "split"), donate_argnames="common")
-def _round(key, t, common, rows, clients, remembered, *, step, split):
+@partial(jitted, static_argnames=("serve",))
+def _served(state, clients, *, serve):
+    """Returns what clients are served, as `Algorithm.serve`."""
+    return serve(state, clients)
+
+
+@partial(jitted, static_argnames=("algorithm", "split"), donate_argnames="common")
+def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
     """Returns `(common, rows, values, finite)` after round `t`; per-client metrics as means over participants."""
     clients = _with(clients, remembered)
-    state, values = step(jax.random.fold_in(key, t), split.together(common, rows), clients)
+    state, values = algorithm.step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
     of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*EVENTS}
     values = {name: finite_mean(v) if name in of_clients else v for name, v in values.items()}
-    return *strong(split.apart(state)), values, is_finite(state.params)
+    return *strong(split.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -118,10 +124,12 @@ class Streamed:
     ) -> None:
         """Prepares the evaluations, always of the clients `evaluated`, under the models that they are served."""
         split, algorithm, store = self.split, self.algorithm, self.store
-        self._num_models = 1 if split.personal else jax.tree.leaves(self.shapes.params)[0].shape[0]
-        self._evaluated, self._by_loss = evaluated, serve == "loss" and algorithm.by_loss
-        has_own = bool(jax.tree.leaves(personal_part(self.shapes)))
-        self._needs_rows = split.personal or has_own or (self._num_models > 1 and not self._by_loss)
+        served = jax.eval_shape(lambda state: algorithm.serve(state, None), self.shapes)
+        self._num_models = 1 if split.personal else jax.tree.leaves(served.models)[0].shape[0]
+        self._evaluated, self._chooses = evaluated, serve == "loss"
+        learners = example_shapes(store, self.cohort + self.remember) if self._chooses else None
+        several = split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
+        self._needs_rows = several and serves_rows(algorithm, split, self.shapes, learners)
         self._tests = self._learners = true = None
         hold = partial(layout.held, client_axis, algorithm.task)
         if test_store is not None and algorithm.task is not None:
@@ -137,22 +145,22 @@ class Streamed:
         classes = None if algorithm.task is None else algorithm.task.num_classes
         self.subjects = Subjects([seed], test_size, None, true, is_listed, classes)
         self.most_silent = min(len(store), MOST_SILENT)
-        models = 1 if hasattr(self.shapes, "active") else self._num_models  # one that is never split is no collapse
+        models = 1 if served.active is not None else self._num_models  # one that is never split is no collapse
         self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
 
     def advance(self, state, first, count, silence) -> Block:
         # The cohort, the remembered clients and their rows.
         drawn = self.take(first)
         others = self._heard_last(drawn.ids) if self.remember else NONE
-        split, step = self.split, self.algorithm.step
+        static = {"algorithm": self.algorithm, "split": self.split}
         if first == 1:
-            common, before = _start(self.key, drawn.clients, others, init=self.algorithm.init, split=split)
+            common, before = _start(self.key, drawn.clients, others, **static)
         else:
             common, before = state, self._rows_of(drawn.ids, drawn.clients, others)
 
         # The round.
         args = (self.key, np.int32(first), common, jax.device_put(before), drawn.clients, others)
-        common, after, values, finite = _round(*args, step=step, split=split)
+        common, after, values, finite = _round(*args, **static)
         after, values, finite = jax.device_get((after, values, finite))
 
         # The rows of participants change, and those of remembered clients where the server has changed them.
@@ -178,28 +186,28 @@ class Streamed:
     def evaluate(self, state, values) -> Assessment:
         values = values | {"seen": self.rows.seen.sum(keepdims=True)}
         if self._tests is None:
-            found = found_clusters(self.split.together(state, self._after))
-            return Assessment(np.asarray(found)[None], values)
-        found, held_out = jax.device_get(self._assess(state))
+            served = self.algorithm.serve(self.split.together(state, self._after), None)
+            count = len(self._ids)
+            return Assessment(np.asarray(found_clusters(served, (count,)))[None], values)
+        to, found, held_out = jax.device_get(self._assess(state))
         if not self.split.personal:
-            check_clusters(np.asarray(found), self._num_models)
+            check_clusters(np.asarray(to), self._num_models)
         held_out = {name: v[None] for name, v in held_out.items()}
         return Assessment(np.asarray(found)[None], values, held_out)
 
-    def _assess(self, common: list) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the clusters of the evaluated clients, and the results of `metrics.evaluate` on their tests."""
+    def _assess(self, common: list) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns what the evaluated clients are served, their clusters, and the results of `metrics.evaluate`."""
         split, ids, learners = self.split, self._evaluated, self._learners
         rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(split.axes)
         state = self._refresh(split.together(common, rows), learners)
-        found = served = jnp.zeros(len(ids), jnp.int32)
-        if split.personal:
-            served = jnp.arange(len(ids), dtype=jnp.int32)
-            found = getattr(state, "group", served)
-        elif self._num_models > 1:
-            found = served = state.cluster
-            if self._by_loss:
-                found = served = self._losses(state.params, learners, None, personal=personal_part(state))["cluster"]
-        return found, self._losses(state.params, self._tests, served, personal=personal_part(state))
+        if split.personal or self._num_models > 1 or self._needs_rows:
+            served = _served(state, learners if self._chooses else None, serve=self.algorithm.serve)
+        else:  # the only model
+            served = self.algorithm.serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
+        to = jnp.arange(len(ids), dtype=jnp.int32) if served.to is None else served.to
+        own = () if served.personal is None else served.personal
+        results = self._losses(served.models, self._tests, to, personal=own)
+        return to, results["cluster"] if served.found is None else served.found, results
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
@@ -207,7 +215,7 @@ class Streamed:
         yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
         self.rows.checkpointed(done)
 
-    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray]]:
+    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         # The rows of the last cohort; of that of round `done` if none was drawn.
         cohort = self._drawn or self.take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
@@ -215,7 +223,7 @@ class Streamed:
         clients = {"id": self._evaluated, "examples": self.store.sizes(self._evaluated)[None]}
         if self._tests is not None:
             clients |= (assessment or self.evaluate(state, {})).of_clients()
-        return whole, clients
+        return whole, clients, self.algorithm.serve(whole, None)
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""

@@ -29,6 +29,7 @@ from jfcl.core import (
     Algorithm,
     Clients,
     PyTree,
+    Served,
     Task,
     attack_key,
     check,
@@ -110,7 +111,12 @@ def rounds(options: Options) -> Algorithm:
     options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
     check_clients = clients_check(options.adversary, options.weights)
-    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh)
+    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh, serve)
+
+
+def serve(state: CFLState, clients: Clients | None) -> Served:
+    """Returns the models of the clusters, of which those that were split off are active."""
+    return Served(state.params, state.cluster, state.personal, active=state.active, excluded=state.excluded)
 
 
 def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
