@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
-from jfcl.core import Clients, PyTree, Task, check, num_clients, of_rest
+from jfcl.core import Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
 from jfcl.execution import mapping
 from jfcl.execution.jitted import jitted
 
@@ -63,9 +63,18 @@ def evaluate(
     """
     if not (cluster is None or isinstance(cluster, jax.Array)):  # those on the device are a method's: not waited for
         count, cluster = len(jax.tree.leaves(params)[0]), np.asarray(cluster)
-        fits = cluster.shape == (num_clients(clients),) and np.issubdtype(cluster.dtype, np.integer)
-        check(fits, "cluster", cluster, f"an integer for each of the {num_clients(clients)} clients")
-        check(((cluster >= 0) & (cluster < count)).all(), "cluster", cluster, f"in 0 .. {count - 1}")
+        n = num_clients(clients)
+        if np.issubdtype(cluster.dtype, np.floating) and cluster.shape == (n, count):
+            fits = (cluster >= 0).all() and np.allclose(cluster.sum(axis=1), 1, atol=1e-3)
+            check(fits, "cluster", cluster, "weights of at least 0, with sum 1 for each client")
+            cluster = cluster.astype(np.float32)
+        else:
+            fits = cluster.shape == (n,) and np.issubdtype(cluster.dtype, np.integer)
+            accepted = f"an integer for each of the {n} clients, or weights of shape ({n}, {count})"
+            check(fits, "cluster", cluster, accepted)
+            check(((cluster >= 0) & (cluster < count)).all(), "cluster", cluster, f"in 0 .. {count - 1}")
+    if cluster is not None and cluster.ndim == 2:
+        check_mixes(task)
     return _evaluate(params, clients, cluster, personal, task=task, client_axis=mapping.or_auto(client_axis))
 
 
@@ -77,7 +86,10 @@ def _evaluate(params, clients, cluster, personal, *, task, client_axis):
         task = of_rest(of_all, own) if jax.tree.leaves(own) else of_all
         if k is None:
             k = jnp.argmin(losses_under_all(task, params, examples, size)).astype(jnp.int32)
-        model = jax.tree.map(lambda p: p[k], params)
+        if k.ndim:  # a mixture
+            task, model, k = mixture_task(task), (params, k), jnp.argmax(k).astype(jnp.int32)
+        else:
+            model = jax.tree.map(lambda p: p[k], params)
         examples = blank_padding(examples, size)
         real = jnp.arange(jax.tree.leaves(examples)[0].shape[0]) < size
         scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})

@@ -62,8 +62,10 @@ from jfcl.core.types import (
     PyTree,
     Served,
     Task,
+    check_mixes,
     check_task,
     dense_start,
+    mixture_task,
     serve_clusters,
 )
 
@@ -94,6 +96,7 @@ __all__ = [
     "check_key",
     "check_labels",
     "check_made",
+    "check_mixes",
     "check_part",
     "check_served",
     "check_shape",
@@ -115,6 +118,7 @@ __all__ = [
     "joined",
     "mask",
     "max_examples",
+    "mixture_task",
     "most_trips",
     "named_leaves",
     "num_bytes",

@@ -274,6 +274,22 @@ def check_task(task: Any) -> None:
         check(callable(getattr(task, name)), f"task.{name}", getattr(task, name), "a function")
 
 
+def mixture_task(task: Task) -> Task:
+    """Returns the task of a mixture of `K` models, with parameters `(models [K, ...], weights [K])`, for evaluation."""
+
+    def apply(params, x):
+        models, weights = params
+        return task.mix(jax.vmap(task.apply, (0, None))(models, x), weights)
+
+    return task._replace(apply=apply, represent=None, dense_start=None, head=None, train_loss=None, statistics=None)
+
+
+def check_mixes(task: Task) -> None:
+    """Raises `ValueError` for a task whose models cannot be mixed."""
+    accepted = "one with mix, the outputs of a mixture of models; jfcl.models.task(..., mix=...) takes it"
+    check(task.mix is not None, "task", "one without mix", accepted)
+
+
 def dense_start(task: Task) -> DenseStart | None:
     """Returns the task's `DenseStart`, `None` if made for another `apply`, or where training has its own loss."""
     start = task.dense_start

@@ -15,7 +15,7 @@ import numpy as np
 
 from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
-from jfcl.core import PyTree, check, check_choice, check_count, client_ids, joined, plain
+from jfcl.core import PyTree, Task, check, check_choice, check_count, client_ids, joined, mixture_task, plain
 from jfcl.core.texts import csv_bytes
 from jfcl.data import read_rows
 from jfcl.execution import hosts
@@ -58,7 +58,8 @@ def _of_cohort(history: History) -> bool:
 def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
     """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished.
 
-    `personal.npz` holds personal parameters, where the run has any and is not one of a population.
+    `personal.npz` holds personal parameters, and `mixture.npz` the weights of clients' mixtures, where the run has any
+    and is not one of a population.
     """
     name, records = summary["method"], history.records
     served = history.served
@@ -66,6 +67,8 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     own = served.personal
     if jax.tree.leaves(own) and not _of_cohort(history):
         contents["personal.npz"] = _first_seeds(own)
+    if served.to is not None and served.to.ndim == 3 and not _of_cohort(history):
+        contents["mixture.npz"] = _first_seeds({"weights": served.to})
     figures = {"loss": plots.curves({name: records}, "train_loss")}
     figures |= {of: plots.curves({name: records}, of) for of in ("accuracy", "perplexity") if of in history.clients}
     if "accuracy" in history.clients:  # not of a regression
@@ -142,6 +145,8 @@ class LoadedRun(NamedTuple):
       params: pytree of `[K, ...]`, the models of the run's first seed, as in the state of its method.
       cluster: `[N]` int32: client `i` is served model `cluster[i]`.
       personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
+      weights: `[N, K]` float32, of a run with mixtures of models, those of each client; else None. `cluster` is then
+        the model of the largest weight.
     """
 
     config: Config
@@ -149,14 +154,24 @@ class LoadedRun(NamedTuple):
     params: PyTree
     cluster: np.ndarray
     personal: PyTree = ()
+    weights: np.ndarray | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task of the result of `model`."""
+        return self.setup.task if self.weights is None else mixture_task(self.setup.task)
 
     def model(self, client: int) -> PyTree:
         """Returns the model of a client of the run, its personal parameters included; one model for one example.
+
+        Of a mixture, it is all models and the client's weights, `(params, weights [K])`.
 
         Raises:
           ValueError: a client that is not in `0..N-1`.
         """
         check_count("client", client, least=0, most=len(self.cluster) - 1)
+        if self.weights is not None:
+            return jax.tree.map(jnp.asarray, (self.params, self.weights[client]))
         one = jax.tree.map(lambda p: jnp.asarray(p[self.cluster[client]]), self.params)
         return joined(one, jax.tree.map(lambda p: jnp.asarray(p[client]), self.personal))
 
@@ -166,7 +181,7 @@ class LoadedRun(NamedTuple):
         Raises:
           ValueError: as `model`.
         """
-        return serving.predictor(self.setup.task, self.model(client))
+        return serving.predictor(self.task, self.model(client))
 
     def client(self, name: Any) -> int:
         """Returns the client with a name in the table that the run was on: a value of its column `by`.
@@ -201,6 +216,8 @@ class LoadedRun(NamedTuple):
           ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
             of which a new client has none.
         """
+        accepted = "a run of single models; a new client's mixture is that of the algorithm's adopt"
+        check(self.weights is None, "folder", "one with mixtures of models", accepted)
         accepted = "a run without personal parameters, of which a new client has none"
         check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
         train = self.setup.federation.train
@@ -250,8 +267,12 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     like = jax.eval_shape(lambda state: parts.algorithm.serve(state, None), state)
     parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
     params = serving.structured(load_params(folder), like.models)
-    own = serving.structured(load_params(folder, personal=True), like.personal)
-    return LoadedRun(config, parts, params, served, own)
+    own = serving.structured(load_params(folder, "personal"), like.personal)
+    weights = None
+    if like.to is not None and like.to.ndim == 2:
+        shape = jax.ShapeDtypeStruct(like.to.shape, np.float32)
+        weights = serving.structured(load_params(folder, "mixture"), {"weights": shape})["weights"]
+    return LoadedRun(config, parts, params, served, own, weights)
 
 
 def _served(folder: Path, summary: dict[str, Any], seed: int, num_clients: int) -> np.ndarray:

@@ -111,12 +111,13 @@ def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any
     return make_schedule(name, config.lr, done, step, **options)
 
 
-def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
+def load_params(folder: str | Path, part: str = "params") -> PyTree:
     """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start.
 
     Args:
       folder: of the run.
-      personal: returns the clients' personal parameters `[N, ...]` instead; `()` where the run has none.
+      part: or "personal", the clients' personal parameters, or "mixture", the weights of their mixtures, `[N, ...]`
+        each; `()` where the run has none.
 
     Raises:
       ValueError: no `params.npz` in the folder, or a damaged one.
@@ -129,8 +130,8 @@ def load_params(folder: str | Path, *, personal: bool = False) -> PyTree:
       (2, 4, 10)
     """
     plain.check_plain(folder)
-    saved = Path(folder) / ("personal.npz" if personal else "params.npz")
-    if personal and not saved.is_file():
+    saved = Path(folder) / f"{part}.npz"
+    if part != "params" and not saved.is_file():
         return ()
     if not saved.is_file():
         which = " of the command line or jfcl.experiments.run" if (saved.parent / "summary.json").exists() else ""

@@ -238,6 +238,11 @@ def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int
     return Served(jax.tree.map(lambda x: x[:all_models], served.models), None, personal)
 
 
+def is_mixture(served: Served) -> bool:
+    """Returns whether clients are served mixtures of models."""
+    return served.to is not None and np.issubdtype(served.to.dtype, np.floating)
+
+
 def found_clusters(served: Served, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the clusters to report, `[..., N]` of this shape on the host, of what clients are served."""
     if served.found is not None:

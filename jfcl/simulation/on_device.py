@@ -27,6 +27,7 @@ from jfcl.simulation.evaluation import (
     evaluate_rows,
     finite_mean,
     found_clusters,
+    is_mixture,
     serving_part,
     silence_after,
 )
@@ -193,7 +194,8 @@ class OnDevice:
         self._num_rows = num_clients(self._clients)
         self.most_silent = min(int((np.asarray(hosts.fetch(self._clients.size)) > 0).sum()), MOST_SILENT)
 
-        # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one.
+        # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one, nor have
+        # mixtures in which one model has the largest weight for all clients.
         served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(served.models)[0].shape[1]
         choose = serve == "loss" and tests is not None and made.task is not None
@@ -201,7 +203,7 @@ class OnDevice:
         true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         classes = None if made.task is None else made.task.num_classes
         self.subjects = Subjects(self._seeds, test_size, new_size, true_cluster, n <= MOST_LISTED, classes)
-        models = 1 if served.active is not None else self._num_models
+        models = 1 if served.active is not None or is_mixture(served) else self._num_models
         self.warn = partial(warn_once, set(), num_models=models, num_clients=n, true_cluster=true_cluster)
 
         # Programs. A call finds the one that is compiled already, or waits for it.

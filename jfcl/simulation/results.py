@@ -12,6 +12,7 @@ import numpy as np
 
 from jfcl.analysis.metrics import deviation, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
+from jfcl.simulation.evaluation import is_mixture
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
 
@@ -55,8 +56,7 @@ def finds_clusters(history: History) -> bool:
     served = history.served
     if served.to is None:
         return served.found is not None
-    is_mixture = np.issubdtype(served.to.dtype, np.floating)
-    axis = served.to.ndim - (2 if is_mixture else 1)  # of the models, after that of seeds, if there is one
+    axis = served.to.ndim - (2 if is_mixture(served) else 1)  # of the models, after that of seeds, if there is one
     return jax.tree.leaves(served.models)[0].shape[axis] > 1
 
 

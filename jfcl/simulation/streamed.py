@@ -33,6 +33,7 @@ from jfcl.simulation.evaluation import (
     check_clusters,
     finite_mean,
     found_clusters,
+    is_mixture,
     silence_after,
 )
 from jfcl.simulation.loop import Block
@@ -145,7 +146,8 @@ class Streamed:
         classes = None if algorithm.task is None else algorithm.task.num_classes
         self.subjects = Subjects([seed], test_size, None, true, is_listed, classes)
         self.most_silent = min(len(store), MOST_SILENT)
-        models = 1 if served.active is not None else self._num_models  # one that is never split is no collapse
+        no_collapse = served.active is not None or is_mixture(served)  # one that is never split is none
+        models = 1 if no_collapse else self._num_models
         self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
 
     def advance(self, state, first, count, silence) -> Block:

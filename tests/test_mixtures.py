@@ -1,0 +1,136 @@
+"""A method with mixtures of models from outside the library: trained, evaluated, resumed, in a population."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fedem_method import fedem
+from scipy.special import log_softmax, logsumexp
+
+import jfcl
+from jfcl.core import Clients, Served, mixture_task
+from jfcl.experiments import Config, export_model, load_run
+from jfcl.experiments import run as run_config
+
+TASK = jfcl.models.classification(jfcl.models.Linear(3), (4,), 3)
+KEY = jax.random.key(0)
+TRAINING = jfcl.local_training(optax.sgd(0.5), num_steps=5)
+METHOD = fedem(TASK, TRAINING, num_clusters=2)
+
+
+def problem(n=8, m=30, seed=0):
+    """Two models label the examples; client `i` has a share `i / (n - 1)` of the second."""
+    rng = np.random.default_rng(seed)
+    models = np.random.default_rng(7).normal(size=(2, 4, 3)) * 3
+    x = rng.normal(size=(n, m, 4)).astype(np.float32)
+    of = (np.arange(m)[None] < np.linspace(0, m, n)[:, None]).astype(int)
+    y = np.einsum("nmd,nmdc->nmc", x, models[of]).argmax(-1).astype(np.int32)
+    return Clients({"x": x, "y": y}, np.full(n, m, np.int32), np.arange(n, dtype=np.int32))
+
+
+TRAIN, TEST, NEW = problem(), problem(seed=1), problem(n=5, seed=2)._replace(id=None)
+
+
+def run(**options):
+    given = {"key": KEY, "num_rounds": 20, "eval_every": 10, "test_clients": TEST, "newcomers": NEW}
+    return jfcl.simulate(METHOD, TRAIN, **(given | options))
+
+
+def mixture_loss(served, clients):
+    """The mean negative log-likelihood of each client's labels under its mixture, in float64."""
+    params = served.models["Dense_0"]
+    kernel, bias = (np.asarray(params[name], np.float64) for name in ("kernel", "bias"))
+    logits = np.einsum("nmd,kdc->nkmc", clients.examples["x"], kernel) + bias[None, :, None]
+    each = np.take_along_axis(log_softmax(logits, -1), clients.examples["y"][:, None, :, None], -1)[..., 0]
+    return -logsumexp(each, axis=1, b=np.asarray(served.to, np.float64)[:, :, None]).mean(axis=1)
+
+
+def test_a_mixture_is_trained_and_reported_as_a_mixture():
+    history = run()
+    want = mixture_loss(history.served, TEST)
+    np.testing.assert_allclose(history.clients["loss"][0], want, rtol=1e-4)
+    np.testing.assert_allclose(history.records[-1]["loss"], want.mean(), rtol=1e-4)
+    alone = np.asarray(jfcl.evaluate(TASK, history.served.models, TEST, None)["loss"])
+    assert want.mean() < alone.mean()  # most clients have examples of both models
+    np.testing.assert_array_equal(history.clients["cluster"][0], np.asarray(history.served.to).argmax(axis=1))
+    corners = np.asarray(history.served.to)[[0, -1]]
+    assert abs(corners[0, 0] - corners[1, 0]) > 0.9  # the first client has the one model, the last the other
+
+
+def test_newcomers_fit_their_mixtures():
+    history = run()
+    served = METHOD.adopt(history.state, jax.tree.map(jnp.asarray, NEW))
+    np.testing.assert_allclose(history.records[-1]["newcomer_loss"], mixture_loss(served, NEW).mean(), rtol=1e-4)
+
+
+def test_a_mixture_resumes_bit_for_bit(tmp_path):
+    whole = run(out=tmp_path / "whole")
+    run(out=tmp_path / "parts", stop_after=10)
+    parts = run(out=tmp_path / "parts", resume=True)
+    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(parts.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert whole.records == parts.records
+    assert (tmp_path / "whole" / "clients.csv").read_bytes() == (tmp_path / "parts" / "clients.csv").read_bytes()
+
+
+def test_a_mixture_in_a_population():
+    store, tests = (jfcl.data.ClientStore.from_clients(part) for part in (TRAIN, TEST))
+    given = {"key": KEY, "num_rounds": 8, "eval_every": 8, "cohort": 8, "test_store": tests, "evaluate": range(8)}
+    history = jfcl.simulate_population(METHOD, store, **given)
+    rows = np.asarray(history.rows.arrays[0])
+    served = Served(history.state.params, rows)
+    np.testing.assert_allclose(history.clients["loss"][0], mixture_loss(served, TEST), rtol=1e-4)
+
+
+def test_a_mixture_is_exported(tmp_path):
+    served = run().served
+    model = served.models, served.to[3]
+    export_model(mixture_task(TASK), model, tmp_path / "model.npz", input_shape=(4,))
+    outputs = np.asarray(mixture_task(TASK).apply(model, TEST.examples["x"][3]), np.float64)
+    picked = np.take_along_axis(log_softmax(outputs, -1), TEST.examples["y"][3][:, None], 1)
+    np.testing.assert_allclose(-picked.mean(), mixture_loss(served, TEST)[3], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda served: served._replace(to=served.to * 2), "mixture must be at least 0, with sum 1"),
+        (lambda served: served._replace(to=served.to[:, :1]), "served .* must be int32"),
+        (lambda served: served._replace(to=served.to[:3]), "served .* must be int32"),
+        (lambda served: served._replace(found=jnp.zeros(3, jnp.int32)), "served found must be rows of 8 clients"),
+        (lambda served: served.models, "serve must be a function that returns a Served"),
+    ],
+    ids=["sums", "models", "clients", "found", "type"],
+)
+def test_what_is_served_wrongly_is_refused(change, words):
+    wrong = METHOD._replace(serve=lambda state, clients: change(METHOD.serve(state, clients)))
+    with pytest.raises(ValueError, match=words):
+        jfcl.simulate(wrong, TRAIN, key=KEY, num_rounds=1)
+
+
+def test_a_task_without_mix_is_refused():
+    with pytest.raises(ValueError, match="task must be one with mix"):
+        method = fedem(TASK._replace(mix=None), TRAINING, num_clusters=2)
+        jfcl.simulate(method, TRAIN, key=KEY, num_rounds=1, test_clients=TEST)
+
+
+def test_weights_of_the_only_model_are_that_model():
+    params = jax.vmap(TASK.init)(jax.random.split(KEY, 3))
+    to = np.array([0, 2, 1, 1, 0, 2, 2, 0])
+    one = jfcl.evaluate(TASK, params, TEST, to)
+    several = jfcl.evaluate(TASK, params, TEST, np.eye(3)[to])
+    for name in ("loss", "accuracy", "cluster"):
+        np.testing.assert_allclose(one[name], several[name], rtol=1e-5)
+
+
+def test_a_configured_run_keeps_its_mixtures(tmp_path):
+    config = Config("fedem_method:fedem", clients=6, clusters=2, rounds=3, model="linear", local_steps=5)
+    _, history, parts = run_config(config, out=tmp_path / "run")
+    found = load_run(tmp_path / "run")
+    np.testing.assert_array_equal(found.weights, history.served.to[0])
+    x = parts.federation.test.examples["x"][2]
+    probabilities = np.exp(np.asarray(found.predictor(2)(x)))
+    np.testing.assert_allclose(probabilities.sum(-1), 1, rtol=1e-4)
+    with pytest.raises(ValueError, match="mixtures"):
+        found.choose({"x": x}, by="inputs")
