@@ -3,11 +3,19 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+from sklearn.metrics import (
+    adjusted_rand_score,
+    confusion_matrix,
+    f1_score,
+    normalized_mutual_info_score,
+    roc_auc_score,
+)
 
+import jfcl
 from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
 from jfcl.execution.mapping import chunked, client_mesh, sharded
@@ -176,3 +184,88 @@ def test_evaluating_again_compiles_nothing(cluster):
     with count_compilations() as compiled:
         evaluate(SIGN, params, data(seed=1), cluster, client_axis=chunked(2))
     assert compiled.count == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Metrics of outputs.
+
+
+def outputs_of(classes, seed, n=5, m=40):
+    """Logits `[n, m, classes]` with ties, labels, and sizes, of which one client has a single label."""
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(size=(n, m, classes)), 1).astype(np.float32)
+    y = rng.integers(0, classes, (n, m)).astype(np.int32)
+    y[1] = 1
+    return logits, y, np.array([m, m, 7, 1, 0], np.int32)
+
+
+IDENTITY = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="classification")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("classes", "name"), [(3, "macro_f1"), (3, "calibration_error"), (2, "auc"), (3, "confusion_matrix")]
+)
+def test_metrics_of_outputs_are_those_of_scikit_learn(classes, name, seed):
+    logits, y, size = outputs_of(classes, seed)
+    params, clients = {"b": jnp.zeros(1)}, jfcl.Clients({"x": logits, "y": y}, size)
+    function = getattr(jfcl.metrics, name)
+    found = jfcl.evaluate(IDENTITY, params, clients, np.zeros(5, int), metrics={name: function})[name]
+    for i, m in enumerate(size):
+        if m == 0:
+            assert np.isnan(found[i]).all()
+            continue
+        z, labels = logits[i, :m].astype(np.float64), y[i, :m]
+        p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+        guess = z.argmax(axis=1)
+        if name == "macro_f1":
+            want = f1_score(labels, guess, average="macro")
+        elif name == "confusion_matrix":
+            want = confusion_matrix(labels, guess, labels=range(classes))
+        elif name == "auc":
+            want = roc_auc_score(labels, logits[i, :m, 1] - logits[i, :m, 0]) if len(set(labels)) == 2 else np.nan
+        else:
+            top, right = p.max(axis=1), guess == labels
+            bins = np.minimum(np.ceil(top * 15).astype(int) - 1, 14)
+            want = sum(abs((right[bins == b] - top[bins == b]).sum()) for b in range(15)) / m
+        np.testing.assert_allclose(found[i], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_records_metrics_of_outputs(tmp_path):
+    logits, y, _ = outputs_of(3, 0)
+    clients = jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32))
+    algorithm = jfcl.fedavg(IDENTITY, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+    given = {"key": jax.random.key(0), "num_rounds": 2, "test_clients": clients, "newcomers": clients}
+    metrics = {"f1": jfcl.metrics.macro_f1, "confident": lambda outputs, batch, real: jax.nn.softmax(outputs).max()}
+    history = jfcl.simulate(algorithm, clients, metrics=metrics, out=tmp_path / "run", **given)
+    want = [f1_score(y[i], logits[i].argmax(axis=1), average="macro") for i in range(5)]
+    np.testing.assert_allclose(history.clients["f1"][0], want, rtol=1e-5)
+    np.testing.assert_allclose(history.records[-1]["f1"], np.mean(want), rtol=1e-5)
+    assert history.records[-1]["newcomer_f1"] == pytest.approx(history.records[-1]["f1"])
+    header = (tmp_path / "run" / "clients.csv").read_text().splitlines()[0]
+    assert header.endswith("accuracy,loss,confident,f1")
+    store = jfcl.data.ClientStore.from_clients(clients)
+    options = {"key": jax.random.key(0), "num_rounds": 1, "cohort": 5, "test_store": store, "evaluate": range(5)}
+    crowd = jfcl.simulate_population(algorithm, store, metrics=metrics, **options)
+    np.testing.assert_allclose(crowd.clients["f1"][0], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"loss": jfcl.metrics.macro_f1}, "metrics must be other names than those of results"),
+        ({"bytes_up": jfcl.metrics.macro_f1}, "metrics must be other names than those of the method's own"),
+        ({"f1": 3}, r"metrics\['f1'\] must be a function"),
+        ({"F 1": jfcl.metrics.macro_f1}, "metrics must be names such as"),
+        (jfcl.metrics.macro_f1, "metrics must be a dict of functions"),
+        ({"table": jfcl.metrics.confusion_matrix}, r"metrics\['table'\] must be a function that returns one number"),
+        ({"auc": jfcl.metrics.auc}, "auc needs logits of two classes, got 3"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_metrics_that_are_none_are_refused(metrics, words):
+    logits, y, _ = outputs_of(3, 0)
+    clients = jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32))
+    algorithm = jfcl.fedavg(IDENTITY, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+    with pytest.raises(ValueError, match=words):
+        jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, test_clients=clients, metrics=metrics)

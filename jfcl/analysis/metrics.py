@@ -8,18 +8,36 @@ is NumPy on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.analysis.scores import auc, calibration_error, confusion_matrix, macro_f1
 from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
-from jfcl.core import Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
+from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
 from jfcl.execution import mapping
 from jfcl.execution.jitted import jitted
 
+__all__ = [
+    "auc",
+    "calibration_error",
+    "check_metrics",
+    "cluster_recovery",
+    "confusion_matrix",
+    "contingency",
+    "deviation",
+    "evaluate",
+    "macro_f1",
+    "per_cluster",
+    "rounds_to_recovery",
+    "summarize",
+]
+
+Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
+OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "examples", "id")
 FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
 
 
@@ -30,6 +48,7 @@ def evaluate(
     cluster: jax.Array | None,
     *,
     personal: PyTree = (),
+    metrics: Mapping[str, Metric] | None = None,
     client_axis: mapping.Mapping | None = None,
 ) -> dict[str, jax.Array]:
     """Evaluates every client's model on that client's examples: loss and accuracy.
@@ -42,6 +61,9 @@ def evaluate(
         makes one model; `None`: the model of lowest loss on its examples.
       personal: pytree of `[N, ...]`, the clients' own parameters as in `state.personal`, with which the model of each
         is complete; `()`: there are none.
+      metrics: further functions `(outputs [M, ...], batch, real [M]) -> array` of a client's outputs, by name; `real`
+        marks the examples that are no padding. `macro_f1`, `auc`, `calibration_error` and `confusion_matrix` of
+        `jfcl.metrics` are some. The same functions in a second call compile nothing.
       client_axis: a mapping; default: `jfcl.mapping.auto()`.
 
     Returns:
@@ -52,7 +74,7 @@ def evaluate(
 
     Raises:
       ValueError: clusters on the host (numpy, a list) of another length, or outside `0 .. K-1`; weights that do not sum
-        to 1; mixtures for a task without `mix`.
+        to 1; mixtures for a task without `mix`; `metrics` that are no functions, or with a name of another result.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jfcl
@@ -75,11 +97,23 @@ def evaluate(
             check(((cluster >= 0) & (cluster < count)).all(), "cluster", cluster, f"in 0 .. {count - 1}")
     if cluster is not None and cluster.ndim == 2:
         check_mixes(task)
-    return _evaluate(params, clients, cluster, personal, task=task, client_axis=mapping.or_auto(client_axis))
+    static = {"task": task, "metrics": check_metrics(metrics), "client_axis": mapping.or_auto(client_axis)}
+    return _evaluate(params, clients, cluster, personal, **static)
 
 
-@partial(jitted, static_argnames=("task", "client_axis"))
-def _evaluate(params, clients, cluster, personal, *, task, client_axis):
+def check_metrics(metrics: Mapping[str, Metric] | None) -> tuple[tuple[str, Metric], ...]:
+    """Returns `metrics` as pairs, in the order of their names; `ValueError` for what is none."""
+    fits = metrics is None or isinstance(metrics, Mapping)
+    check(fits, "metrics", type(metrics).__name__, "a dict of functions (outputs, batch, real) by name")
+    for name, function in (metrics or {}).items():
+        check(isinstance(name, str) and name.isidentifier(), "metrics", name, "names such as 'macro_f1'")
+        check(name not in OWN_NAMES, "metrics", name, f"other names than those of results: {', '.join(OWN_NAMES)}")
+        check(callable(function), f"metrics[{name!r}]", function, "a function (outputs, batch, real) -> a number")
+    return tuple(sorted((metrics or {}).items()))
+
+
+@partial(jitted, static_argnames=("task", "metrics", "client_axis"))
+def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis):
     of_all = task
 
     def client(params, examples, size, k, own):
@@ -100,6 +134,10 @@ def _evaluate(params, clients, cluster, personal, *, task, client_axis):
         result = {name: masked_mean(values, real) for name, values in task.scores(score, model, examples).items()}
         if task.perplexity:
             result["perplexity"] = jnp.exp(result["loss"])
+        if metrics:
+            outputs = task.outputs(model, examples)
+            values = {name: jnp.asarray(function(outputs, examples, real)) for name, function in metrics}
+            result |= {name: v.astype(jnp.result_type(v.dtype, jnp.float32)) for name, v in values.items()}
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}
         return result | {"cluster": k}
 
@@ -116,7 +154,8 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
       size: `[N]`, the number of examples each client was evaluated on; clients with none are left out.
 
     Returns:
-      `loss`, `accuracy` and `perplexity`: means over clients. `pooled_accuracy`: over examples.
+      `loss`, `accuracy`, `perplexity` and further metrics: means over clients, of a further metric without those for
+      which it is NaN (None if it is for all). `pooled_accuracy`: the mean over examples.
       `worst_client_accuracy` and `worst_decile_accuracy`: the lowest, and the mean of the lowest tenth (at least one
       client).
 
@@ -129,6 +168,10 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
     real = np.asarray(size) > 0
     means = [name for name in ("loss", "perplexity") if name in evaluation]
     summary = {name: float(np.mean(np.asarray(evaluation[name], np.float64)[real])) for name in means}
+    for name in evaluation.keys() - set(OWN_NAMES):
+        values = np.asarray(evaluation[name], np.float64)[real]
+        known = values[~np.isnan(values)]
+        summary[name] = float(known.mean()) if len(known) else None
     if "accuracy" in evaluation:
         accuracy = np.asarray(evaluation["accuracy"], np.float64)[real]
         worst = np.sort(accuracy)[: max(1, len(accuracy) // 10)]

@@ -164,6 +164,8 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
             row |= metrics.cluster_recovery(found.cluster[s], subjects.true_cluster)
 
         # Metrics of the method, and totals.
+        both = sorted((row.keys() & found.values.keys()) - {"loss"})
+        check(not both, "metrics", ", ".join(both), "other names than those of the method's own metrics")
         row |= {name: v[s].tolist() for name, v in found.values.items() if name != "loss"}
         if subjects.lists_clusters:
             row["cluster"] = found.cluster[s].tolist()
@@ -180,8 +182,8 @@ def serving_part(algorithm: Algorithm) -> Algorithm:
     return Algorithm(None, None, algorithm.task, serve=algorithm.serve, adopt=algorithm.adopt)
 
 
-@partial(jitted, static_argnames=("algorithm", "row_axis", "client_axis", "of_newcomers"))
-def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None):
+@partial(jitted, static_argnames=("algorithm", "row_axis", "client_axis", "of_newcomers", "further"))
+def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None, further=()):
     """Evaluates what clients are served in several states: of seeds, or rows of a sweep.
 
     Args:
@@ -192,11 +194,12 @@ def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis,
       row_axis, client_axis: the mappings over states and over clients.
       of_newcomers: for clients that were not in training, the numbers of clients and of models without padding, which
         is behind them. None for clients of the run.
+      further: metrics of outputs, as from `metrics.check_metrics`.
 
     Returns:
       The results of `assess`, `[R, N]` each.
     """
-    one = partial(assess, algorithm, client_axis=client_axis, of_newcomers=of_newcomers)
+    one = partial(assess, algorithm, client_axis=client_axis, of_newcomers=of_newcomers, further=further)
     return row_axis(one, in_axes=(0, None, None))(state, clients, learners)
 
 
@@ -208,6 +211,7 @@ def assess(
     *,
     client_axis: Any,
     of_newcomers: tuple[int, int] | None = None,
+    further: tuple = (),
 ) -> dict[str, jax.Array]:
     """Evaluates what clients are served in one state; the arguments are those of `evaluate_rows`.
     Returns:
@@ -222,7 +226,9 @@ def assess(
     models = len(jax.tree.leaves(served.models)[0]) if to is not None and to.ndim == 2 else 1
     axis = in_lots(client_axis, task, clients, models)
     own = () if served.personal is None else served.personal
-    results = metrics.evaluate(task, served.models, clients, to, personal=own, client_axis=axis)
+    about = {"personal": own, "metrics": dict(further), "client_axis": axis}
+    results = metrics.evaluate(task, served.models, clients, to, **about)
+    check_numbers(results, further)
     if of_newcomers is not None:
         return results
     return results | {"found": results["cluster"] if served.found is None else served.found}
@@ -236,6 +242,13 @@ def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int
     means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), served.personal)
     personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
     return Served(jax.tree.map(lambda x: x[:all_models], served.models), None, personal)
+
+
+def check_numbers(results: dict[str, Any], further: tuple) -> None:
+    """Raises `ValueError` for a further metric that is no number of each client."""
+    for name, _ in further:
+        shape = results[name].shape[1:]
+        check(not shape, f"metrics[{name!r}]", f"an array of shape {shape}", "a function that returns one number")
 
 
 def is_mixture(served: Served) -> bool:

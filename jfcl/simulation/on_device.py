@@ -162,12 +162,16 @@ class OnDevice:
         shapes = client_shapes(self._clients, self._n)
         self.like = jax.eval_shape(partial(_init, **self._static), keys, shapes, hyperparams)
 
-    def place(self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str) -> None:
+    def place(
+        self, tests: Clients | None, newcomers: Clients | None, true_cluster: Any, serve: str, further: tuple
+    ) -> None:
         """Moves the clients and the subjects of evaluations to the devices, if the memory suffices.
 
         Raises every `ValueError` of a round before anything is computed.
         """
         n, client_axis, seed_axis, made = self._n, self._client_axis, self._seed_axis, self._made
+
+        self._further = further
 
         # Memory.
         tests, newcomers = (layout.held(client_axis, made.task, subjects) for subjects in (tests, newcomers))
@@ -286,7 +290,7 @@ class OnDevice:
             learners, of_newcomers = None, (self._n, self._num_models)
         algorithm = serving_part(self._made)
         how = {"algorithm": algorithm, "row_axis": self._seed_axis, "client_axis": self._client_axis}
-        return (state, data, learners), how | {"of_newcomers": of_newcomers}
+        return (state, data, learners), how | {"of_newcomers": of_newcomers, "further": self._further}
 
     def _serve(self, state: Any) -> Served:
         """Returns what clients are served, as the state says, `[R, ...]` each."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.analysis.metrics import Metric, check_metrics
 from jfcl.core import Algorithm, Clients, Task, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.execution import layout, mapping, memory
@@ -87,6 +88,7 @@ def simulate_population(
     description: str = "rounds",
     stop_after: int | None = None,
     keep_clients: bool = False,
+    metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
 ) -> PopulationHistory:
@@ -124,8 +126,8 @@ def simulate_population(
       serve: as in `simulate`; the "state" of a client is that of its last round.
       client_axis: mapping for evaluations; if it is `jfcl.sharded` (give it to the algorithm too), cohorts are divided
         among its devices.
-      eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, keep_clients, callbacks,
-        summary: as in `simulate`. Without `test_store`, there is no `clients.csv`.
+      metrics, eval_every, out, resume, config, checkpoint_seconds, progress, description, stop_after, keep_clients,
+        callbacks, summary: as in `simulate`. Without `test_store`, there is no `clients.csv`.
       seed: the key's name in the records.
       rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given. Of no
         effect on a run that is resumed: its rows stay where they were.
@@ -168,6 +170,7 @@ def simulate_population(
     check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
     _check_stores(store, test_store, algorithm.task)
+    further = check_metrics(metrics)
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
     tested = test_store is None or (test_store.sizes(evaluated) > 0).any()
@@ -222,7 +225,7 @@ def simulate_population(
         # Run.
         join = algorithm.init if join is None else join
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, take)
-        backend.observe(seed, test_store, evaluated, serve, client_axis)
+        backend.observe(seed, test_store, evaluated, serve, client_axis, further)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(

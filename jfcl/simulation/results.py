@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.analysis.metrics import deviation, rounds_to_recovery
+from jfcl.analysis.metrics import OWN_NAMES, deviation, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
 from jfcl.simulation.evaluation import is_mixture
 from jfcl.simulation.folder import environment, write_results
@@ -102,6 +102,7 @@ def clients_csv(
         (row := r["clients"]).get("model", row["cluster"]) != row["cluster"] for r in history.records if "clients" in r
     )
     names = [name for name in ("accuracy", "loss", "perplexity") if name in clients]
+    names += [name for name in clients if name not in OWN_NAMES]
 
     def lines(of_seeds: Sequence[dict[str, Any]]) -> Iterator[list]:
         for s, results in enumerate(of_seeds):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl.analysis.metrics import Metric, check_metrics
 from jfcl.core import (
     Algorithm,
     Clients,
@@ -57,6 +58,7 @@ def simulate(
     stop_after: int | None = None,
     keep_clients: bool = False,
     state: Any = None,
+    metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
 ) -> History:
@@ -106,6 +108,9 @@ def simulate(
         `jfcl.parameter_tree.enrol`; with a leading seed axis if several keys are given. Rounds count from 1 again and
         their randomness follows from `key`, so give another key than that of the earlier run. With `resume`, a
         checkpoint in `out` has precedence.
+      metrics: functions `(outputs [M, ...], batch, real [M]) -> a number` of one client's outputs, by name, such as
+        `{"f1": jfcl.metrics.macro_f1}`; `real` marks the examples that are no padding. The records have their means
+        over clients (and over newcomers), `History.clients` and `clients.csv` the number of each client.
       callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order: early stopping,
         trackers. They change no result, and a resumption may have others.
       summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
@@ -133,6 +138,7 @@ def simulate(
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     accepted = "without: the numbers of the run's key have this name"
     check("key" not in (config or {}), "config", "an entry 'key'", accepted)
+    further = check_metrics(metrics)
     client_axis = mapping.or_auto(client_axis)
     parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -157,7 +163,7 @@ def simulate(
         watch.show("compiling")
         backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
         first = None if state is None else _first_state(state, backend.like, single)
-        backend.place(test_clients, newcomers, true_cluster, serve)
+        backend.place(test_clients, newcomers, true_cluster, serve, further)
 
         # Begin or resume.
         if summary or config is None:  # a caller in Python may resume with another key

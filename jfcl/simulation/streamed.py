@@ -31,6 +31,7 @@ from jfcl.simulation.evaluation import (
     Assessment,
     Subjects,
     check_clusters,
+    check_numbers,
     finite_mean,
     found_clusters,
     is_mixture,
@@ -121,7 +122,13 @@ class Streamed:
     _drawn: Cohort | None = None  # of the last round
 
     def observe(
-        self, seed: int, test_store: ClientStore | None, evaluated: np.ndarray, serve: str, client_axis: Any
+        self,
+        seed: int,
+        test_store: ClientStore | None,
+        evaluated: np.ndarray,
+        serve: str,
+        client_axis: Any,
+        further: tuple,
     ) -> None:
         """Prepares the evaluations, always of the clients `evaluated`, under the models that they are served."""
         split, algorithm, store = self.split, self.algorithm, self.store
@@ -139,7 +146,8 @@ class Streamed:
                 self._learners = jax.device_put(hold(store.gather(evaluated)))
             known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
             true = store.cluster[evaluated] if known else None
-        self._losses = partial(metrics.evaluate, algorithm.task, client_axis=client_axis)
+        self._losses = partial(metrics.evaluate, algorithm.task, metrics=dict(further), client_axis=client_axis)
+        self._further = further
         self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         test_size = None if self._tests is None else np.asarray(self._tests.size)
         is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
@@ -209,6 +217,7 @@ class Streamed:
         to = jnp.arange(len(ids), dtype=jnp.int32) if served.to is None else served.to
         own = () if served.personal is None else served.personal
         results = self._losses(served.models, self._tests, to, personal=own)
+        check_numbers(results, self._further)
         return to, results["cluster"] if served.found is None else served.found, results
 
     @contextlib.contextmanager
