@@ -170,7 +170,6 @@ def simulate_population(
     check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
     check(key.ndim == 0, "key", key.shape, "a single key")
     _check_stores(store, test_store, algorithm.task)
-    further = check_metrics(metrics)
     words = np.asarray(jax.random.key_data(key)).tolist()
     evaluated = _evaluated(evaluate, n, words)
     tested = test_store is None or (test_store.sizes(evaluated) > 0).any()
@@ -225,7 +224,7 @@ def simulate_population(
         # Run.
         join = algorithm.init if join is None else join
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, take)
-        backend.observe(seed, test_store, evaluated, serve, client_axis, further)
+        backend.observe(seed, test_store, evaluated, serve, client_axis, check_metrics(metrics))
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(
