@@ -441,7 +441,10 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
         ({"key": jax.random.split(KEY, (2, 2))}, "key must be one key, or a vector of keys"),
         ({"true_cluster": np.full(7, 0.5)}, "true_cluster must be integers, the cluster of each client, got 'float64'"),
         ({"clients": CLIENTS._replace(size=[6] * 7)}, r"clients.size must be an array \[N\] of integers"),
-        ({"clients": NAMED, "test_clients": NAMED_BACKWARDS}, "test_clients.id must be the ids of the clients in training"),
+        (
+            {"clients": NAMED, "test_clients": NAMED_BACKWARDS},
+            "test_clients.id must be the ids of the clients in training",
+        ),
         ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "without examples"),
     ],
 )

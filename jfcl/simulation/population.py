@@ -156,14 +156,13 @@ def simulate_population(
     """
     # Check the options.
     check(isinstance(algorithm, Algorithm), "algorithm", algorithm, "an Algorithm")
-    made = isinstance(store, ClientStore)
-    check(made, "store", type(store), "a ClientStore, such as jfcl.data.ClientStore.from_clients(clients)")
+    check(
+        isinstance(store, ClientStore), "store", type(store), "a ClientStore, such as ClientStore.from_clients(clients)"
+    )
     n = len(store)
-    _check_own(seed, config, rows_in_memory)
+    further = _check_own(seed, config, rows_in_memory, dropout, stragglers, metrics)
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     check_cohort(store, cohort)
-    check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
-    check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
     asked = round(cohort * (1 + stragglers))
     check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients drawn are among the {n} there are")
     sampler = make_sampler(store, asked, sampling, strata)
@@ -224,7 +223,7 @@ def simulate_population(
         # Run.
         join = algorithm.init if join is None else join
         backend = Streamed(algorithm, store, key, join, split, shapes, cohort, remember, rows, take)
-        backend.observe(seed, test_store, evaluated, serve, client_axis, check_metrics(metrics))
+        backend.observe(seed, test_store, evaluated, serve, client_axis, further)
         schedule = {"num_rounds": num_rounds, "eval_every": eval_every, "stop_after": stop_after}
         called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
         history = run_rounds(
@@ -260,12 +259,15 @@ def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.nd
     return ids.astype(np.int64)
 
 
-def _check_own(seed: Any, config: Any, rows_in_memory: Any) -> None:
-    """Raises `ValueError` for values of arguments that `simulate` does not have."""
+def _check_own(seed: Any, config: Any, rows_in_memory: Any, dropout: float, stragglers: float, metrics: Any) -> tuple:
+    """Raises `ValueError` for values of arguments that are none; returns the metrics, as `check_metrics`."""
     seed_names([seed], 1)
     check("cohorts" not in (config or {}), "config", "an entry 'cohorts'", "without: the run's cohorts have this name")
     number = isinstance(rows_in_memory, (int, float, np.number)) and rows_in_memory >= 0
     check(number, "rows_in_memory", rows_in_memory, "a number of bytes, at least 0")
+    check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
+    check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
+    return check_metrics(metrics)
 
 
 def _open_rows(

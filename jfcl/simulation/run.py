@@ -80,7 +80,7 @@ def simulate(
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
         with -1, for example malicious ones, do not count.
-      serve: the model that a test client is served by a method with a choice among several (`Algorithm.serve` with clients: IFCA,
+      serve: the model that a test client is served by a method with a choice among several (IFCA,
         HypCluster). "loss": the model of lowest loss on the client's training examples now. "state": the model of the
         client's last round. "loss" costs `K` more passes over the training examples in each evaluation of
         `test_clients`, and the clusters in the records and in `History.clients` are the models served; without
