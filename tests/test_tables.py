@@ -408,8 +408,8 @@ def test_new_rows_without_what_training_had_are_refused():
     table = from_frame(train, x="a", y=["s", "t"], scale=True).table
     assert list(read_rows(train[["a"]], table)) == ["x"]
     for rows, how, words in [
-        (train[["s", "t"]], table, "unknown column of the inputs 'a'"),
-        (train[["a", "t"]], table, "unknown column of the targets 's'"),
+        (train[["s", "t"]], table, r"frame has no column 'a', one of the inputs in training; it has \['s', 't'\]"),
+        (train[["a", "t"]], table, "no column 's', one of the targets in training"),
         (train.assign(a=1e38), table, "column 'a': numbers must be closer to those of training"),
         (train, None, "table must be how a table was read, as Dataset.table, got None"),
         (train.iloc[:0], table, "frame must be of at least one"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.core import check, check_choice, shown
+from jfcl.core import check, shown
 from jfcl.data.images import alike
 from jfcl.data.targets import targets_of, written_number
 from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
@@ -241,7 +241,7 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     names, made = list(frame.columns), {}
     for about in table["inputs"]:
         column = about["column"]
-        check_choice("column of the inputs", column, names)
+        _check_present("inputs", column, frame)
         made[column] = _read(column_of(frame, column, as_names="values" in about), about, f"column {column!r}")
     rows = {"x": joined_columns(made, table["inputs"][0].get("between", " "))}
     target = table["target"]
@@ -249,12 +249,19 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     if target is None or not set(targets) & set(names):
         return rows
     for one in targets:
-        check_choice("column of the targets", one, names)
+        _check_present("targets", one, frame)
     values = [column_of(frame, one) for one in targets]
     rows["y"] = (
         numbers(values, targets) if isinstance(target, list) else _labels(values[0], table, f"column {target!r}")
     )
     return rows
+
+
+def _check_present(role: str, column: Any, frame: Any) -> None:
+    """Refuses rows without a column of training, which has this `role` there."""
+    if column not in frame.columns:
+        names = shown(list(frame.columns))
+        raise ValueError(f"frame has no column {column!r}, one of the {role} in training; it has {names}")
 
 
 def _read(values: Any, about: dict[str, Any], where: str) -> np.ndarray:
