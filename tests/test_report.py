@@ -625,6 +625,10 @@ def test_lines_differ_in_dashes_too_and_many_clusters_in_lightness():
     assert all(tick == int(tick) for tick in short.axes[0].get_xticks())
     unsorted = plots.assignments([{"seed": 0, "round": 1, "cluster": [2, 0, 2]}])
     assert unsorted.axes[0].images[0].get_array().tolist() == [[0], [2], [2]]
+    for count in (1, 8, 10, 17):
+        rows = [{"seed": 0, "round": 6 + t, "cluster": [0]} for t in range(count)]
+        ticks = plots.assignments(rows).axes[1].get_xticks()
+        assert 0 < len(ticks) <= 8 and len(set(np.diff(ticks).tolist())) <= 1  # evenly spaced
 
 
 def test_plots_show_unknown_clusters_large_values_and_single_clients():

@@ -196,7 +196,7 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     strip.set(xticks=[], ylabel=f"client, sorted by {kind} cluster", title=kind)
     axes.imshow(renamed, **style)
     rounds = [r["round"] for r in chosen]
-    ticks = np.unique(np.linspace(0, len(rounds) - 1, 8).astype(int))
+    ticks = np.arange(0, len(rounds), -(-len(rounds) // 8))  # at most 8, evenly spaced
     axes.set_xticks(ticks, [rounds[t] for t in ticks])
     axes.set(yticks=[], xlabel="round", title="cluster of each client")
     return figure
