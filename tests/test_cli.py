@@ -209,7 +209,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--seeds", "0"], "seeds must be"),
         (["run", "ifca", "--precision", "float16"], "did you mean 'bfloat16'?"),
         (["run", "ifca", "--momentum", "1"], "momentum must be in [0, 1), got 1.0"),
-        (["run", "ifca", "--local-steps", "2", "--local-epochs", "1"], "not both given"),
+        (["run", "ifca", "--local-steps", "2", "--local-epochs", "1"], "Give local_steps or local_epochs, not both"),
         (["run", "ifca", "--clients", "3", "--clusters", "4"], "clusters must be at most the 3 clients, got 4"),
         (["run", "ifca", "--clients", "9999"], "9999 clients need 9999 examples"),
         (["run", "ifca", "--cohort", "41"], "cohort must be at most the 40 clients, got 41"),
@@ -285,7 +285,7 @@ def test_list_and_help_name_everything(capsys):
         ),
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
         (["run", "fedavg", "--seed", "4294967296"], "seed must be at most 4294967295, got 4294967296"),
-        (["run", "fedavg", "--seed", "1", "--seeds", "2"], "seed, seeds must be not both given"),
+        (["run", "fedavg", "--seed", "1", "--seeds", "2"], "Give seed or seeds, not both"),
         (
             ["run", "ifca", "--restart-rounds", "3", "--min-share", "0.1"],
             "restart_rounds must be left out without",

@@ -74,7 +74,11 @@ def validate(config: Config) -> None:
 
 
 def _check_run(config: Config) -> None:
-    check(config.seed is None or config.seeds == 1, "seed, seeds", (config.seed, config.seeds), "not both given")
+    if config.seed is not None and config.seeds != 1:
+        raise ValueError(
+            f"Give seed or seeds, not both (got {config.seed} and {config.seeds}): seed is one seed, "
+            "and seeds is how many, from 0 on."
+        )
     ends = config.patience is not None or config.monitor == Config.monitor
     check(ends, "monitor", config.monitor, "left out without --patience")
     for name, why in {"auto": ", which tries several", "vmap": ""}.items():
@@ -110,7 +114,9 @@ def _check_data(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     both = config.local_steps is not None and config.local_epochs is not None
-    check(not both, "local_steps, local_epochs", (config.local_steps, config.local_epochs), "not both given")
+    if both:
+        got = f"{config.local_steps} and {config.local_epochs}"
+        raise ValueError(f"Give local_steps or local_epochs, not both (got {got}).")
     _check_optimizer(config)
     if config.augment is not None:
         images = config.model not in models.LANGUAGE_MODELS
