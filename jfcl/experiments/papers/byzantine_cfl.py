@@ -53,6 +53,7 @@ def cell_config(setting: dict[str, Any], dataset: str, scenario: str, method: st
     attack = SCENARIOS[scenario]
     given = setting | MODELS[dataset] | ({"model": OF_CODE[dataset]} if setting["inputs"] == "code" else {})
     given |= {"dataset": dataset, "attack": attack, "malicious": 0.3 if attack else 0.0}
+    given |= {"inputs": None}  # an option of tables
     return report.configure(METHODS[method], given | {"heterogeneity": "none", "clusters": 1, "batch_size": 100})
 
 
