@@ -160,7 +160,7 @@ def sweep(
             found = folder.finished(cells, seeds)
             folder.begin()
             if resume and progress:
-                there = f"{len(found)} of {len(cells)} cells are there" if found else "no cell is there yet"
+                there = f"{len(found)} of {len(cells)} configurations are there"
                 Console(stderr=True).print(f"resuming {out}: {there}", markup=False, soft_wrap=True)
         began, clock = time.perf_counter(), opened.enter_context(CompileClock())
         tick = opened.enter_context(_bar(progress, len(cells) * len(keys) * num_rounds))
