@@ -252,6 +252,20 @@ def store(clients):
 SECONDS = 1.7e9 + np.arange(20.0)
 
 
+@pytest.mark.parametrize("name", ["Unnamed: 0", "id"])
+@pytest.mark.parametrize("of_test", [range(12), range(40, 52), range(60, 72)])
+def test_numbers_of_rows_are_left_out_however_those_of_the_test_split_begin(name, of_test):
+    frames = [pd.DataFrame({name: rows, "age": np.arange(len(rows)) % 7, "label": 1}) for rows in (range(60), of_test)]
+    data = from_frame(frames[0], test=frames[1])
+    assert data.table["left_out"] == [name] and data.test["x"].shape == (12, 1)
+
+
+def test_errors_of_rounding_are_no_different_numbers():
+    x = np.stack([np.where(np.arange(20) % 2, 0.3, 0.1 + 0.2), np.arange(20) / 7], axis=1)
+    clients = from_arrays([(x, np.arange(20) % 3)])
+    np.testing.assert_array_equal(clients.examples["x"][0], x.astype(np.float32))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -120,19 +120,19 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
 
     Returns:
       Those with the name that an index gets in a file, and different integers; and those with the integers from 0 or 1
-      on (in 10 rows or more), in any order.
+      on (in 10 rows or more), in any order: in training, whose test split may begin anew, or in all splits together.
     """
-    found = []
-    for name, parts in columns.items():
-        if any(part.ndim != 1 or part.dtype.kind not in "iuf" for part in parts):
-            continue
-        values = np.concatenate(parts)
+
+    def number(name, values):
         if not np.isfinite(values).all() or (values != np.rint(values)).any() or len(np.unique(values)) < len(values):
-            continue
+            return False
         from_start = len(values) >= FEWEST_ROWS and values.min() in (0, 1) and np.ptp(values) == len(values) - 1
-        if from_start or _INDEX.fullmatch(str(name)):
-            found.append(name)
-    return found
+        return from_start or _INDEX.fullmatch(str(name))
+
+    single = {
+        name: parts for name, parts in columns.items() if all(p.ndim == 1 and p.dtype.kind in "iuf" for p in parts)
+    }
+    return [name for name, parts in single.items() if number(name, parts[0]) or number(name, np.concatenate(parts))]
 
 
 def check_no_numbers(texts: np.ndarray, column: Any) -> None:
