@@ -168,7 +168,7 @@ def summarize(evaluation: dict[str, np.ndarray], size: np.ndarray) -> dict[str, 
     real = np.asarray(size) > 0
     means = [name for name in ("loss", "perplexity") if name in evaluation]
     summary = {name: float(np.mean(np.asarray(evaluation[name], np.float64)[real])) for name in means}
-    for name in evaluation.keys() - set(OWN_NAMES):
+    for name in (name for name in evaluation if name not in OWN_NAMES):
         values = np.asarray(evaluation[name], np.float64)[real]
         known = values[~np.isnan(values)]
         summary[name] = float(known.mean()) if len(known) else None
