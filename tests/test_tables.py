@@ -270,6 +270,10 @@ def test_errors_of_rounding_are_no_different_numbers():
     ("make", "words"),
     [
         (lambda f: from_arrays([(f[["age", "user"]], f["label"])]), "column 'user' must be one column of numbers"),
+        (
+            lambda f: from_arrays([(g[["n", "age"]], g.label) for _, g in f.assign(n=np.arange(60)).groupby("user")]),
+            "x: columns must be of inputs: these number the rows",
+        ),
         (lambda f: from_arrays([(f[["age"]], f["user"])]), "y must be numbers; jfcl.data.from_frame numbers texts"),
         (lambda f: from_arrays([(f[["age", "tall"]], f.label), (f[["tall", "age"]], f.label)]), "client 1: x: columns"),
         (lambda f: from_arrays([(SECONDS, np.zeros(20, int))]), "client 0: x must be of numbers that float32 tells"),

@@ -11,6 +11,7 @@ import numpy as np
 from jfcl.core import Clients, check, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
 from jfcl.data.images import is_picture
+from jfcl.data.tables import row_numbers
 from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept, plain
 
 
@@ -19,8 +20,8 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
 
     Args:
       clients: of each client `(x, y)`: arrays `[m_i, ...]` and `[m_i]` (or lists of numbers), or frames with columns of
-        numbers, the same for all clients, and series. Or a dictionary with "x"
-        and "y", or other usual names such as "image" and "label", and any further arrays `[m_i, ...]`, such as weights.
+        numbers, the same for all clients, and series. Or a dictionary with "x" and "y", or other usual names such as
+        "image" and "label", and any further arrays `[m_i, ...]`, such as weights.
       channels_first: whether images are `[m_i, C, H, W]`, as PyTorch has them, and become `[m_i, H, W, C]`. `None`: as
         their shape shows, where one of its ends is 4 or less.
       pad_to: as in `jfcl.stack_clients`.
@@ -36,7 +37,8 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
     Raises:
       ValueError: no clients; a client that is no such pair, or has no examples; different numbers of inputs and
         targets; inputs of different shapes (with both); missing values; numbers that float32 or int32 cannot hold;
-        images of unknown white, such as integers of 32 bits; a shape that does not show where the channels are.
+        images of unknown white, such as integers of 32 bits; a shape that does not show where the channels are; a
+        column of frames that numbers the rows, such as the index in a saved csv (`Unnamed: 0`).
 
     Example:
       >>> clients = from_arrays([(np.ones((2, 3)), [0, 1]), {"image": np.ones((1, 3)), "label": [1]}])
@@ -113,6 +115,11 @@ def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad
             yield where, x
 
     xs, moved = inputs_of(inputs(), channels_first)
+    if columns:
+        table = np.concatenate([xs[i] for i in columns])
+        numbers = row_numbers({name: [table[:, j]] for j, name in enumerate(columns[0])})
+        accepted = "of inputs: these number the rows of all clients; drop them, or give arrays (frame.to_numpy())"
+        check(not numbers, "x: columns", numbers, accepted)
     made = [_client(i, x, parts, moved) for i, (x, parts) in enumerate(zip(xs, rest, strict=True))]
     made = stack_clients(made, pad_to=pad_to)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, made.examples)
