@@ -29,7 +29,7 @@ from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
 
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
 FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
-_FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$")
+_FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$", re.I)
 _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
 
 
@@ -63,7 +63,7 @@ def is_file(name: Any) -> bool:
     """Returns whether a name is that of a file with a table, by its suffix.
 
     Example:
-      >>> is_file("shop.csv"), is_file("data/shop.csv.gz"), is_file("digits")
+      >>> is_file("shop.CSV"), is_file("data/shop.csv.gz"), is_file("digits")
       (True, True, False)
     """
     return isinstance(name, str | os.PathLike) and _FILE.search(os.fspath(name)) is not None
@@ -81,9 +81,9 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
     try:
         import pandas as pd
 
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
-        sep = "\t" if ".tsv" in path.suffixes else ","
+        sep = "\t" if ".tsv" in path.name.lower() else ","
         names = pd.read_csv(path, sep=sep, header=None, nrows=1, dtype=str, na_filter=False).iloc[0].tolist()
         frame = pd.read_csv(path, sep=sep, dtype=None if by is None else {by: str}, low_memory=False)
     except ImportError as error:
