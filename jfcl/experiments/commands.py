@@ -285,7 +285,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     # The table, and the differences that it does not show.
     summaries = {name: summary for name, (summary, _) in runs.items()}
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
-    console.print(results_table(summaries, f"{len(runs)} runs; {' or '.join(seeds)}"))
+    console.print(results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
     configs, used = {}, {}
     for name, folder in folders.items():
         file, rounds = folder / "config.json", {"num_rounds": summaries[name]["num_rounds"]}  # those that were computed

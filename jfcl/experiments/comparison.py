@@ -187,6 +187,8 @@ def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray)
       >>> print(*notes, sep="\\n")
       the true clusters are found in 1 of 2 seeds, and not in seed 1 (75.0 % of the clients)
       clients of one true cluster use several models: in seed 1, models 0 and 2
+      >>> clusters_notes({"per_seed": rows[1:]}, np.array([[0, 0, 1, 0]]), np.array([0, 0, 1, 1]))
+      ['the true clusters are not found in seed 1 (75.0 % of the clients)']
     """
     known = true >= 0
     if not compares_clusters(summary) or len(set(true[known].tolist())) < 2:
@@ -195,10 +197,8 @@ def clusters_notes(summary: dict[str, Any], found: np.ndarray, true: np.ndarray)
     wrong = [row for row in rows if row["cluster_accuracy"] is not None and row["cluster_accuracy"] < FOUND]
     if wrong:
         shares = ", ".join(f"{row['seed']} ({100 * row['cluster_accuracy']:.1f} % of the clients)" for row in wrong)
-        seeds = f"in {len(rows) - len(wrong)} of {len(rows)} seeds, and not in seed{'s' * (len(wrong) > 1)} {shares}"
-        notes.append(
-            f"the true clusters are found {seeds}" if len(rows) > 1 else f"the true clusters are not found: {shares}"
-        )
+        found_in = f"found in {len(rows) - len(wrong)} of {len(rows)} seeds, and not" if len(rows) > 1 else "not found"
+        notes.append(f"the true clusters are {found_in} in seed{'s' * (len(wrong) > 1)} {shares}")
     shared = []
     for row, cluster in zip(rows, found, strict=True):
         of_true: dict[int, list[int]] = {}
