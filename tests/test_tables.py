@@ -303,6 +303,7 @@ def test_errors_of_rounding_are_no_different_numbers():
             lambda f: from_frame(f[["label"]].assign(n=np.arange(60)), y="label"),
             "the only inputs, .'n'., number the rows",
         ),
+        (lambda f: from_frame(f.rename(columns={"age": "y"}), by="user"), "y must be given .*'y', 'label'. all have"),
         (lambda f: from_frame(f, by="user", y=["label", "label"]), "y must be one column at least, each once"),
         (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be numbers, or true and false"),
         (lambda f: from_frame(f, by="label", y="label"), "y must be another column than by"),

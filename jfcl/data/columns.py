@@ -63,8 +63,8 @@ def from_frame(
         each of the names in a column of texts becomes an entry that is 1 where the row has it, else 0). Default: all
         columns but `by`, `y`, `extra`, and those that number the rows: the index in a saved csv (`Unnamed: 0`) and
         integers from 0 or 1 on, which would tell the order of the rows. Name them in `x` to have them.
-      y: the column of the targets. Default: "y", "label" or another usual name. Several columns of numbers or truths
-        become targets `[n, T]` float32, for a regression or a task of your own.
+      y: the column of the targets. Default: the one named "y", "label" or another usual name. Several columns of
+        numbers or truths become targets `[n, T]` float32, for a regression or a task of your own.
       kind: what the targets are: "classification" or "regression". Default: integers, strings and truths are labels,
         and numbers with fractions are of a regression; whole numbers that are floats, such as 0.0 and 1.0, may be
         both, and need it.
@@ -260,7 +260,10 @@ def choose(
         check_choice("column for x", value, names)
     check(chosen is None or chosen, "x", x, "at least one column")
     taken = {by, *(chosen or ())}
-    y = y if y is not None else next((name for name in TARGETS if name in names and name not in taken), None)
+    usual = [name for name in TARGETS if name in names and name not in taken] if y is None else []
+    accepted = f"given (--target on the command line): the columns {usual} all have usual names of targets"
+    check(not (others and chosen is None and len(usual) > 1), "y", None, accepted)  # the others would be inputs
+    y = usual[0] if usual else y
     if chosen is None:
         left = [name for name in names if name != by and name not in (y if isinstance(y, list) else [y])]
         chosen = left if others else [name for name in INPUTS if name in left][:1]
