@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -136,6 +137,24 @@ def _with_padding(small: Any, whole: Any) -> Any:
     return jax.tree.map(put, small, whole)
 
 
+def _selection(serve: Callable[[Any], Served], like: Any) -> Callable[[Any], Served]:
+    """Returns `serve`, without a call of JAX in every evaluation where its results are arrays of the state as they are.
+
+    `like` has the shapes of the state.
+    """
+    traced, shapes = jax.make_jaxpr(serve, return_shape=True)(like)
+    places = {id(v): i for i, v in enumerate(traced.jaxpr.invars)}
+    chosen, structure = [places.get(id(v)) for v in traced.jaxpr.outvars], jax.tree.structure(shapes)
+    if None in chosen:
+        return serve
+
+    def select(state):
+        leaves = jax.tree.leaves(state)
+        return jax.tree.unflatten(structure, [leaves[i] for i in chosen])
+
+    return select
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The backend.
 
@@ -200,6 +219,7 @@ class OnDevice:
 
         # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one, nor have
         # mixtures in which one model has the largest weight for all clients.
+        self._serve = _selection(jax.vmap(lambda one: made.serve(one, None)), self.like)
         served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(served.models)[0].shape[1]
         choose = serve == "loss" and tests is not None and made.task is not None
@@ -291,10 +311,6 @@ class OnDevice:
         algorithm = serving_part(self._made)
         how = {"algorithm": algorithm, "row_axis": self._seed_axis, "client_axis": self._client_axis}
         return (state, data, learners), how | {"of_newcomers": of_newcomers, "further": self._further}
-
-    def _serve(self, state: Any) -> Served:
-        """Returns what clients are served, as the state says, `[R, ...]` each."""
-        return jax.vmap(lambda one: self._made.serve(one, None))(state)
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
