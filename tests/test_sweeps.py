@@ -108,6 +108,31 @@ def test_a_cell_with_personal_parameters_is_a_run():
         assert [row["loss"] for row in cell.per_seed] == pytest.approx([r["loss"] for r in history.records], abs=1e-5)
 
 
+def neighbours(scale):
+    """The scale of kNN-Per is read in predictions alone, by the task of the algorithm."""
+    training = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+    return jfcl.knn_per(TASK, training, num_neighbours=2, mixing=0.5, scale=scale)
+
+
+def mixed(weight):
+    """A mixture of IFCA's models, with weights that an option gives."""
+
+    def serve(state, clients):
+        to = jnp.tile(jnp.stack([weight, 1 - weight]), (len(state.cluster), 1))
+        return jfcl.Served(state.params, to.astype(jnp.float32))
+
+    return make(0.1)._replace(serve=serve)
+
+
+@pytest.mark.parametrize(("maker", "grid"), [(neighbours, {"scale": [0.1, 100.0]}), (mixed, {"weight": [0.0, 1.0]})])
+def test_a_cell_is_served_by_its_own_options(maker, grid):
+    given = {"key": KEYS[:1], "num_rounds": 1, "held_out": HELD_OUT, "metric": "loss"}
+    one, each = (jfcl.sweep(maker, grid, CLIENTS, traced=traced, **given) for traced in (None, ()))
+    losses = [cell.mean["loss"] for cell in each.cells]
+    assert len(set(losses)) == 2
+    np.testing.assert_allclose([cell.mean["loss"] for cell in one.cells], losses, rtol=1e-5)
+
+
 def test_a_diverged_cell_is_marked_and_the_others_continue():
     """Regression on a constant: after T rounds of a step the loss is (1 - 2 lr)^(2 T), infinite in float32 at 1e30."""
     task = jfcl.models.task(lambda key: {"b": jnp.zeros(())}, lambda p, x: x + p["b"], kind="regression")

@@ -17,7 +17,14 @@ from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check, check_served, client_shapes, is_finite, num_clients
 from jfcl.execution import layout, mapping, memory
 from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
-from jfcl.simulation.evaluation import MOST_SILENT, Silence, evaluate_rows, serving_part, silence_after
+from jfcl.simulation.evaluation import (
+    MOST_SILENT,
+    Silence,
+    assess,
+    evaluate_rows,
+    serving_part,
+    silence_after,
+)
 from jfcl.simulation.grid_results import static_options
 from jfcl.simulation.loop import BLOCK_SECONDS
 from jfcl.simulation.run import check_method
@@ -60,7 +67,8 @@ class Group:
         self._held = tuple(layout.held(client_axis, made.task, part) for part in (data.clients, data.held_out))
         self._values = {name: np.array([cells[i][name] for i, _ in rows], np.float32) for name in traced}
         self._rows = rows
-        self._serving = serving_part(made)
+        parts = [serving_part(one) for one in algorithms]
+        self._serving = parts[0] if all(one == parts[0] for one in parts) else None  # None: it depends on the options
         self._size = self._rows_at_once(made, at_once)
 
     def _rows_at_once(self, made: Algorithm, at_once: int | None) -> int:
@@ -139,7 +147,11 @@ class Group:
             tick(self._rows[begin][0], length * count)
         tick(self._rows[begin][0], (rounds - done) * count)
         learners = clients if self._data.serve == "loss" else None
-        judged = evaluate_rows(state, held_out, learners, algorithm=self._serving, **self._axes)
+        if self._serving is None:
+            client_axis = self._axes["client_axis"]
+            judged = _judge(values, state, held_out, learners, **self._program, client_axis=client_axis)
+        else:
+            judged = evaluate_rows(state, held_out, learners, algorithm=self._serving, **self._axes)
         del judged["found"]
         judged, size = jax.device_get(judged), np.asarray(self._data.held_out.size)
         results = []
@@ -189,3 +201,13 @@ def _advance(keys, values, state, first, count, silence, clients, *, make, stati
         return jax.lax.fori_loop(first, first + count, one_round, (state, silence, no, no))
 
     return row_axis(one, in_axes=(0, 0, 0, None, None, 0, None))(keys, values, state, first, count, silence, clients)
+
+
+@partial(jitted, static_argnames=("make", "static", "row_axis", "client_axis"))
+def _judge(values, state, held_out, learners, *, make, static, row_axis, client_axis):
+    """Returns the results of `assess`, `[R, N]` each, of rows with algorithms that serve differently."""
+
+    def one(values, state, held_out, learners):
+        return assess(_made(make, static, values), state, held_out, learners, client_axis=client_axis)
+
+    return row_axis(one, in_axes=(0, 0, None, None))(values, state, held_out, learners)
