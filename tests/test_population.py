@@ -96,6 +96,18 @@ def test_the_state_says_whom_a_method_serves_whose_clients_do_not_choose_by_loss
         assert history.clients["model"].tolist() == history.clients["cluster"].tolist() == [CLUSTER.tolist()]
 
 
+def test_models_of_clients_are_their_own_with_the_default_of_serve_too():
+    """Rows of `cluster` are places in a cohort, and say nothing of the clients evaluated."""
+    alone = jfcl.local_only(TASK, TRAINING)
+    given = {"num_rounds": 4, "cohort": 3, "eval_every": 4}
+    said, default = (population(a, **given) for a in (alone, jfcl.Algorithm(alone.init, alone.step, TASK)))
+    for name in ("loss", "model"):
+        np.testing.assert_array_equal(said.clients[name], default.clients[name])
+    chosen = alone._replace(serve=lambda state, clients: jfcl.Served(state.params, state.cluster))
+    with pytest.raises(ValueError, match=r"algorithm must be one with Served\.to None"):
+        population(chosen, **given)
+
+
 def test_cfl_splits_by_the_cohort_and_places_the_others_when_they_come():
     """Linear regressions of two clusters, a quarter of the clients on the device at a time."""
     from test_cfl import TASK, TRAINING, regression
@@ -286,7 +298,7 @@ def test_clusters_are_found_a_cohort_at_a_time():
 
 
 def test_nothing_is_compiled_again():
-    population(num_rounds=1)
+    population(num_rounds=5)
     with count_compilations() as compiled:
         population(num_rounds=5, key=jax.random.key(8), dropout=0.5, stragglers=0.5)
     assert compiled.count == 0
@@ -705,6 +717,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"algorithm": jfcl.flhc(TASK, TRAINING, num_clusters=2)}, "join must be given"),
         ({"algorithm": jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=2)}, "join must be given"),
         ({"join": METHODS["local"].init}, "join must be an init with states of the same shapes"),
+        ({"algorithm": METHODS["cfl"], "join": METHODS["ifca"].init}, "join must be an init with states of the same"),
         ({"algorithm": jfcl.ifca(TASK, TRAINING, num_clusters=5)}, "num_clusters must be at most the 4 clients"),
         (
             {"algorithm": jfcl.oracle(TASK, TRAINING, cluster=CLUSTER[:6])},

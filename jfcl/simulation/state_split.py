@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, check, check_count, check_examples
+from jfcl.core import Algorithm, Clients, check, check_count, check_examples, serve_clusters
 from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -65,9 +65,8 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
-    served = jax.eval_shape(lambda state: algorithm.serve(state, None), state)
+    served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), one) for one in (state, more))
     if served.active is not None:  # options that a population cannot have
-        of_more = jax.eval_shape(lambda state: algorithm.serve(state, None), more)
         k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
         check(k == len(of_more.active), "max_clusters", None, accepted)
         check(
@@ -85,7 +84,11 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
                 " Use simulate for it, with all clients on the device"
             )
         axes.append(grown[0] if grown else None)
-    personal = served.to is None
+    # Each client has a model of its own: row `i`, also where the default of `serve` finds it by `cluster`.
+    grown = jax.tree.leaves(served.models)[0].shape[0] != jax.tree.leaves(of_more.models)[0].shape[0]
+    personal = served.to is None or grown
+    alone = served.to is None or not grown or algorithm.serve is serve_clusters
+    check(alone, "algorithm", "one that serves a choice of its clients' own models", "one with Served.to None")
     axes = [None if personal and name[0] == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
     rows = [name for axis, name in zip(axes, names, strict=True) if axis is not None]
     heard = rows.index(["heard", "round"]) if ["heard", "round"] in rows else None
@@ -170,7 +173,8 @@ def check_algorithm(
                 " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
             )
     else:
-        same = split_state(algorithm, join, cohorts, count)
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same[1])]
-        check(same[0] == split and shapes[0] == shapes[1], "join", join, "an init with states of the same shapes")
+        same = jax.eval_shape(join, key, cohorts(count))
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (state, same)]
+        fits = shapes[0] == shapes[1] and split_state(algorithm, join, cohorts, count)[0] == split
+        check(fits, "join", join, "an init with states of the same shapes")
     return remember, split, state

@@ -214,7 +214,7 @@ class Streamed:
             served = _served(state, learners if self._chooses else None, serve=self.algorithm.serve)
         else:  # the only model
             served = self.algorithm.serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
-        to = jnp.arange(len(ids), dtype=jnp.int32) if served.to is None else served.to
+        to = jnp.arange(len(ids), dtype=jnp.int32) if split.personal else served.to
         own = () if served.personal is None else served.personal
         results = self._losses(served.models, self._tests, to, personal=own)
         check_numbers(results, self._further)
