@@ -255,6 +255,10 @@ def test_a_run_records_metrics_of_outputs(tmp_path):
     [
         ({"loss": jfcl.metrics.macro_f1}, "metrics must be other names than those of results"),
         ({"bytes_up": jfcl.metrics.macro_f1}, "metrics must be other names than those of the method's own"),
+        ({"round": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries of records"),
+        ({"worst_client_accuracy": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries"),
+        ({"newcomer_loss": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries"),
+        ({"true_cluster": jfcl.metrics.macro_f1}, "metrics must be other names than those of entries"),
         ({"f1": 3}, r"metrics\['f1'\] must be a function"),
         ({"F 1": jfcl.metrics.macro_f1}, "metrics must be names such as"),
         (jfcl.metrics.macro_f1, "metrics must be a dict of functions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ OF_RECORDS = ("seed", "round", "train_loss", "clusters_in_use", "cluster", "excl
 OF_RECORDS += ("pooled_accuracy", "worst_client_accuracy", "worst_decile_accuracy")
 OF_RECORDS += ("cluster_accuracy", "adjusted_rand", "nmi", "purity", "clients")
 OF_NEWCOMERS = "newcomer_"
+OF_TABLES = ("client", "true_cluster", "malicious", "excluded_in_round")  # columns of clients.csv
 MOST_LISTED = 1000  # clients of which records list the clusters; more would make metrics.jsonl unwieldy
 
 
@@ -56,6 +58,15 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
         taken = name in OF_RECORDS or name.startswith(OF_NEWCOMERS)
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
     return new, values
+
+
+def check_further(given: Mapping[str, metrics.Metric] | None) -> tuple[tuple[str, metrics.Metric], ...]:
+    """Returns `metrics.check_metrics` of metrics that are recorded; `ValueError` for the name of another entry."""
+    further = metrics.check_metrics(given)
+    for name, _ in further:
+        taken = name in (*OF_RECORDS, *OF_TABLES) or name.startswith(OF_NEWCOMERS)
+        check(not taken, "metrics", name, "other names than those of entries of records and of columns of clients.csv")
+    return further
 
 
 def check_clusters(to: np.ndarray, num_models: int) -> None:
@@ -214,6 +225,7 @@ def assess(
     further: tuple = (),
 ) -> dict[str, jax.Array]:
     """Evaluates what clients are served in one state; the arguments are those of `evaluate_rows`.
+
     Returns:
       The results of `metrics.evaluate`, `[N]` each, and for clients of the run `found` `[N]`, the clusters to report.
     """

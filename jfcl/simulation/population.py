@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.analysis.metrics import Metric, check_metrics
+from jfcl.analysis.metrics import Metric
 from jfcl.core import Algorithm, Clients, Task, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.execution import layout, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers
+from jfcl.simulation.evaluation import check_further
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
 from jfcl.simulation.progress import Watch
@@ -260,14 +261,14 @@ def _evaluated(evaluate: int | Sequence[int], n: int, words: list[int]) -> np.nd
 
 
 def _check_own(seed: Any, config: Any, rows_in_memory: Any, dropout: float, stragglers: float, metrics: Any) -> tuple:
-    """Raises `ValueError` for values of arguments that are none; returns the metrics, as `check_metrics`."""
+    """Raises `ValueError` for values of arguments that are none; returns the metrics, as `check_further`."""
     seed_names([seed], 1)
     check("cohorts" not in (config or {}), "config", "an entry 'cohorts'", "without: the run's cohorts have this name")
     number = isinstance(rows_in_memory, (int, float, np.number)) and rows_in_memory >= 0
     check(number, "rows_in_memory", rows_in_memory, "a number of bytes, at least 0")
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
     check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
-    return check_metrics(metrics)
+    return check_further(metrics)
 
 
 def _open_rows(

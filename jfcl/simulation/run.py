@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.analysis.metrics import Metric, check_metrics
+from jfcl.analysis.metrics import Metric
 from jfcl.core import (
     Algorithm,
     Clients,
@@ -26,6 +26,7 @@ from jfcl.core import (
 )
 from jfcl.execution import hosts, mapping, memory
 from jfcl.simulation.callbacks import Callbacks
+from jfcl.simulation.evaluation import check_further
 from jfcl.simulation.folder import Restored
 from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
 from jfcl.simulation.on_device import OnDevice, build
@@ -138,7 +139,7 @@ def simulate(
     check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
     accepted = "without: the numbers of the run's key have this name"
     check("key" not in (config or {}), "config", "an entry 'key'", accepted)
-    further = check_metrics(metrics)
+    further = check_further(metrics)
     client_axis = mapping.or_auto(client_axis)
     parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -194,8 +195,8 @@ def simulate(
     warn_if_cores_are_idle(client_axis, history.seconds)
     if not single:
         return history
-    first = jax.tree.map(lambda x: x[0], (history.state, history.served))
-    return history._replace(state=first[0], served=first[1])
+    state = jax.tree.map(lambda x: x[0], history.state)
+    return history._replace(state=state, served=build(algorithm, hyperparams).serve(state, None))  # shares its arrays
 
 
 # ---------------------------------------------------------------------------------------------------------------
