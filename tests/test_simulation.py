@@ -396,6 +396,16 @@ def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch)
         assert algorithm.serve(state, CLIENTS).to is state.cluster
 
 
+def test_what_is_served_takes_no_memory_of_its_own():
+    for history in (sim(num_rounds=1), sim(num_rounds=1, key=jax.random.split(KEY, 2))):
+        for served, kept in zip(
+            jax.tree.leaves((history.served.models, history.served.to)),
+            jax.tree.leaves((history.state.params, history.state.cluster)),
+            strict=True,
+        ):
+            assert served is kept
+
+
 def test_newcomers_are_served_by_lowest_loss():
     history = sim(newcomers=CLIENTS)
     last = history.records[-1]
