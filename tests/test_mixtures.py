@@ -107,6 +107,9 @@ def test_what_is_served_wrongly_is_refused(change, words):
     wrong = METHOD._replace(serve=lambda state, clients: change(METHOD.serve(state, clients)))
     with pytest.raises(ValueError, match=words):
         jfcl.simulate(wrong, TRAIN, key=KEY, num_rounds=1)
+    store = jfcl.data.ClientStore.from_clients(TRAIN)
+    with pytest.raises(ValueError, match=words):
+        jfcl.simulate_population(wrong, store, key=KEY, num_rounds=1, cohort=8, test_store=store, evaluate=8)
 
 
 def test_a_task_without_mix_is_refused():

@@ -299,8 +299,9 @@ def test_clusters_are_found_a_cohort_at_a_time():
 
 def test_nothing_is_compiled_again():
     population(num_rounds=5)
+    key = jax.random.key(8)
     with count_compilations() as compiled:
-        population(num_rounds=5, key=jax.random.key(8), dropout=0.5, stragglers=0.5)
+        population(num_rounds=5, key=key, dropout=0.5, stragglers=0.5)
     assert compiled.count == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, check, check_count, check_examples, serve_clusters
+from jfcl.core import Algorithm, Clients, check, check_count, check_examples, check_served, serve_clusters
 from jfcl.simulation.evaluation import check_step
 
 Start = Callable[[jax.Array, Clients], Any]
@@ -61,10 +61,12 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     The client axes are those that grow with one client more.
 
     Raises:
-      ValueError: an array with several client axes, of a method that keeps something for each pair of clients.
+      ValueError: an array with several client axes, of a method that keeps something for each pair of clients; a method
+        that serves what `Served` cannot be, or a choice of its clients' own models.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
+    jax.eval_shape(partial(check_served, algorithm), state, cohorts(count))
     served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), one) for one in (state, more))
     if served.active is not None:  # options that a population cannot have
         k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
