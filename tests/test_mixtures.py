@@ -112,6 +112,25 @@ def test_what_is_served_wrongly_is_refused(change, words):
         jfcl.simulate_population(wrong, store, key=KEY, num_rounds=1, cohort=8, test_store=store, evaluate=8)
 
 
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [(np.full((5, 2), 0.7, np.float32), "sum 1"), (np.array([0, 1, 0, 2, 0], np.int32), r"in 0\.\.1, rows")],
+    ids=["sums", "models"],
+)
+def test_what_newcomers_are_served_wrongly_is_refused(to, words):
+    wrong = METHOD._replace(adopt=lambda state, clients: Served(state.params, jnp.asarray(to)))
+    with pytest.raises(ValueError, match=words):
+        jfcl.simulate(wrong, TRAIN, key=KEY, num_rounds=1, newcomers=NEW)
+
+
+def test_newcomers_may_have_models_of_their_own():
+    models = jax.vmap(TASK.init)(jax.random.split(KEY, 5))
+    method = METHOD._replace(adopt=lambda state, clients: Served(models, None))
+    history = jfcl.simulate(method, TRAIN, key=KEY, num_rounds=1, newcomers=NEW)
+    want = np.asarray(jfcl.evaluate(TASK, models, NEW, np.arange(5))["loss"]).mean()
+    assert history.records[-1]["newcomer_loss"] == pytest.approx(want, rel=1e-5)
+
+
 def test_a_task_without_mix_is_refused():
     with pytest.raises(ValueError, match="task must be one with mix"):
         method = fedem(TASK._replace(mix=None), TRAINING, num_clusters=2)

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Metric = Callable[[jax.Array, Batch, jax.Array], jax.Array]
-OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "examples", "id")
+OWN_NAMES = ("loss", "accuracy", "perplexity", "cluster", "found", "model", "num_models", "examples", "id")
 FOUND = 0.99  # the share of clients in the right cluster from which on the clusters count as found
 
 

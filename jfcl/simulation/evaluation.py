@@ -227,14 +227,17 @@ def assess(
     """Evaluates what clients are served in one state; the arguments are those of `evaluate_rows`.
 
     Returns:
-      The results of `metrics.evaluate`, `[N]` each, and for clients of the run `found` `[N]`, the clusters to report.
+      The results of `metrics.evaluate`, `[N]` each, and for clients of the run `found` `[N]`, the clusters to report;
+      for others, of a method with `adopt`, `model` `[N]` or `[N, K]`, what it serves, and the number of its models.
     """
     task = algorithm.task
     if of_newcomers is not None:
         served = adopted(algorithm, state, clients, *of_newcomers)
     else:
         served = algorithm.serve(state, learners)
-    to = jnp.arange(num_clients(clients), dtype=jnp.int32) if served.to is None and of_newcomers is None else served.to
+    to, by_loss = served.to, of_newcomers is not None and algorithm.adopt is None
+    if to is None and not by_loss:
+        to = jnp.arange(num_clients(clients), dtype=jnp.int32)
     models = len(jax.tree.leaves(served.models)[0]) if to is not None and to.ndim == 2 else 1
     axis = in_lots(client_axis, task, clients, models)
     own = () if served.personal is None else served.personal
@@ -242,7 +245,8 @@ def assess(
     results = metrics.evaluate(task, served.models, clients, to, **about)
     check_numbers(results, further)
     if of_newcomers is not None:
-        return results
+        count = len(jax.tree.leaves(served.models)[0])
+        return results if to is None else results | {"model": to, "num_models": jnp.int32(count)}
     return results | {"found": results["cluster"] if served.found is None else served.found}
 
 

@@ -286,6 +286,9 @@ class OnDevice:
         held_out, newcomers, values, served = hosts.fetch((held_out, newcomers, values, served))
         if served.to is not None:
             check_clusters(served.to[:, :n], self._num_models)
+        if newcomers is not None and "model" in newcomers:
+            to, count = newcomers.pop("model"), newcomers.pop("num_models")
+            check_clusters(to[:, : len(self.subjects.new_size)], int(count[0]))
         of_seeds = len(self._seeds), padded
         cluster = found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
 
