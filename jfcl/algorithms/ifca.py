@@ -174,7 +174,7 @@ def ifca(
                 products = None
                 if first is not None and identity_batch is None and not identity_augment:
                     kernel = get_parameter(params, first.kernel)[cluster]
-                    inputs = first.rows(blank_padding(examples, size), kernel)
+                    inputs = first.rows(comparing.inputs_of(blank_padding(examples, size)), kernel)
                     products = inputs @ kernel.astype(inputs.dtype)
                 return cluster, jnp.zeros((), bool), products
 
