@@ -473,6 +473,16 @@ def test_compare_tells_runs_of_one_name_apart_and_takes_names_as_they_are(finish
     assert "2 runs" in printed and "out[k=4]" in printed.replace("\n", "") and (tmp_path / "brk[/k]").exists()
 
 
+def test_the_demo_runs_to_its_end(tmp_path, monkeypatch, capsys):
+    shorter = {method: commands.DEMO[method] | {"model": "linear"} for method in ("fedavg", "ifca")}
+    monkeypatch.setattr(commands, "DEMO", shorter)
+    assert cli.main(["demo", "--rounds", "1", "--seeds", "1", "--out", str(tmp_path / "demo")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 runs; seed 0" in printed and "they differ in rounds" in printed
+    assert set(files(tmp_path / "demo" / "compare")) == {"accuracy.png", "methods.png", "results.csv"}
+    assert (tmp_path / "demo" / "ifca" / "plots" / "clusters.png").stat().st_size > 1000
+
+
 def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished / "fedavg", run)

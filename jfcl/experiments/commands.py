@@ -280,7 +280,12 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
 def command_compare(args: argparse.Namespace, console: Console) -> None:
     """`jfcl compare`."""
     _check_out(args.out)
-    folders = by_name(args.runs)
+    _compare(args.runs, args.out, console, latex=args.latex, pdf=args.pdf, svg=args.svg)
+
+
+def _compare(paths: list[str], out: str | None, console: Console, **formats: bool) -> None:
+    """Prints a comparison of finished runs, and writes its files, also in these `formats`, into the folder `out`."""
+    folders = by_name(paths)
     runs = {name: read_run(folder) for name, folder in folders.items()}
     # The table, and the differences that it does not show.
     summaries = {name: summary for name, (summary, _) in runs.items()}
@@ -296,7 +301,7 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
     for note in [*results_notes(summaries), *differences_notes(configs)]:
         console.print(f"note: {note}", markup=False)
     # The files.
-    files = write_comparison(runs, unused_folder(args.runs, args.out), latex=args.latex, pdf=args.pdf, svg=args.svg)
+    files = write_comparison(runs, unused_folder(paths, out), **formats)
     console.print(f"kept: {', '.join(map(str, files))}", markup=False)
 
 
@@ -401,7 +406,7 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     )
     for config in configs:
         run(config, out=out / config.method, progress=True)
-    command_compare(argparse.Namespace(runs=[str(out / m) for m in DEMO], out=str(out / "compare")), console)
+    _compare([str(out / method) for method in DEMO], str(out / "compare"), console)
     console.print(f"IFCA, client by client: {out / 'ifca' / 'plots' / 'clusters.png'}")
 
 

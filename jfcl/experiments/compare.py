@@ -68,7 +68,7 @@ def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:
     return Path(out) if out else unused(with_name(runs[0]).parent / "compare")
 
 
-def write_comparison(runs: Runs, out: Path, *, latex: bool, pdf: bool, svg: bool) -> list[Path]:
+def write_comparison(runs: Runs, out: Path, *, latex: bool = False, pdf: bool = False, svg: bool = False) -> list[Path]:
     """Writes the files of `compare` into `out`, and returns them."""
     summaries = {name: summary for name, (summary, _) in runs.items()}
     records = {plots.label(name): rows for name, (_, rows) in itertools.islice(runs.items(), MOST_DRAWN)}
