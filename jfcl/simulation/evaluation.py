@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, Served, check, named_leaves, num_clients
+from jfcl.core import Algorithm, Clients, Served, Task, check, named_leaves, num_clients
 from jfcl.execution.jitted import jitted
 from jfcl.execution.memory import in_lots
 
@@ -235,19 +235,30 @@ def assess(
         served = adopted(algorithm, state, clients, *of_newcomers)
     else:
         served = algorithm.serve(state, learners)
-    to, by_loss = served.to, of_newcomers is not None and algorithm.adopt is None
-    if to is None and not by_loss:
-        to = jnp.arange(num_clients(clients), dtype=jnp.int32)
+    if served.to is None and (of_newcomers is None or algorithm.adopt is not None):  # a model of one's own
+        served = served._replace(to=jnp.arange(num_clients(clients), dtype=jnp.int32))
+    results, found = evaluate_served(task, served, clients, client_axis=client_axis, further=further)
+    if of_newcomers is None:
+        return results | {"found": found}
+    count = len(jax.tree.leaves(served.models)[0])
+    return results if served.to is None else results | {"model": served.to, "num_models": jnp.int32(count)}
+
+
+def evaluate_served(
+    task: Task, served: Served, clients: Clients, *, client_axis: Any, further: tuple
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns the results of `metrics.evaluate` of what clients are served, and the clusters `[N]` to report.
+
+    Where `served.to` is None, it is the model of the lowest loss.
+    """
+    to, own = served.to, () if served.personal is None else served.personal
     models = len(jax.tree.leaves(served.models)[0]) if to is not None and to.ndim == 2 else 1
-    axis = in_lots(client_axis, task, clients, models)
-    own = () if served.personal is None else served.personal
-    about = {"personal": own, "metrics": dict(further), "client_axis": axis}
-    results = metrics.evaluate(task, served.models, clients, to, **about)
-    check_numbers(results, further)
-    if of_newcomers is not None:
-        count = len(jax.tree.leaves(served.models)[0])
-        return results if to is None else results | {"model": to, "num_models": jnp.int32(count)}
-    return results | {"found": results["cluster"] if served.found is None else served.found}
+    about = {"metrics": dict(further), "client_axis": in_lots(client_axis, task, clients, models)}
+    results = metrics.evaluate(task, served.models, clients, to, personal=own, **about)
+    for name, _ in further:
+        shape = results[name].shape[1:]
+        check(not shape, f"metrics[{name!r}]", f"an array of shape {shape}", "a function that returns one number")
+    return results, results["cluster"] if served.found is None else served.found
 
 
 def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int, all_models: int) -> Served:
@@ -258,13 +269,6 @@ def adopted(algorithm: Algorithm, state: Any, clients: Clients, all_clients: int
     means = jax.tree.map(lambda x: x[:all_clients].mean(axis=0), served.personal)
     personal = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), means)
     return Served(jax.tree.map(lambda x: x[:all_models], served.models), None, personal)
-
-
-def check_numbers(results: dict[str, Any], further: tuple) -> None:
-    """Raises `ValueError` for a further metric that is no number of each client."""
-    for name, _ in further:
-        shape = results[name].shape[1:]
-        check(not shape, f"metrics[{name!r}]", f"an array of shape {shape}", "a function that returns one number")
 
 
 def is_mixture(served: Served) -> bool:

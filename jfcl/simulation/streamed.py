@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, Served, check_served, is_finite
 from jfcl.data.store import ClientStore, example_shapes
 from jfcl.execution import layout
@@ -31,7 +30,7 @@ from jfcl.simulation.evaluation import (
     Assessment,
     Subjects,
     check_clusters,
-    check_numbers,
+    evaluate_served,
     finite_mean,
     found_clusters,
     is_mixture,
@@ -146,8 +145,7 @@ class Streamed:
                 self._learners = jax.device_put(hold(store.gather(evaluated)))
             known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
             true = store.cluster[evaluated] if known else None
-        self._losses = partial(metrics.evaluate, algorithm.task, metrics=dict(further), client_axis=client_axis)
-        self._further = further
+        self._how = {"client_axis": client_axis, "further": further}
         self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
         test_size = None if self._tests is None else np.asarray(self._tests.size)
         is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
@@ -214,11 +212,10 @@ class Streamed:
             served = _served(state, learners if self._chooses else None, serve=self.algorithm.serve)
         else:  # the only model
             served = self.algorithm.serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
-        to = jnp.arange(len(ids), dtype=jnp.int32) if split.personal else served.to
-        own = () if served.personal is None else served.personal
-        results = self._losses(served.models, self._tests, to, personal=own)
-        check_numbers(results, self._further)
-        return to, results["cluster"] if served.found is None else served.found, results
+        if split.personal:
+            served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
+        results, found = evaluate_served(self.algorithm.task, served, self._tests, **self._how)
+        return served.to, found, results
 
     @contextlib.contextmanager
     def snapshot(self, done, state, totals):
