@@ -177,7 +177,7 @@ def knn_per(
         model = jax.tree.map(lambda p: p[0], state.common.params)
         return state._replace(params=personal_models(model, clients))
 
-    return Algorithm(init, step, mixture_task(method), enough_neighbours, refresh, serve_own)
+    return Algorithm(init, step, task_with_neighbours(method), enough_neighbours, refresh, serve_own)
 
 
 class Mixture(NamedTuple):
@@ -250,7 +250,7 @@ def remember(method: Mixture, model: PyTree, examples: Batch, size: jax.Array):
     return memory, label, jnp.where(size > 0, best, jnp.zeros_like(best))
 
 
-def mixture_task(method: Mixture) -> Task:
+def task_with_neighbours(method: Mixture) -> Task:
     """Returns the task of the mixture, with `Neighbours` as parameters and logarithms of probabilities as outputs."""
 
     def apply(params: Neighbours, x):
