@@ -38,16 +38,10 @@ def report(
 ) -> None:
     """Prints `rows` as a table and writes them, with device, versions and `command`, to `results/<name>.json`.
 
-    Columns that no row has are left out; without a `name` nothing is written. Rows that are `partial` go to a file of
-    their own, which stays if the script fails, and goes with the call for all rows.
+    Without a `name` nothing is written. Rows that are `partial` go to a file of their own, which stays if the script
+    fails, and goes with the call for all rows.
     """
-    columns = [column for column in columns if any(row.get(column) is not None for row in rows)]
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
-    for row in rows:
-        table.add_row(*[cell(row.get(column)) for column in columns])
-    Console(width=120).print(table)
+    print_table(title, columns, rows)
     if name is None:
         return
     device = environment()["device"].split(" x ")[-1].replace(",", "").replace(" ", "-").lower()
@@ -57,6 +51,17 @@ def report(
     path = part if partial else path
     path.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")
+
+
+def print_table(title: str, columns: list[str], rows: list[dict[str, Any]], *, width: int = 120) -> None:
+    """Prints `rows` as a table, without the columns that no row has."""
+    columns = [column for column in columns if any(row.get(column) is not None for row in rows)]
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
+    for row in rows:
+        table.add_row(*[cell(row.get(column)) for column in columns])
+    Console(width=width).print(table)
 
 
 def cell(value: Any) -> str:

@@ -36,10 +36,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, cell
+from common import RESULTS, ROOT, print_table
 from peers import jax_plain
-from rich.console import Console
-from rich.table import Table
 
 import jfcl
 from jfcl.algorithms.federated_clustering import models_at_once
@@ -308,12 +306,7 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
 
 def show(rows: list[dict[str, Any]], missing: list[str]) -> None:
     columns = ["row", "what", "mapping", "ms", "times_best_peer", "compile_seconds", "temporaries_gb"]
-    table = Table(title="One round on one GPU, medians", title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column.replace("_", " "), justify="left" if i < 3 else "right")
-    for row in rows:
-        table.add_row(*[cell(row.get(column)) for column in columns])
-    Console(width=150).print(table)
+    print_table("One round on one GPU, medians", columns, rows, width=150)
     for row in rows:
         if "error" in row:
             print(f"{row['row']}, {row['what']}: {row['error'].strip().splitlines()[-1][:200]}")
@@ -341,6 +334,8 @@ def main() -> None:
         out = RESULTS / ("-".join(["gpu", *args.only.replace(",", "").split()]) + f"-{kind}.json")
     rows: list[dict[str, Any]] = []
     jobs = [job for job in JOBS if args.only in job.row]
+    if not jobs:
+        parser.error(f"--only must be part of one of {'; '.join(CASES)}, got {args.only!r}")
     if args.small:
         jobs = [job._replace(forms=tuple(f for f in job.forms if "torch.compile" not in f)) for job in jobs]
         jobs = [job for job in jobs if job.who != "PyTorch" or job.forms]
