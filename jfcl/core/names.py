@@ -78,7 +78,7 @@ _SAME = {
 }
 SENTENCES |= {other: SENTENCES[name] for name, others in _SAME.items() for other in others.split()}
 
-_KRUM = "it is fedavg with {aggregator} %s and {malicious}"
+_ROBUST = "it is fedavg with {aggregator} %s and {malicious}"
 _ABSENT = (
     "scaffold fednova moon feddyn perfedavg pfedme apfl fedala fedrod fedbabu fedproto fedfomo fedamp fedphp fedpac"
     " fedgen fedcac fedcp gpfl feddistill fml fedgc fedcross fedas fedmtl fedgh fedlc fedpcl dbe fedntd fedkd qfedavg"
@@ -95,10 +95,10 @@ VALUES = {
         "fedadagrad": _ADAPTIVE,
         "fedsgd": "it is fedavg with {local_steps} 1",
         "fedmedian": "it is fedavg with {aggregator} coordinate_median",
-        "fedtrimmedavg": _KRUM % "trimmed_mean",
-        "krum": _KRUM % "krum",
-        "multikrum": _KRUM % "multi_krum",
-        "bulyan": _KRUM % "bulyan",
+        "fedtrimmedavg": _ROBUST % "trimmed_mean",
+        "krum": _ROBUST % "krum",
+        "multikrum": _ROBUST % "multi_krum",
+        "bulyan": _ROBUST % "bulyan",
         "rfa": "it is fedavg with {aggregator} geometric_median",
         "dpfedavg": "it is fedavg with {dp_clip} and {dp_noise}",
         "fedlora": "it is a model of jfcl.models.lora, with fedavg, in Python",
