@@ -40,9 +40,9 @@ from common import RESULTS, ROOT, print_table
 from peers import jax_plain
 
 import jfcl
-from jfcl.algorithms.federated_clustering import models_at_once
 from jfcl.core import Clients
 from jfcl.experiments.bench import Case, make_training, measure
+from jfcl.methods.federated_clustering import models_at_once
 from jfcl.models import MODELS, ResNet, classification, in_bfloat16
 from jfcl.simulation.folder import environment
 

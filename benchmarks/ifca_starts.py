@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.algorithms.restarts import MOST_DRAWS
-from jfcl.algorithms.round import select_cohort
 from jfcl.experiments.papers.ifca import cifar_config
 from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.setups import Setup, setup
+from jfcl.methods.restarts import MOST_DRAWS
+from jfcl.methods.round import select_cohort
 
 SETTING, MIN_SHARE = RECIPES["ifca.table1_cifar10"].full, 0.35
 

@@ -23,11 +23,11 @@ import numpy as np
 from common import RESULTS, report
 
 import jfcl
-from jfcl.client import local
 from jfcl.core import Clients, PyTree, Task
 from jfcl.experiments import Config
 from jfcl.experiments.papers.byzantine_cfl import OF_CODE
 from jfcl.experiments.setups import setup
+from jfcl.training import local
 
 COLUMNS = ["dataset", "method", "epochs", "lr", "inputs", "init", "order", "clients", "rounds", "attack", "accuracy"]
 COLUMNS += ["last 5", "hostile excluded", "benign excluded", "by round", "seconds"]

@@ -21,9 +21,9 @@ from typing import Any
 import jax
 from common import report, run_peer
 
-from jfcl.execution.mapping import divide_cpu
 from jfcl.experiments import bench
 from jfcl.experiments.bench import Case, floor_gflop, make_algorithm, make_arguments, measure, sgemm_gflops
+from jfcl.mapping.axis import divide_cpu
 
 CASES = {  # and how many rounds of each are measured
     # IFCA's Table 1, m = 1200, n = 200: a round is 12,000 full-batch steps and 4 losses over 240,000 images.

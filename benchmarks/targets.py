@@ -5,7 +5,7 @@
     python benchmarks/targets.py --here                             # on this machine's GPU: predicted and measured
 
 Needs the compilers (docs/plan.md). Nothing is run: memory and collectives are facts of the compiled programs, seconds
-are predictions of `jfcl.execution.cost`. A case that the results hold already is compiled again only with `--again`.
+are predictions of `jfcl.planning.cost`. A case that the results hold already is compiled again only with `--again`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rich.table import Table
 
 import jfcl
 from jfcl.core import Clients
-from jfcl.execution import targets
-from jfcl.execution.cost import price
-from jfcl.execution.plan import candidates
+from jfcl.planning import targets
+from jfcl.planning.cost import price
+from jfcl.planning.plan import candidates
 from jfcl.simulation.folder import environment
 
 TARGETS = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v6e:2x2", "h100")

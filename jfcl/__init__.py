@@ -6,10 +6,16 @@ state, metrics = algorithm.step(key, state, clients)
 
 import sys
 
-from jfcl import data, kernels, models, testing
+from jfcl import data, kernels, mapping, models, testing
 from jfcl._version import __version__
-from jfcl.algorithms import (
-    attacks,
+from jfcl.analysis import metrics, parameter_tree, plots
+from jfcl.analysis.metrics import cluster_recovery, evaluate
+from jfcl.analysis.parameter_tree import assign_newcomer
+from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
+from jfcl.kernels import theory
+from jfcl.mapping import hosts
+from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
+from jfcl.methods import (
     byzantine_cfl,
     cfl,
     ditto,
@@ -29,19 +35,11 @@ from jfcl.algorithms import (
     myopic_clustering,
     one_shot,
     oracle,
-    privacy,
-    theory,
     with_restarts,
 )
-from jfcl.analysis import metrics, parameter_tree, plots
-from jfcl.analysis.metrics import cluster_recovery, evaluate
-from jfcl.analysis.parameter_tree import assign_newcomer
-from jfcl.client import augment
-from jfcl.client.local import local_training
-from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
-from jfcl.execution import hosts, mapping, targets
-from jfcl.execution.mapping import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
-from jfcl.execution.plan import plan
+from jfcl.planning import targets
+from jfcl.planning.plan import plan
+from jfcl.robust import attacks, privacy
 from jfcl.simulation import (
     DivergedError,
     History,
@@ -54,6 +52,8 @@ from jfcl.simulation import (
     simulate_population,
     sweep,
 )
+from jfcl.training import augment
+from jfcl.training.local import local_training
 
 # Import paths of users, whatever folder a module is in.
 for _module in (attacks, augment, callbacks, hosts, mapping, metrics, parameter_tree, plots, privacy, targets, theory):

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from jfcl.core.texts import printable
-from jfcl.execution import hosts
 from jfcl.experiments.commands import COMMANDS, run_command
 from jfcl.experiments.flags import build_parser
+from jfcl.mapping import hosts
 from jfcl.simulation.callbacks import CallbackError
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError

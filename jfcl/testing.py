@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check_served, client_ids, num_clients
-from jfcl.execution.mapping import auto, chunked, client_mesh, place, sharded
+from jfcl.mapping.axis import auto, chunked, client_mesh, place, sharded
 from jfcl.models import classification
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout
 from jfcl.simulation.evaluation import check_clusters, found_clusters
+from jfcl.training.local import LocalTraining, local_training
 
 
 class _Network(nn.Module):
@@ -320,7 +320,7 @@ def check_algorithm(
       padding_tolerance: largest change of a model by padding clients. The guarantee is 0. Servers that multiply
         matrices over clients need slightly more, since the blocks of the product depend on the number of clients.
       examples_tolerance: the same for padding examples, for training in the span of the examples (see
-        `jfcl.client.span`), which multiplies matrices over examples, and for batch statistics, which are their sums.
+        `jfcl.training.span`), which multiplies matrices over examples, and for batch statistics, which are their sums.
 
     Raises:
       AssertionError: names the guarantee that is violated.

@@ -7,11 +7,11 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.algorithms.aggregate import cluster_mean
-from jfcl.client import local
+from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, client_keys, is_finite, num_bytes
 from jfcl.core.options import Interval, Real, check_options
-from jfcl.execution import mapping
+from jfcl.robust.aggregate import cluster_mean
+from jfcl.training import local
 
 
 class ServerMomentumState(NamedTuple):

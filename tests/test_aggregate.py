@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfcl.algorithms.aggregate import cluster_mean, ravel_clients
 from jfcl.core import is_finite, num_bytes
-from jfcl.execution.mapping import chunked
+from jfcl.mapping.axis import chunked
+from jfcl.robust.aggregate import cluster_mean, ravel_clients
 
 
 def loop_cluster_mean(x, cluster, weights, k):

@@ -11,8 +11,8 @@ import pytest
 
 import jfcl
 from jfcl import attacks, kernels
-from jfcl.algorithms import METHODS
 from jfcl.core import Clients
+from jfcl.methods import METHODS
 from jfcl.testing import problem
 
 KEY = jax.random.key(0)

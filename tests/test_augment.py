@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.client.augment import AUGMENTATIONS, crop_flip, flip, tutorial, tutorial_batch
 from jfcl.experiments import Config, run
+from jfcl.training.augment import AUGMENTATIONS, crop_flip, flip, tutorial, tutorial_batch
 
 IMAGES = np.random.default_rng(0).uniform(size=(40, 28, 30, 2)).astype(np.float32)
 BATCH = {"x": jnp.asarray(IMAGES), "y": jnp.arange(40)}

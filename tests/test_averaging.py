@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl.algorithms.round import select_cohort
-from jfcl.client.local import draw_batch
-from jfcl.client.losses import lowest_loss
 from jfcl.core import Clients, Task, client_keys
-from jfcl.execution.mapping import chunked
+from jfcl.mapping.axis import chunked
+from jfcl.methods.round import select_cohort
+from jfcl.training.local import draw_batch
+from jfcl.training.losses import lowest_loss
 
 D = 3
 LINEAR = Task(

@@ -13,10 +13,10 @@ from sklearn.neighbors import NearestNeighbors
 
 import jfcl
 from jfcl import attacks
-from jfcl.algorithms.knn_per import Mixture, neighbours
-from jfcl.algorithms.once import with_first_costs
-from jfcl.algorithms.round import round_metrics
 from jfcl.core import Adversary, Algorithm, Clients, Task
+from jfcl.methods.knn_per import Mixture, neighbours
+from jfcl.methods.once import with_first_costs
+from jfcl.methods.round import round_metrics
 
 D = 3
 LINEAR = Task(

@@ -12,12 +12,12 @@ import pytest
 
 import jfcl
 from jfcl import kernels
-from jfcl.algorithms.cfl import bipartitions as tiles
-from jfcl.algorithms.cfl import server
-from jfcl.algorithms.cfl.bipartitions import bipartitions
-from jfcl.algorithms.cfl.fallback import undo_harmful_splits
-from jfcl.algorithms.cfl.splits import allot
 from jfcl.core import Clients
+from jfcl.methods.cfl import bipartitions as tiles
+from jfcl.methods.cfl import server
+from jfcl.methods.cfl.bipartitions import bipartitions
+from jfcl.methods.cfl.fallback import undo_harmful_splits
+from jfcl.methods.cfl.splits import allot
 
 LR, STEPS = 0.1, 2
 TASK = jfcl.models.task(lambda key: {"w": jnp.zeros(3)}, lambda p, x: x @ p["w"], kind="regression")

@@ -22,10 +22,10 @@ from test_cfl import (
 )
 
 import jfcl
-from jfcl.algorithms.attacks import UPDATE_ATTACKS
-from jfcl.algorithms.cfl.rounds import keep_finite
 from jfcl.analysis.metrics import cluster_recovery
 from jfcl.analysis.parameter_tree import enrol
+from jfcl.methods.cfl.rounds import keep_finite
+from jfcl.robust.attacks import UPDATE_ATTACKS
 
 KEY = jax.random.key(0)
 CLIENTS = regression(TRUTH, CLUSTER)

@@ -173,7 +173,7 @@ def test_warm_start_from_another_run(finished, tmp_path):
 
 def test_list_and_help_name_everything(capsys):
     from jfcl import data, models
-    from jfcl.algorithms import METHODS
+    from jfcl.methods import METHODS
 
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out

@@ -15,10 +15,10 @@ from hypothesis import given
 
 import jfcl
 from jfcl.core import Clients, Task
-from jfcl.execution.columns import over_columns
-from jfcl.execution.mapping import client_mesh, place, sharded
 from jfcl.kernels import kmeans, pairwise_cosine, squared_distances, threshold_clustering
 from jfcl.kernels.base import distances_from, finite_rows, if_rare, squared_norms
+from jfcl.mapping.axis import client_mesh, place, sharded
+from jfcl.mapping.columns import over_columns
 
 AXIS = sharded(client_mesh(2), jax.vmap)
 COLLECTIVE = re.compile(r"= [^=]*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")

@@ -14,7 +14,7 @@ import pytest
 
 import jfcl.experiments
 from jfcl import cli
-from jfcl.algorithms import METHODS
+from jfcl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

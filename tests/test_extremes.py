@@ -10,10 +10,10 @@ import pytest
 
 import jfcl
 from jfcl import attacks, kernels
-from jfcl.algorithms import METHODS
-from jfcl.algorithms.restarts import mean_over_examples
-from jfcl.client.losses import lowest_loss, masked_mean
 from jfcl.core import Adversary, Clients, Task
+from jfcl.methods import METHODS
+from jfcl.methods.restarts import mean_over_examples
+from jfcl.training.losses import lowest_loss, masked_mean
 
 KEY = jax.random.key(0)
 # A client's data are copies of one number, which the model "b" runs after.

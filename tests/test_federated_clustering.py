@@ -11,7 +11,10 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.algorithms.federated_clustering import (
+from jfcl import mapping
+from jfcl.core import Clients, Task
+from jfcl.experiments.papers.federated_clustering import ifca_of_the_code, moving_average
+from jfcl.methods.federated_clustering import (
     MEMORY,
     Threshold,
     draw_groups,
@@ -19,10 +22,7 @@ from jfcl.algorithms.federated_clustering import (
     threshold,
     warn_if_alone,
 )
-from jfcl.algorithms.myopic_clustering import densest
-from jfcl.core import Clients, Task
-from jfcl.execution import mapping
-from jfcl.experiments.papers.federated_clustering import ifca_of_the_code, moving_average
+from jfcl.methods.myopic_clustering import densest
 
 D = 3
 LINEAR = Task(
@@ -308,7 +308,7 @@ def test_centres_are_carried_to_clients_that_begin():
 
 
 def test_many_clients_need_no_square_array(monkeypatch):
-    monkeypatch.setattr(sys.modules["jfcl.algorithms.myopic_clustering"], "DENSE_UP_TO", 40)
+    monkeypatch.setattr(sys.modules["jfcl.methods.myopic_clustering"], "DENSE_UP_TO", 40)
     rng = np.random.default_rng(0)
     group = np.repeat([0, 1, 2], [45, 40, 40])
     points = np.float32([[0, 0], [6, 0], [0, 6]])[group] + 0.1 * rng.standard_normal((125, 2)).astype(np.float32)

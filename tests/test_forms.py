@@ -12,11 +12,12 @@ import optax
 import pytest
 
 import jfcl
-from jfcl.client.losses import blank_padding
+from jfcl import mapping
 from jfcl.core import by_platform
-from jfcl.execution import layout, mapping
+from jfcl.mapping import axis, layout
 from jfcl.models import conv, max_pool
 from jfcl.models.tasks import cross_entropy
+from jfcl.training.losses import blank_padding
 
 CNN = jfcl.models.classification(jfcl.models.CNNMnist(3), (14, 14, 1), 3)
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -130,7 +131,7 @@ def test_a_task_accepts_flat_inputs():
 def test_an_accelerator_holds_images_flat(monkeypatch):
     clients, others = images(), jfcl.models.task(CNN.init, CNN.apply, kind="classification")
     assert layout.held(jax.vmap, CNN, clients) is clients
-    monkeypatch.setattr(mapping, "platform", lambda devices=None: "tpu")
+    monkeypatch.setattr(axis, "platform", lambda devices=None: "tpu")
     held = layout.held(jax.vmap, CNN, clients)
     np.testing.assert_array_equal(held.examples["x"], clients.examples["x"].reshape(4, 6, 196))
     assert held.examples["y"] is clients.examples["y"] and held.size is clients.size
@@ -155,7 +156,7 @@ def test_a_run_on_flat_images_is_that_on_images(augment, monkeypatch):
     shapes = []
     step = algorithm.step
     algorithm = algorithm._replace(step=lambda *a: (shapes.append(a[2].examples["x"].shape), step(*a))[1])
-    monkeypatch.setattr(mapping, "platform", lambda devices=None: "tpu")
+    monkeypatch.setattr(axis, "platform", lambda devices=None: "tpu")
     got, same = run()
     assert shapes and set(shapes) == {(4, 6, 196)}
     assert same == pytest.approx(loss, rel=1e-5)
@@ -172,7 +173,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HO
 os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 import jax, jax.numpy as jnp, numpy as np, optax, jfcl
 from jax.experimental import topologies
-from jfcl.execution import layout, mapping
+from jfcl import mapping
+from jfcl.mapping import axis, layout
 chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]).devices
 mesh = jax.sharding.Mesh(np.array(chips), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
 axis = mapping.sharded(mesh, mapping.chunked(4))

@@ -29,12 +29,12 @@ from matplotlib.figure import Figure
 
 import jfcl
 from jfcl import cli, experiments
-from jfcl.algorithms import METHODS
 from jfcl.core import check_count
-from jfcl.execution import targets
 from jfcl.experiments import Config, bench, load_run
 from jfcl.experiments.recipes import Outcome
 from jfcl.experiments.validation import validate
+from jfcl.methods import METHODS
+from jfcl.planning import targets
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 BASE = {  # what stands before the flag in question, so that as little as can be is computed where it is accepted
@@ -339,7 +339,7 @@ def test_random_pairs_of_flags(seed, folder, capsys):
 def likely(action: argparse.Action, rng: random.Random) -> list[str]:
     """Values of which about half are sensible, by the names that `jfcl list` knows where there are any."""
     from jfcl import attacks, data, kernels, models
-    from jfcl.client.augment import AUGMENTATIONS
+    from jfcl.training.augment import AUGMENTATIONS
 
     names = {
         "dataset": ["digits"],

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
-from jfcl.execution import hlo, targets
-from jfcl.execution.cost import price
-from jfcl.execution.mapping import client_mesh
+from jfcl.mapping.axis import client_mesh
+from jfcl.planning import hlo, targets
+from jfcl.planning.cost import price
 
 V5E, H100 = targets.target("v5e:2x2"), targets.target("h100")
 

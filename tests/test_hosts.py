@@ -15,7 +15,8 @@ import pytest
 
 import jfcl
 from jfcl import cli, hosts, mapping
-from jfcl.algorithms import METHODS
+from jfcl.mapping import axis as axis_module
+from jfcl.methods import METHODS
 from jfcl.testing import problem
 
 METHOD = ["run", "ifca", "--clients", "9", "--clusters", "2", "--local-steps", "2", "--eval-every", "1", "--quiet"]
@@ -100,7 +101,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 from jfcl import hosts
 if len(sys.argv) > 2:
     hosts.connect(sys.argv[2], 2, int(sys.argv[3]))
-from jfcl.algorithms import METHODS
+from jfcl.methods import METHODS
 from jfcl.experiments import Config, run
 more = {"cfl": {"eps_1": 1e9, "eps_2": 1e-9, "gamma_max": 0.0}, "federated_clustering": {"quantile": 0.5}}
 for method in sorted({*METHODS} - {"fedbn"}):  # that is for models with batch normalisation; all in one order
@@ -386,11 +387,11 @@ class Mesh:
 
 @pytest.mark.parametrize("count", [3, 4, 6, 8, 9, 11, 12, 40])
 def test_processes_divide_the_clients(monkeypatch, count):
-    monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(axis_module.jax, "process_count", lambda: 3)
     axis = mapping.sharded(Mesh())
     rows = []
     for process in range(3):
-        monkeypatch.setattr(mapping.jax, "process_index", lambda process=process: process)
+        monkeypatch.setattr(axis_module.jax, "process_index", lambda process=process: process)
         own = mapping.own_rows(axis, count)
         assert own.stop - own.start <= mapping.num_rows(axis, count) // 3
         rows += range(own.start, own.stop)
@@ -398,8 +399,8 @@ def test_processes_divide_the_clients(monkeypatch, count):
 
 
 def test_a_mesh_in_which_processes_alternate(monkeypatch):
-    monkeypatch.setattr(mapping.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(mapping.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(axis_module.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(axis_module.jax, "process_index", lambda: 1)
     monkeypatch.setattr(Mesh, "devices", np.array([Device(i % 3) for i in range(6)]))
     with pytest.raises(ValueError, match="devices of a process next to each other"):
         mapping.own_rows(mapping.sharded(Mesh()), 12)
@@ -409,8 +410,8 @@ def test_the_devices_of_a_process_lie_next_to_each_other(monkeypatch):
     """As they do not in `jax.devices()` of some TPU slices, nor in what `jax.make_mesh` makes of them."""
     devices = jax.devices()
     mixed = [Fake(process, number) for number in range(2) for process in (1, 0, 2)]
-    monkeypatch.setattr(mapping.jax, "devices", lambda: mixed)
-    monkeypatch.setattr(mapping, "Mesh", lambda devices, *_, **__: devices)
+    monkeypatch.setattr(axis_module.jax, "devices", lambda: mixed)
+    monkeypatch.setattr(axis_module, "Mesh", lambda devices, *_, **__: devices)
     assert [d.process_index for d in mapping.client_mesh()] == [0, 0, 1, 1, 2, 2]
     assert [(d.process_index, d.id) for d in mapping.client_mesh(3)] == [(0, 0), (0, 1), (1, 0)]
     monkeypatch.undo()
@@ -419,7 +420,7 @@ def test_the_devices_of_a_process_lie_next_to_each_other(monkeypatch):
 
 @pytest.mark.parametrize("run", [cli.main, None], ids=["command line", "python"])
 def test_more_processes_than_clients(monkeypatch, capsys, run):
-    monkeypatch.setattr(mapping.jax, "process_count", lambda: 20)
+    monkeypatch.setattr(axis_module.jax, "process_count", lambda: 20)
     if run:
         monkeypatch.setattr(hosts, "check_alike", lambda *_: None)
         assert run(METHOD) == 2

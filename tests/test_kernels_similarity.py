@@ -12,7 +12,6 @@ from scipy.spatial.distance import cdist
 from sklearn.metrics.pairwise import cosine_similarity
 
 from jfcl.core.platforms import compiles_for_cuda
-from jfcl.execution import targets
 from jfcl.kernels import (
     bipartition_of_updates,
     clip_norms,
@@ -23,6 +22,7 @@ from jfcl.kernels import (
     squared_distances,
 )
 from jfcl.kernels.gram_gpu import upper_products
+from jfcl.planning import targets
 
 SEEDS = st.integers(0, 2**31)
 SHAPES = st.sampled_from([(1, 4), (7, 3), (300, 5)])  # 300 clients: two strips

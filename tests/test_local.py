@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl.client import noise
-from jfcl.client.local import KEEP, local_training, optimizer_at, start_optimizer, steps_per_round, train
-from jfcl.client.losses import mean_loss
 from jfcl.core import Clients, Task
+from jfcl.training import noise
+from jfcl.training.local import KEEP, local_training, optimizer_at, start_optimizer, steps_per_round, train
+from jfcl.training.losses import mean_loss
 
 LINEAR = Task(
     init=lambda key: {"w": jnp.zeros(3)},

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfcl
+from jfcl import mapping as client_mapping
 from jfcl.core import Clients
-from jfcl.execution import mapping as client_mapping
-from jfcl.execution import memory
-from jfcl.execution.mapping import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
+from jfcl.mapping import memory
+from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 from jfcl.simulation import evaluation
 
 
@@ -216,7 +216,7 @@ def test_results_in_lots_are_those_of_all_clients_at_once(monkeypatch):
         sizes.append(num_models)
         return chunked(2)
 
-    for module in (sys.modules["jfcl.algorithms.ifca"], evaluation):
+    for module in (sys.modules["jfcl.methods.ifca"], evaluation):
         monkeypatch.setattr(module, "in_lots", in_twos)
     got = records()
     np.testing.assert_allclose(got[:2], want[:2], rtol=1e-5)

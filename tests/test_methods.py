@@ -14,10 +14,10 @@ import pytest
 
 import jfcl
 from jfcl import attacks, kernels
-from jfcl.algorithms import METHODS
 from jfcl.core import Algorithm
 from jfcl.core.options import options_of
-from jfcl.execution.mapping import client_mesh, place, sharded
+from jfcl.mapping.axis import client_mesh, place, sharded
+from jfcl.methods import METHODS
 from jfcl.testing import check_algorithm, problem
 
 OPTIONS = {

@@ -18,7 +18,7 @@ from sklearn.metrics import (
 import jfcl
 from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
-from jfcl.execution.mapping import chunked, client_mesh, sharded
+from jfcl.mapping.axis import chunked, client_mesh, sharded
 from jfcl.testing import count_compilations
 
 SIGN = Task(

@@ -8,11 +8,11 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.algorithms import METHODS, Method
 from jfcl.core.options import CLASSES, Interval, OneOf, Range, Real
 from jfcl.experiments import Config
 from jfcl.experiments.config import all_options, common_options, method_options
 from jfcl.experiments.validation import check_values
+from jfcl.methods import METHODS, Method
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
 received = []

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jfcl
 from jfcl import cli
-from jfcl.execution import memory, targets
-from jfcl.execution.cost import price
-from jfcl.execution.mapping import client_mesh
-from jfcl.execution.plan import candidates, plan
+from jfcl.mapping import memory
+from jfcl.mapping.axis import client_mesh
+from jfcl.planning import targets
+from jfcl.planning.cost import price
+from jfcl.planning.plan import candidates, plan
 from jfcl.testing import problem
 
 V5E = targets.target("v5e:2x2")
@@ -172,7 +173,7 @@ def test_an_algorithm_is_planned_as_it_was_made(on_cpu):
 
 
 def test_a_refusal_of_the_compiler_is_a_plan_that_does_not_fit(on_cpu, monkeypatch):
-    from jfcl.execution.plan import _Program, _Work
+    from jfcl.planning.plan import _Program, _Work
 
     monkeypatch.setattr(_Work, "finished", lambda self, lowered: _Program(18_400_000_000))
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=16e9))

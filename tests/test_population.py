@@ -22,7 +22,7 @@ from scipy.stats import chisquare
 import jfcl
 from jfcl.data import ClientStore
 from jfcl.data.store import example_shapes
-from jfcl.execution import memory
+from jfcl.mapping import memory
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import make_sampler, who_answers
 from jfcl.simulation.state_split import split_state

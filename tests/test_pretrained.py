@@ -13,8 +13,8 @@ from small_network import NORMAL, PLAIN, C, D, H, M, N, Net
 
 import jfcl
 from jfcl.core import parameter_names
-from jfcl.execution.jitted import jitted
-from jfcl.execution.memory import memory_of
+from jfcl.mapping.jitted import jitted
+from jfcl.mapping.memory import memory_of
 from jfcl.testing import count_compilations
 
 SIZES = np.array([6, 4, 6, 3], np.int32)

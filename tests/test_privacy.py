@@ -21,12 +21,12 @@ from scipy import stats
 
 import jfcl
 from jfcl import cli
-from jfcl.algorithms import privacy
 from jfcl.core import Clients, Task
 from jfcl.experiments import Config, run
 from jfcl.experiments.config import all_options
 from jfcl.experiments.privacy import privacy_of, privacy_text
 from jfcl.experiments.validation import validate
+from jfcl.robust import privacy
 from jfcl.testing import check_algorithm, problem
 
 D = 3

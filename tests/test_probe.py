@@ -10,8 +10,8 @@ import pytest
 
 import jfcl
 from jfcl import cli, kernels
-from jfcl.execution import memory
-from jfcl.execution.mapping import client_mesh
+from jfcl.mapping import memory
+from jfcl.mapping.axis import client_mesh
 from jfcl.simulation import probe
 from jfcl.testing import problem
 

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 import jfcl
 from jfcl import data, models
 from jfcl.cli import main
-from jfcl.client.local import local_training
 from jfcl.core import Clients
 from jfcl.experiments import RECIPES, Config, recipes, reproduce
 from jfcl.experiments.config import to_saved
@@ -31,6 +30,7 @@ from jfcl.experiments.papers import federated_clustering_cifar as fc_cifar
 from jfcl.experiments.papers import federated_clustering_mnist as fc
 from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
 from jfcl.experiments.recipes import Bench, Outcome, Recipe
+from jfcl.training.local import local_training
 
 
 def make(bench, setting):

@@ -16,7 +16,7 @@ import pytest
 
 import jfcl
 from jfcl.core import Algorithm, Clients
-from jfcl.execution.mapping import chunked
+from jfcl.mapping.axis import chunked
 from jfcl.simulation import loop, on_device, progress
 from jfcl.simulation.evaluation import Silence, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
@@ -385,7 +385,7 @@ def test_losses_are_compared_only_where_clients_choose_among_models(monkeypatch)
     several = (two, jfcl.hypcluster(TASK, TRAINING, num_clusters=2, warm_rounds=1))
     several += (jfcl.ifca(TASK, TRAINING, num_clusters=2, restarts=2),)
     states = [algorithm.init(jax.random.key(0), CLIENTS) for algorithm in (one, *several)]
-    monkeypatch.setattr(sys.modules["jfcl.algorithms.ifca"], "lowest_loss", refuse)
+    monkeypatch.setattr(sys.modules["jfcl.methods.ifca"], "lowest_loss", refuse)
     assert not one.serve(states[0], CLIENTS).to.any()
     for algorithm, state in zip(several, states[1:], strict=True):
         assert algorithm.serve(state, None).to is state.cluster

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl.client import local, span
 from jfcl.core import dense_start, get_parameter
 from jfcl.testing import check_algorithm
+from jfcl.training import local, span
 
 D, H, OUT, M = 12, 5, 3, 8
 HEAVY_BALL = optax.sgd(0.02, momentum=0.9)

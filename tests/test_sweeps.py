@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import jfcl
 from jfcl import cli
-from jfcl.algorithms import METHODS
 from jfcl.core import files
 from jfcl.experiments import Config, run_sweep, sweeps
 from jfcl.experiments.config import method_options
+from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.grid_rows import Group
 from jfcl.testing import problem

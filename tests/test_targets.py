@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_methods import ONE_STEP, OPTIONS
 
 import jfcl
-from jfcl.algorithms import METHODS
 from jfcl.core import Clients
-from jfcl.execution import cost, targets
+from jfcl.methods import METHODS
+from jfcl.planning import cost, targets
 
 pytestmark = pytest.mark.slow
 SLICE = "v5e:2x2"

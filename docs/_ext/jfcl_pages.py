@@ -19,10 +19,10 @@ from pathlib import Path
 from docutils import nodes
 from pictures import PICTURES, picture
 
-from jfcl.algorithms import METHODS
 from jfcl.core.options import Option, argument_texts, first_sentence
 from jfcl.experiments.config import STANDS_FOR, groups
 from jfcl.experiments.flags import flag_of
+from jfcl.methods import METHODS
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,7 @@ MODULES = {
         "jfcl.mapping": "from one client to all: chunks, devices, hosts",
         "jfcl.hosts": "several processes in one run",
         "jfcl.targets": "TPUs and GPUs that a run is compiled for",
-        "jfcl.execution.plan": "the result of `jfcl.plan`",
+        "jfcl.planning.plan": "the result of `jfcl.plan`",
         "jfcl.attacks": "attacks on updates and on data",
         "jfcl.callbacks": "code that a run calls: early stopping, trackers of one's own",
         "jfcl.privacy": "differential privacy of clients, and its accounting",
@@ -50,10 +50,10 @@ MODULES = {
     "Kernels": {"jfcl.kernels": "arrays in, arrays out; usable without the rest of the library"},
     "Authors of methods": {
         "jfcl.testing": "the conformance test of methods",
-        "jfcl.client.local": "local training of one client",
-        "jfcl.algorithms.averaging": "the round of FedAvg for K models, with any choice of a model",
-        "jfcl.algorithms.round": "the phases of a round",
-        "jfcl.algorithms.aggregate": "means over clusters, attacks, robust means",
+        "jfcl.training.local": "local training of one client",
+        "jfcl.methods.averaging": "the round of FedAvg for K models, with any choice of a model",
+        "jfcl.methods.round": "the phases of a round",
+        "jfcl.robust.aggregate": "means over clusters, attacks, robust means",
         "jfcl.core": "types, checks, keys, parameters",
         "jfcl.core.options": "options of factories, from which flags follow",
     },

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl import mapping
 from jfcl.analysis.scores import auc, calibration_error, confusion_matrix, macro_f1
-from jfcl.client.losses import blank_padding, losses_under_all, masked_mean
 from jfcl.core import Batch, Clients, PyTree, Task, check, check_mixes, mixture_task, num_clients, of_rest
-from jfcl.execution import mapping
-from jfcl.execution.jitted import jitted
+from jfcl.mapping.jitted import jitted
+from jfcl.training.losses import blank_padding, losses_under_all, masked_mean
 
 __all__ = [
     "auc",

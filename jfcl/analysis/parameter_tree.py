@@ -14,19 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.algorithms.aggregate import where_rows
-from jfcl.algorithms.cfl.last_updates import LastUpdates
-from jfcl.algorithms.cfl.privacy import hide
-from jfcl.algorithms.cfl.sides import Sides
-from jfcl.algorithms.cfl.splits import sketch
-from jfcl.algorithms.cfl.state import CFLState
-from jfcl.algorithms.round import initial_optimizers
+from jfcl import mapping
 from jfcl.analysis import metrics
 from jfcl.analysis.tree_file import check_model, check_no_personal, check_state
 from jfcl.analysis.tree_file import load_splits as load_splits
 from jfcl.analysis.tree_file import load_tree as load_tree
 from jfcl.analysis.tree_file import save_tree as save_tree
-from jfcl.client import local
 from jfcl.core import (
     Clients,
     PyTree,
@@ -42,9 +35,16 @@ from jfcl.core import (
     shape_struct,
     trained_part,
 )
-from jfcl.execution import mapping
-from jfcl.execution.jitted import jitted
 from jfcl.kernels import OPERATORS
+from jfcl.mapping.jitted import jitted
+from jfcl.methods.cfl.last_updates import LastUpdates
+from jfcl.methods.cfl.privacy import hide
+from jfcl.methods.cfl.sides import Sides
+from jfcl.methods.cfl.splits import sketch
+from jfcl.methods.cfl.state import CFLState
+from jfcl.methods.round import initial_optimizers
+from jfcl.robust.aggregate import where_rows
+from jfcl.training import local
 
 
 class Node(NamedTuple):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cycler import cycler
 
-from jfcl.algorithms.theory import SplitProbability, max_noise
 from jfcl.analysis.figure_files import png, save  # noqa: F401 (plots.png, plots.save)
 from jfcl.analysis.metrics import contingency, deviation
 from jfcl.analysis.parameter_tree import Node
 from jfcl.core.texts import printable
+from jfcl.kernels.theory import SplitProbability, max_noise
 
 if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
     from matplotlib.axes import Axes  # noqa: F401 (plots.Axes)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.algorithms.cfl.state import CFLState, ParameterTree
 from jfcl.core import PyTree, Task, check, files, named_leaves, plain
+from jfcl.methods.cfl.state import CFLState, ParameterTree
 
 _RECORD = ("cluster", "active", "parent", "since", "final", "round", "scale", "excluded")
 

@@ -18,6 +18,7 @@ from jfcl.core.checks import (
     shown,
 )
 from jfcl.core.clients import (
+    Cohort,
     attack_key,
     check_at_most_clients,
     check_clients,
@@ -76,6 +77,7 @@ __all__ = [
     "Algorithm",
     "Batch",
     "Clients",
+    "Cohort",
     "DenseStart",
     "PyTree",
     "Served",

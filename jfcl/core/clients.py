@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -240,3 +240,17 @@ def check_served(algorithm: Algorithm, state: Any, clients: Clients) -> None:
         check(lengths <= {(n,)}, f"served {name}", sorted(lengths), f"rows of {n} clients")
     fits = served.active is None or served.active.shape == (k,)
     check(fits, "served active", served.active, f"of shape [{k}]")
+
+
+class Cohort(NamedTuple):
+    """The clients of one round.
+
+    Attributes:
+      clients: `Clients` of `C`, with their ids.
+      rows: `[C]` int32, their rows among all `N` clients; None where the cohort is all clients, in order.
+      key: the key of the round from which those of clients, adversary and server are derived.
+    """
+
+    clients: Clients
+    rows: jax.Array | None
+    key: jax.Array

@@ -24,6 +24,11 @@ def printable(text: object) -> str:
     return "".join(kept)
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def csv_bytes(lines: Iterable[Sequence[Any]], *, end: str = "\r\n") -> bytes:
     """Returns a table as the content of a csv file, in which no text is a formula of a spreadsheet.
 

@@ -44,7 +44,7 @@ class Clients(NamedTuple):
 class DenseStart(NamedTuple):
     """A model that begins with a dense layer on its raw inputs, separated from its remaining layers.
 
-    With it `jfcl.client.local` can train the layer in fewer operations (see `jfcl.client.span`), and IFCA can compute
+    With it `jfcl.training.local` trains the layer in fewer operations (see `jfcl.training.span`), and IFCA computes
     the layers of `K` models as one. `jfcl.models` makes it for `Linear` and `MLP`. A user's own task may have one too:
 
       `task.apply(params, x)` must be `apply(params, inputs(x) @ kernel, x)`, where `inputs` does not depend on the

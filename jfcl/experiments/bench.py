@@ -22,14 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl.client.local import LocalTraining, local_training
+from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, Task, aligned_zeros, check, check_choice, check_count
 from jfcl.core.options import Range, options_of
-from jfcl.execution import mapping, memory
 from jfcl.experiments.own import find_method, is_own, required
+from jfcl.mapping import memory
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification
 from jfcl.models.networks import Conv
 from jfcl.simulation.folder import environment
+from jfcl.training.local import LocalTraining, local_training
 
 # Called only when a mapping is used: some ask for devices.
 MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {

@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
-from jfcl.execution import hosts, mapping, targets
 from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, reproduce, run, sweeps, trackers
 from jfcl.experiments.compare import unused_folder, write_comparison
 from jfcl.experiments.comparison import (
@@ -41,6 +41,8 @@ from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
 from jfcl.experiments.used import as_used
 from jfcl.experiments.validation import check_values, validate
+from jfcl.mapping import hosts
+from jfcl.planning import targets
 from jfcl.simulation.folder import saved_config, write_json
 from jfcl.simulation.progress import DivergedError
 

@@ -12,9 +12,6 @@ import math
 from typing import Annotated, Any
 
 from jfcl import data, models
-from jfcl.algorithms import METHODS, attacks
-from jfcl.client.augment import AUGMENTATIONS
-from jfcl.client.local import KEEP
 from jfcl.core import INT32_MAX, platform, shown
 from jfcl.core.names import NOTES, option_hint
 from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Option, Range, Real, options_of
@@ -22,8 +19,12 @@ from jfcl.data.targets import KINDS
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
 from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own, table_defaults
 from jfcl.experiments.private_options import Privacy
+from jfcl.methods import METHODS
+from jfcl.robust import attacks
 from jfcl.simulation.cohorts import SAMPLING
 from jfcl.simulation.evaluation import SERVE
+from jfcl.training.augment import AUGMENTATIONS
+from jfcl.training.local import KEEP
 
 # Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}

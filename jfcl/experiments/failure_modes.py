@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import algorithms
-from jfcl.client.local import local_training
+from jfcl import methods
 from jfcl.core import Algorithm, Clients, Task
+from jfcl.training.local import local_training
 
 
 class Failure(NamedTuple):
@@ -83,10 +83,10 @@ def failure_runs(lr: float) -> dict[str, list[tuple[str, Algorithm, str]]]:
         return {"init_params": {"x": np.squeeze(np.float32(values))}}
 
     a, b, c = (failure(name, lr).task for name in ("myopic", "ifca", "cfl"))
-    myopic = algorithms.myopic_clustering(a, step, num_clusters=2, radius=0.01 / lr, **start(1.5))
-    ifca = partial(algorithms.ifca, b, step, num_clusters=2, **start(-1.5, 0.0))
-    cfl = algorithms.cfl(c, noisy, eps_1=jnp.inf, eps_2=1e-6, max_clusters=2, **start(0.0))
-    fc = partial(algorithms.federated_clustering, threshold_rounds=30)
+    myopic = methods.myopic_clustering(a, step, num_clusters=2, radius=0.01 / lr, **start(1.5))
+    ifca = partial(methods.ifca, b, step, num_clusters=2, **start(-1.5, 0.0))
+    cfl = methods.cfl(c, noisy, eps_1=jnp.inf, eps_2=1e-6, max_clusters=2, **start(0.0))
+    fc = partial(methods.federated_clustering, threshold_rounds=30)
     of_a, of_b = fc(a, step, radius=0.9 / lr, **start(1.5)), fc(b, step, radius=1.5, **start(0.0))
     of_c = fc(c, noisy, radius=1.5, **start(0.0))
     return {

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jfcl._version import __version__
-from jfcl.algorithms import METHODS
 from jfcl.core.names import NOTES, flag_of, option_hint
 from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
-from jfcl.execution import hosts
 from jfcl.experiments.bench import sweep
 from jfcl.experiments.config import all_options, common_options, groups, method_options, takes
 from jfcl.experiments.config_file import read_config
@@ -21,6 +19,8 @@ from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.tables import lists
 from jfcl.experiments.trackers import TRACKERS
+from jfcl.mapping import hosts
+from jfcl.methods import METHODS
 
 EXAMPLES = """examples:
   jfcl run ifca --clients 40 --clusters 4 --rounds 100 --seeds 5 --restarts 5 --out runs/ifca

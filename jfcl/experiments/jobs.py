@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jfcl import mapping
 from jfcl.core import check, platform
-from jfcl.execution import mapping
 
 # Options of JAX that processes take over: where compiled programs are kept.
 KEPT = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")

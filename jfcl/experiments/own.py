@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from jfcl import data, kernels
-from jfcl.algorithms import METHODS, Method
-from jfcl.algorithms.aggregate import taken_arguments
-from jfcl.algorithms.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
 from jfcl.data.dataset import check_form
 from jfcl.data.tables import is_file, read_file
 from jfcl.data.values import plain_dataset
+from jfcl.methods import METHODS, Method
 from jfcl.models import MODELS
+from jfcl.robust.aggregate import taken_arguments
+from jfcl.robust.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 ALWAYS_GIVEN = ("client_axis", "num_clusters", "cluster")  # to factories that take them
@@ -60,14 +60,14 @@ def is_own(name: Any) -> bool:
 
 
 def find_method(name: str) -> Method:
-    """Returns the method of a name in `jfcl.algorithms.METHODS`, or of `MODULE:FACTORY`, which is imported.
+    """Returns the method of a name in `jfcl.methods.METHODS`, or of `MODULE:FACTORY`, which is imported.
 
     Raises:
       ValueError: an unknown name; a module that cannot be imported, with its error; a factory of another form than
         `(task, training, *, client_axis, ...)`, or with an argument that nothing gives.
 
     Example:
-      >>> find_method("jfcl.algorithms.ditto:ditto").make is find_method("ditto").make
+      >>> find_method("jfcl.methods.ditto:ditto").make is find_method("ditto").make
       True
       >>> find_method("ifac")
       Traceback (most recent call last):
@@ -176,7 +176,7 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
       ValueError: an unknown name; a module that cannot be imported; no function of the arguments of an attack.
 
     Example:
-      >>> find_attack("label_reverse") is find_attack("jfcl.algorithms.attacks:label_reverse")
+      >>> find_attack("label_reverse") is find_attack("jfcl.robust.attacks:label_reverse")
       True
     """
     if name in UPDATE_ATTACKS:

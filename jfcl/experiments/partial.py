@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.algorithms import METHODS
 from jfcl.analysis import parameter_tree
 from jfcl.analysis.parameter_tree import load_splits
 from jfcl.core import PyTree, plain
 from jfcl.experiments.results import check_no_sweep, check_summary, is_number, read_records
 from jfcl.experiments.setups import load_params
+from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 

@@ -11,15 +11,16 @@ import numpy as np
 from rich.table import Column, Table
 from rich.text import Text
 
+from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.core import Clients, check, client_shapes, files, max_examples, num_bytes
-from jfcl.execution import mapping, targets
-from jfcl.execution.plan import Plan, plan
 from jfcl.experiments.comparison import size_text
 from jfcl.experiments.config import PRECISIONS, Config, as_dict, of_population
 from jfcl.experiments.setups import load_dataset, make_algorithm, make_federation, make_task, make_training
 from jfcl.experiments.tables import LOOK
 from jfcl.experiments.validation import validate
+from jfcl.planning import targets
+from jfcl.planning.plan import Plan, plan
 from jfcl.simulation.folder import finite_or_none
 
 LARGEST_PARTS = 8  # in the table and the picture

@@ -16,7 +16,6 @@ import numpy as np
 from rich.console import Console
 
 from jfcl import data
-from jfcl.algorithms import attacks
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
@@ -27,6 +26,7 @@ from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malici
 from jfcl.experiments.used import COHORT
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
+from jfcl.robust import attacks
 from jfcl.simulation.population import PopulationHistory, simulate_population
 from jfcl.simulation.state_split import Start, check_algorithm
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.algorithms.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
 from jfcl.core import check
 from jfcl.experiments.config import Config, groups, of_population
 from jfcl.experiments.own import find_method, is_on_updates
 from jfcl.experiments.private_options import Privacy
+from jfcl.robust.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
 
 
 def mechanism(config: Config) -> GaussianDP:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from jfcl.algorithms.privacy import SAMPLING
 from jfcl.core.options import Interval, OneOf, Range
+from jfcl.robust.privacy import SAMPLING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.algorithms.cfl import CFLState
 from jfcl.analysis import parameter_tree, plots
 from jfcl.core import PyTree, Task, check, check_choice, check_count, client_ids, joined, mixture_task, plain
 from jfcl.core.texts import csv_bytes
 from jfcl.data import read_rows
-from jfcl.execution import hosts
 from jfcl.experiments import serving
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, check_options, from_saved, of_population
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
+from jfcl.mapping import hosts
+from jfcl.methods.cfl import CFLState
 from jfcl.simulation import folder as runs
 from jfcl.simulation.folder import RunFolder, finite_or_none, saved_config
 from jfcl.simulation.loop import History

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import files
-from jfcl.execution import hosts
 from jfcl.experiments.config import Config, as_dict, of_population, to_saved
 from jfcl.experiments.partial import read_partial
 from jfcl.experiments.population import run_population
@@ -22,6 +21,7 @@ from jfcl.experiments.results import summarize_run, write_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.experiments.used import eval_every
 from jfcl.experiments.validation import check_values
+from jfcl.mapping import hosts
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder, check_folder
 from jfcl.simulation.loop import History

@@ -14,10 +14,7 @@ import numpy as np
 import optax
 from flax.traverse_util import unflatten_dict
 
-from jfcl import data, kernels, models
-from jfcl.algorithms import attacks
-from jfcl.client.augment import AUGMENTATIONS
-from jfcl.client.local import LocalTraining, local_training, most_steps
+from jfcl import data, kernels, mapping, models
 from jfcl.core import (
     INT32_MAX,
     Adversary,
@@ -36,7 +33,6 @@ from jfcl.core import (
     shown,
 )
 from jfcl.data.heterogeneity import SELECTIVE
-from jfcl.execution import mapping
 from jfcl.experiments import own
 from jfcl.experiments.config import (
     AS_DECLARED,
@@ -51,8 +47,11 @@ from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, mak
 from jfcl.experiments.privacy import mechanism
 from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps, method_defaults
 from jfcl.experiments.validation import validate
+from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
+from jfcl.training.augment import AUGMENTATIONS
+from jfcl.training.local import LocalTraining, local_training, most_steps
 
 OF_PARAMETERS = ("share", "personal", "decay_only")  # beginnings of paths, comma separated
 

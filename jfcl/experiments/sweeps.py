@@ -17,12 +17,12 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from jfcl import mapping
 from jfcl.core import Algorithm, Task, check, max_examples
 from jfcl.core.files import write_whole
 from jfcl.core.names import option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
-from jfcl.execution import mapping
 from jfcl.experiments.comparison import number
 from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
 from jfcl.experiments.own import find_method

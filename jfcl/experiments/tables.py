@@ -10,11 +10,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jfcl import data, kernels, models
-from jfcl.algorithms import METHODS, attacks
-from jfcl.client.augment import AUGMENTATIONS
 from jfcl.experiments.comparison import results_rows
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
 from jfcl.experiments.recipes import RECIPES
+from jfcl.methods import METHODS
+from jfcl.robust import attacks
+from jfcl.training.augment import AUGMENTATIONS
 
 LOOK = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}  # of a table
 

@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 from jfcl import data
-from jfcl.algorithms import METHODS
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import (
     OF_PARTITION,
@@ -22,6 +21,7 @@ from jfcl.experiments.config import (
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.privacy import mechanism
+from jfcl.methods import METHODS
 
 EVALUATIONS = 50  # in a run, about
 ALL = "all"

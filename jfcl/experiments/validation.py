@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jfcl import kernels, models
-from jfcl.algorithms import attacks
 from jfcl.core import check
 from jfcl.core.options import MOST_REPEATED, Excludes, Needs
 from jfcl.data.tables import is_file
@@ -24,6 +23,7 @@ from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULE_OPTIONS
 from jfcl.experiments.own import find_aggregator, find_method, is_on_data, required
 from jfcl.experiments.privacy import check_private_run
 from jfcl.experiments.used import method_defaults
+from jfcl.robust import attacks
 
 
 def check_values(config: Config) -> None:

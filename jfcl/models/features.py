@@ -13,7 +13,7 @@ import numpy as np
 
 from jfcl.core import Clients, PyTree, Task, check, check_clients, check_count, check_task, mask, parameter_names
 from jfcl.data.store import ClientStore
-from jfcl.execution.jitted import jitted
+from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import at_layers
 
 AT_ONCE = 512  # clients of a store of which the features are in memory

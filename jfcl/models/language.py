@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.client.losses import masked_mean
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
 from jfcl.core.loops import in_parts
 from jfcl.data.text import PAD
 from jfcl.models.tasks import check_logits, cross_entropy, mixed_logits, network, remembered
+from jfcl.training.losses import masked_mean
 
 MOST_LOGITS = 2**27  # half a gigabyte: 433 texts of 32 words under a vocabulary of 10,000
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jfcl.core import check, check_count
-from jfcl.execution import hosts
+from jfcl.mapping import hosts
 from jfcl.simulation.folder import Restored
 
 __all__ = ["Callback", "CallbackError", "EarlyStopping", "End", "RunInfo"]

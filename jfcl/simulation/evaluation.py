@@ -12,8 +12,8 @@ import numpy as np
 
 from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, Served, Task, check, named_leaves, num_clients
-from jfcl.execution.jitted import jitted
-from jfcl.execution.memory import in_lots
+from jfcl.mapping.jitted import jitted
+from jfcl.mapping.memory import in_lots
 
 # A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
 # events. Of every other metric it holds the value of the last round.

@@ -19,10 +19,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
 from jfcl.data import hold_out
-from jfcl.execution import mapping, memory
+from jfcl.mapping import memory
 from jfcl.simulation.evaluation import SERVE
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder

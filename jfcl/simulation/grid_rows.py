@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfcl import mapping
 from jfcl.analysis import metrics
 from jfcl.core import Algorithm, Clients, check, check_served, client_shapes, is_finite, num_clients
-from jfcl.execution import layout, mapping, memory
-from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
+from jfcl.mapping import layout, memory
+from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation.evaluation import (
     MOST_SILENT,
     Silence,

@@ -18,7 +18,7 @@ import numpy as np
 
 from jfcl.analysis.metrics import deviation
 from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key, plain
-from jfcl.execution import hosts, memory
+from jfcl.mapping import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
 from jfcl.simulation.evaluation import EVENTS, SERVE, Silence, make_records
 from jfcl.simulation.folder import Restored, RunFolder

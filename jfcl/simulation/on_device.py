@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_served, client_shapes, is_finite, num_clients
-from jfcl.execution import hosts, layout, mapping, memory
-from jfcl.execution.jitted import RUNS_ONCE, jitted, strong, traced_once
+from jfcl.mapping import hosts, layout, memory
+from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation.evaluation import (
     EVENTS,
     MOST_LISTED,

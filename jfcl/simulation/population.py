@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl import mapping
 from jfcl.analysis.metrics import Metric
 from jfcl.core import Algorithm, Clients, Task, check, check_count
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
-from jfcl.execution import layout, mapping, memory
+from jfcl.mapping import layout, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.client_rows import IN_MEMORY, ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, cohort_stream, make_sampler, who_answers

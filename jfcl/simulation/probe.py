@@ -15,9 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jfcl import mapping
 from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
-from jfcl.execution import hosts, layout, mapping, memory
-from jfcl.execution.jitted import jitted
+from jfcl.mapping import hosts, layout, memory
+from jfcl.mapping.jitted import jitted
 from jfcl.simulation.folder import environment, write_json
 
 LEAST_CLIENTS = 64  # number of timed clients, if there are more than twice as many

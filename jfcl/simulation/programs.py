@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from jfcl.analysis import metrics, parameter_tree
-from jfcl.execution.jitted import jitted
+from jfcl.mapping.jitted import jitted
 from jfcl.simulation import evaluation, grid_rows, on_device, streamed
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from jfcl.execution import mapping
+from jfcl import mapping
 from jfcl.simulation.evaluation import Subjects
 from jfcl.simulation.folder import RunFolder
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfcl import mapping
 from jfcl.analysis.metrics import Metric
 from jfcl.core import (
     Algorithm,
@@ -24,7 +25,7 @@ from jfcl.core import (
     named_leaves,
     num_clients,
 )
-from jfcl.execution import hosts, mapping, memory
+from jfcl.mapping import hosts, memory
 from jfcl.simulation.callbacks import Callbacks
 from jfcl.simulation.evaluation import check_further
 from jfcl.simulation.folder import Restored

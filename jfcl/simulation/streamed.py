@@ -18,8 +18,8 @@ import numpy as np
 
 from jfcl.core import Algorithm, Clients, Served, check_served, is_finite
 from jfcl.data.store import ClientStore, example_shapes
-from jfcl.execution import layout
-from jfcl.execution.jitted import RUNS_ONCE, jitted, strong
+from jfcl.mapping import layout
+from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import Cohort
 from jfcl.simulation.evaluation import (

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.algorithms import theory
 from jfcl.analysis import parameter_tree, plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import take_clients
@@ -22,6 +21,7 @@ from jfcl.experiments.config import Config
 from jfcl.experiments.papers import report
 from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.experiments.setups import setup
+from jfcl.kernels import theory
 
 SIMILARITIES = ("updates", "gradients")
 NEVER = 1e-30  # as ε₁: no mean update is shorter, so nothing is split

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import algorithms, data, models
+from jfcl import data, methods, models
 from jfcl.analysis import plots
-from jfcl.client.local import LocalTraining, local_training
 from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.experiments.config import Config
 from jfcl.experiments.failure_modes import failure, failure_runs, paths
 from jfcl.experiments.papers import report
 from jfcl.experiments.recipes import Bench, Outcome, recipe
 from jfcl.kernels import threshold_clustering
+from jfcl.training.local import LocalTraining, local_training
 
 # Figure 1: models of one number.
 
@@ -40,11 +40,11 @@ def failures(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """
     lr, rows = 0.1, []
     figure, grid = report.panels(12, 9, 3, 3, sharex=True)
-    for line, (name, methods) in zip(grid, failure_runs(lr).items(), strict=True):
+    for line, (name, runs) in zip(grid, failure_runs(lr).items(), strict=True):
         problem = failure(name, lr)
-        for axes in line[len(methods) :]:
+        for axes in line[len(runs) :]:
             axes.set_axis_off()
-        for axes, (label, algorithm, paper) in zip(line, methods, strict=False):
+        for axes, (label, algorithm, paper) in zip(line, runs, strict=False):
             path = paths(algorithm, problem.clients, setting["seeds"], setting["rounds"])
             late = path[:, setting["rounds"] // 2 :].mean(axis=1)  # over rounds too: one client's steps are noisy
             wrong = np.abs(late - problem.optima[None, :]).max(axis=1) > 0.4
@@ -81,7 +81,7 @@ def regression(num_clusters: int, clients_per_cluster: int, seed: int, half: boo
 
 def dissimilarities(task: Task, training: LocalTraining, clients: Clients, cluster: np.ndarray, rounds: int):
     """`(within, between)`, `[rounds]` each: gradients' largest and least difference at the oracle's models."""
-    algorithm = algorithms.oracle(task, training, cluster=cluster, weights="equal")
+    algorithm = methods.oracle(task, training, cluster=cluster, weights="equal")
     same = jnp.asarray(cluster[None, :] == np.arange(4)[:, None])
     share = same.astype(jnp.float32) / same.sum(axis=1, keepdims=True, dtype=jnp.float32)
 
@@ -241,11 +241,11 @@ def _distances(name: str, lr: float, num_clusters: int, each: int, seeds: int, r
         of_cluster, of_client, one = {"w": near[:num_clusters]}, {"w": near}, {"w": near.mean(axis=0)}
         rule = {"quantile": 1 / num_clusters, "quantile_rule": "index_strict", "threshold_rounds": 10}
         factory, start, options = {
-            "oracle": (algorithms.oracle, of_cluster, {"cluster": cluster, "weights": "equal"}),
-            "local": (algorithms.local_only, of_client, {}),
-            "fedavg": (algorithms.fedavg, one, {"weights": "equal"}),
-            "ifca": (algorithms.ifca, of_cluster, {"num_clusters": num_clusters}),
-            "federated_clustering": (algorithms.federated_clustering, of_client, rule),
+            "oracle": (methods.oracle, of_cluster, {"cluster": cluster, "weights": "equal"}),
+            "local": (methods.local_only, of_client, {}),
+            "fedavg": (methods.fedavg, one, {"weights": "equal"}),
+            "ifca": (methods.ifca, of_cluster, {"num_clusters": num_clusters}),
+            "federated_clustering": (methods.federated_clustering, of_client, rule),
         }[name]
         return factory(task, training, init_params=start, client_axis=jax.vmap, **options)
 

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import algorithms, data, models
-from jfcl.client.augment import crop_flip
-from jfcl.client.local import local_training
+from jfcl import data, methods, models
 from jfcl.core import Algorithm, Clients, Task
 from jfcl.experiments.papers import report
 from jfcl.experiments.papers.federated_clustering_mnist import (
@@ -34,6 +32,8 @@ from jfcl.experiments.papers.federated_clustering_mnist import (
 )
 from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.models.networks import Conv
+from jfcl.training.augment import crop_flip
+from jfcl.training.local import local_training
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of the code, the latter smaller than those of pixels
 BLOCKS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # convolutions, and their channels in multiples of the first's
@@ -111,16 +111,16 @@ def figure_4_method(task: Task, name: str, cluster: np.ndarray, rounds: int, set
     own = local_training(
         with_momentum(False), num_steps=1, batch_size=BATCH, augment=crop_flip, keep="everything", span="never"
     )
-    alone = algorithms.local_only(task, own._replace(optimizer=with_momentum(True)))
+    alone = methods.local_only(task, own._replace(optimizer=with_momentum(True)))
     if name == "local":
         return alone
     if name == "ditto":
         return ditto_of_the_code(task, own._replace(optimizer=optax.trace(MOMENTUM)), lr=LR, lam=0.1)
     if name == "federated_clustering":
         options = {"quantile": setting["quantile"], "quantile_rule": "index", "subgroup_size": setting["subgroup_size"]}
-        clustering = algorithms.federated_clustering(task, own, threshold_rounds=10, **options)
+        clustering = methods.federated_clustering(task, own, threshold_rounds=10, **options)
         return clustering_every(clustering, alone, setting["every"], rounds)
-    make, options = {"fedavg": (algorithms.fedavg, {}), "oracle": (algorithms.oracle, {"cluster": cluster})}[name]
+    make, options = {"fedavg": (methods.fedavg, {}), "oracle": (methods.oracle, {"cluster": cluster})}[name]
     return make(task, own, weights="equal", **options)
 
 

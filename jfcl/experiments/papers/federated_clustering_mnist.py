@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import algorithms, data, models
-from jfcl.algorithms.federated_clustering import gradient, model_keys
-from jfcl.algorithms.personal import initial_state
-from jfcl.algorithms.round import round_metrics
-from jfcl.client.local import LocalTraining, draw_batch, local_training
+from jfcl import data, mapping, methods, models
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY
-from jfcl.execution import mapping
 from jfcl.experiments.papers import report
 from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
+from jfcl.methods.federated_clustering import gradient, model_keys
+from jfcl.methods.personal import initial_state
+from jfcl.methods.round import round_metrics
+from jfcl.robust import attacks
 from jfcl.simulation.loop import rollout
+from jfcl.training.local import LocalTraining, draw_batch, local_training
 
 TASKS = {"rotation": "rotation", "private label": "private_label"}
 CODE, CORRECTED = "as the authors' code", "corrected"
@@ -114,7 +114,7 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
     task, of_code = likelihood_task(column), column == CODE
     one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
     if name == "federated_clustering":
-        algorithm = algorithms.federated_clustering(
+        algorithm = methods.federated_clustering(
             task,
             one._replace(batch_size=None) if of_code else one,
             quantile=0.2,
@@ -127,16 +127,16 @@ def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[st
     elif name == "ditto" and of_code:
         algorithm = ditto_of_the_code(task, one._replace(optimizer=optax.trace(0.9)), lr=0.1)
     elif name == "local" and of_code:
-        algorithm = algorithms.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
+        algorithm = methods.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
     else:
         gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
         make, options = {
-            "local": (algorithms.local_only, {}),
-            "fedavg": (algorithms.fedavg, {"weights": "equal"}),
-            "ditto": (algorithms.ditto, {"weights": "equal"}),
-            "ifca": (algorithms.ifca, {"num_clusters": 4, **gradients}),
-            "knn_per": (algorithms.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
-            "oracle": (algorithms.oracle, {"cluster": cluster, "weights": "equal"}),
+            "local": (methods.local_only, {}),
+            "fedavg": (methods.fedavg, {"weights": "equal"}),
+            "ditto": (methods.ditto, {"weights": "equal"}),
+            "ifca": (methods.ifca, {"num_clusters": 4, **gradients}),
+            "knn_per": (methods.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
+            "oracle": (methods.oracle, {"cluster": cluster, "weights": "equal"}),
         }[name]
         algorithm = make(task, one, **options)
     return algorithm, setting["epochs"], 7
@@ -293,7 +293,7 @@ def trained(
         yield state
 
 
-ATTACKS = {"far": algorithms.attacks.far, "opposite": algorithms.attacks.opposite}
+ATTACKS = {"far": attacks.far, "opposite": attacks.opposite}
 # Read off the figure.
 PAPER_6 = {"fedavg": {"far": 10.0, "opposite": 24.0}, "federated_clustering": {"far": 55.0, "opposite": 55.0}}
 
@@ -341,9 +341,9 @@ def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     adversary = Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)
     one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
     make, options = {
-        "fedavg": (algorithms.fedavg, {"weights": "equal"}),
+        "fedavg": (methods.fedavg, {"weights": "equal"}),
         "federated_clustering": (
-            algorithms.federated_clustering,
+            methods.federated_clustering,
             {"quantile": 0.2, "quantile_rule": "index_shrunk" if of_code else "linear", "threshold_rounds": 10}
             | {"subgroup_size": setting["subgroup_size"]},
         ),

@@ -1,0 +1,61 @@
+"""Server work where the clients are divided among devices: each device has all clients, and a share of the columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jfcl import mapping
+from jfcl.core import PyTree
+from jfcl.kernels.base import COLUMNS
+
+
+def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
+    """Maps a kernel over the columns of stacked clients where the clients are divided among devices.
+
+    Each device then has all clients' rows of its share of the columns, and the kernel is compiled as for one device.
+    What kernels sum over columns is summed over the devices (`jfcl.kernels.base.sum_over_columns`), once for each sum.
+
+    Args:
+      client_axis: the clients' mapping; where it is not `sharded`, `kernel` is called as it is.
+      kernel: `(stacked, *arguments) -> (columns, result)`: `columns` is `()`, or a pytree like `stacked` with any
+        number of rows; `result` is the same on all devices.
+
+    Returns:
+      `(stacked, *arguments) -> (columns, result)`; `stacked` is a pytree of `[N, ...]`, or several of one structure in
+      a list.
+
+    Example:
+      >>> from jfcl.kernels.base import squared_norms
+      >>> norms = over_columns(mapping.sharded(mapping.client_mesh()), lambda x: ((), squared_norms([x])))
+      >>> norms(jnp.array([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0]]))[1].tolist()
+      [25.0, 1.0]
+    """
+    if not isinstance(client_axis, mapping.sharded):
+        return kernel
+    mesh = Mesh(client_axis.mesh.devices.reshape(-1), (COLUMNS,), axis_types=(AxisType.Auto,))
+    columns, same = PartitionSpec(None, COLUMNS), PartitionSpec()
+
+    def as_matrix(x):
+        x = x.reshape(len(x), -1)
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % mesh.size)))
+
+    def as_placed(x):  # else the compiler may divide into columns what comes before, too, with more communication
+        divided = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))
+        return x if len(x) % mesh.size else jax.lax.with_sharding_constraint(x, divided)
+
+    def mapped(stacked, *arguments):
+        specs = (columns, *[same] * len(arguments))
+        run = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=(columns, same), check_vma=False)
+        moved, result = run(jax.tree.map(lambda x: as_matrix(as_placed(x)), stacked), *arguments)
+        shapes = [x.shape[1:] for x in jax.tree.leaves(stacked[0] if isinstance(stacked, list) else stacked)]
+        leaves, structure = jax.tree.flatten(moved)
+        leaves = [x[:, : math.prod(s)].reshape(len(x), *s) for x, s in zip(leaves, shapes, strict=False)]
+        return jax.tree.unflatten(structure, leaves), result
+
+    return mapped

@@ -1,0 +1,401 @@
+"""Several processes that run one simulation together, each with its own devices and its own clients.
+
+The first process writes records, checkpoints and progress for all. `jax.distributed` connects the devices. In a program
+of one process these functions return their arguments unchanged.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfcl.core import PyTree, check
+from jfcl.core.texts import first_line
+
+MOST = 2**16  # processes of one run
+TIMEOUT = 60  # seconds that a process waits for the others to connect, and for a lost one to answer
+FOREVER = 10**6  # seconds
+
+
+def connect(
+    coordinator: str, num_processes: int | None = None, process_id: int | None = None, timeout: float = TIMEOUT
+) -> None:
+    """Connects the processes of one run; call it before any other function of JAX.
+
+    A process has all GPUs that it sees. Where Slurm or Open MPI start several tasks on a machine, each has its own:
+    those that Slurm bound to it, or an equal share.
+
+    The service of process 0 listens at the address of `coordinator` if that is one of its own, as 127.0.0.1; given a
+    name, on all interfaces, since a machine may know its own name by another address than others do. It does not
+    authenticate who connects.
+
+    Args:
+      coordinator: `"host:port"` of the first process; or `"auto"` on Cloud TPU, Slurm and the other clusters that
+        `jax.distributed.initialize` detects, without further arguments.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
+      timeout: seconds to wait for the other processes.
+
+    Raises:
+      ValueError: numbers that do not fit, here or between processes; a host that does not resolve; a port in use; GPUs
+        that the tasks of a machine cannot share equally; processes that do not connect in time. The program must then
+        end.
+
+    Example:
+      >>> connect("host0:1234", num_processes=2, process_id=2)
+      Traceback (most recent call last):
+      ValueError: process_id must be in 0..1, got 2
+    """
+    check(0 < timeout < np.inf, "timeout", timeout, "a number of seconds above 0")
+    if coordinator == "auto":
+        coordinator, num_processes, process_id = _surroundings(timeout)
+    host, _, port = coordinator.rpartition(":")
+    check(bool(host) and port.isdigit(), "coordinator", coordinator, 'like "host:port", or "auto"')
+    whole = num_processes is not None and 1 <= num_processes <= MOST
+    check(whole, "num_processes", num_processes, f"an integer, at least 1 and at most {MOST}, with a coordinator")
+    fits = process_id is not None and 0 <= process_id < num_processes
+    check(fits, "process_id", process_id, f"in 0..{num_processes - 1}")
+    check(0 < int(port) < 65536, "coordinator", coordinator, "of a port from 1 to 65535")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"coordinator: the host {host!r} is not known on this machine ({error}); give the name or the address of"
+            " the machine of process 0"
+        ) from None
+    options = {"local_device_ids": _own_gpus(), "cluster_detection_method": "deactivate"}
+    if process_id == 0:
+        options["coordinator_bind_address"] = _own_address(host, int(port))
+    _initialize(coordinator, num_processes, process_id, timeout, options)
+    _check_count(num_processes, process_id)
+
+
+def _initialize(coordinator: str, count: int, process_id: int, timeout: float, options: dict[str, Any]) -> None:
+    """Calls `jax.distributed.initialize`; `ValueError` if it fails, or has not returned after `timeout` seconds.
+
+    It runs in a thread that is left behind then: a client of jax that waits in vain ends its process by SIGABRT.
+    """
+    options = options | {"initialization_timeout": FOREVER, "heartbeat_timeout_seconds": TIMEOUT}
+    connected = Future()
+
+    def work():
+        try:
+            connected.set_result(jax.distributed.initialize(coordinator, count, process_id, **options))
+        except Exception as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        connected.result(timeout)
+    except TimeoutError:
+        raise ValueError(
+            f"coordinator: process {process_id} waited {timeout:g} seconds at {coordinator} in vain: not all of the"
+            f" {count} processes connected. Each must be running, with the same coordinator and num_processes and its"
+            " own process_id, and be allowed to reach that port"
+        ) from None
+    except Exception as error:
+        raise ValueError(f"coordinator: {first_line(error)}") from None
+
+
+def _surroundings(timeout: float) -> tuple[str, int, int]:
+    """Returns `(coordinator, num_processes, process_id)` from Slurm, Cloud TPU, ...; `ValueError` outside of them.
+
+    This is the detection of `jax.distributed.initialize`, which has no public name.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
+        why = "no cluster was detected here; under Slurm, start the program with srun"
+    except Exception as error:  # of a query of the cluster
+        found, why = (None,), f"the cluster did not answer ({first_line(error)})"
+    accepted = f"given as host:port, with the number of processes and this one's: {why}"
+    check(None not in found, "coordinator", "auto", accepted)
+    return found
+
+
+def _own_gpus() -> list[int] | None:
+    """Returns which of the GPUs that this process sees are its own; None for all.
+
+    Left alone, `jax.distributed.initialize` gives a task of Slurm or Open MPI the one GPU with the task's number on its
+    machine: one of eight where a task has the machine to itself, and one that it does not see where each sees its own.
+
+    Raises:
+      ValueError: the tasks of this machine see the same GPUs, and cannot share them equally.
+    """
+    env = os.environ
+    if "SLURM_LOCALID" in env:
+        index, tasks = int(env["SLURM_LOCALID"]), _slurm_tasks()
+    else:  # of Open MPI, or alone
+        index, tasks = (int(env.get(f"OMPI_COMM_WORLD_LOCAL_{name}", n)) for name, n in (("RANK", 0), ("SIZE", 1)))
+    if tasks == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
+        return None
+    visible = env.get("CUDA_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES"))
+    of_machine, of_task = (_last_number(env.get(f"SLURM_GPUS_{name}", "")) for name in ("ON_NODE", "PER_TASK"))
+    seen = (
+        of_machine if visible is None else len([name for name in visible.split(",") if name and name != "NoDevFiles"])
+    )
+    if seen is None:
+        return [index]
+    if seen in (0, of_task) or seen < (of_machine or tasks):
+        return None
+    if seen % tasks:
+        raise ValueError(
+            f"the {tasks} tasks of this machine see the same {seen} GPUs and cannot share them equally: start one task"
+            " for each machine (--ntasks-per-node 1), which uses all of its GPUs, or one for each GPU"
+        )
+    return list(range(index * seen // tasks, (index + 1) * seen // tasks))
+
+
+def _slurm_tasks() -> int:
+    """Returns the number of tasks of this step of Slurm on this machine."""
+    env = os.environ
+    if "SLURM_STEP_TASKS_PER_NODE" in env:  # "4(x2),3"
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        of_nodes = [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
+        return of_nodes[int(env.get("SLURM_NODEID", 0))]
+    if "SLURM_NTASKS_PER_NODE" in env:
+        return int(env["SLURM_NTASKS_PER_NODE"])
+    nodes = re.findall(r"[^,\[]+(?:\[([^\]]*)\])?[^,\[]*", env.get("SLURM_STEP_NODELIST", ""))  # "a[1-3,7],b"
+    spans = [re.findall(r"(\d+)(?:-(\d+))?", span) or [("1", "")] for span in nodes]
+    count = sum(int(last or first) - int(first) + 1 for span in spans for first, last in span)
+    return max(1, int(env.get("SLURM_NTASKS", 1)) // max(count, 1))
+
+
+def _last_number(text: str) -> int | None:
+    """Returns the number at the end of `"8"` or `"a100:8"`."""
+    found = re.search(r"(\d+)$", text)
+    return int(found[1]) if found else None
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """Returns `host:port` if `host` is an address of this machine; None for other addresses, and for names.
+
+    Raises:
+      ValueError: the port cannot be used. (The service of jax would share it with another one.)
+    """
+    bare = host.strip("[]")
+    is_address = bare == "localhost" or ":" in bare or bare.replace(".", "").isdigit()
+    for place in ([bare] if is_address else []) + [""]:
+        try:
+            socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET).close()
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue  # perhaps that of a router in front of this machine
+            raise ValueError(
+                f"coordinator: port {port} cannot be used here ({error}); does another program, or another process 0,"
+                " use it?"
+            ) from None
+        return f"{host}:{port}" if place else None
+
+
+def _check_count(count: int, process_id: int) -> None:
+    """Raises `ValueError` in all processes unless they were given the same number of processes.
+
+    JAX itself would wait for minutes for those that do not exist. Its store of keys and values, which knows no arrays
+    and so needs no devices, has no public name.
+    """
+    from jax._src.distributed import global_state
+
+    client, milliseconds = global_state.client, 1000 * TIMEOUT
+    client.key_value_set(f"jfcl/num_processes/{process_id}", str(count))
+    client.wait_at_barrier("jfcl/num_processes", milliseconds)
+    counts = {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get("jfcl/num_processes")}
+    client.wait_at_barrier("jfcl/num_processes/read", milliseconds)  # process 0, which leaves first, has the store
+    said = ", ".join(f"{counts[i]} in process {i}" for i in sorted(counts, key=int)[:8])
+    check(len({*counts.values()}) == 1, "num_processes", said, "the same in all processes")
+
+
+def check_alike(values: dict[str, Any], name: str) -> None:
+    """Raises `ValueError` in all processes unless each of them passes the same `values`, JSON-like.
+
+    Example:
+      >>> check_alike({"rounds": 3}, "options")
+    """
+    mine = json.loads(json.dumps(values, default=str))
+    first = same_everywhere(mine)
+    differing = [key for key in sorted({*first, *mine}) if first.get(key) != mine.get(key)]
+    which = np.flatnonzero(everybodys([bool(differing)])[:, 0]).tolist()
+    if which:
+        here = ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in differing[:8])
+        raise ValueError(
+            f"{name}: every process must be given the same, and those of processes {which} differ from those of process"
+            f" 0{': ' * bool(here)}{here}"
+        )
+
+
+def devices() -> str:
+    """Returns the devices of the run in words, with the numbers of hosts and of processes; all processes must call it.
+
+    Example:
+      >>> devices()
+      '... of 1 host (...), 1 process'
+    """
+    names = everybodys([zlib.crc32(socket.gethostname().encode()) >> 1])[:, 0]
+    kinds = Counter(device.device_kind for device in jax.devices())
+
+    def counted(count, noun):
+        return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    here = f"{counted(len(jax.devices()), 'device')} of {counted(len(np.unique(names)), 'host')} ({kinds})"
+    return f"{here}, {counted(jax.process_count(), 'process')}"
+
+
+def connected() -> bool:
+    """Returns whether `connect` has connected this process to others; never starts a backend.
+
+    Example:
+      >>> connected()
+      False
+    """
+    return jax.distributed.is_initialized()
+
+
+def is_of_a_lost_process(error: Exception) -> bool:
+    """Returns whether `error` is XLA's, of a collective without some of the processes."""
+    of_collective = any(word in str(error) for word in ("Gloo", "NCCL", "coordination service"))
+    own = "RESOURCE_EXHAUSTED" in str(error)  # this process's memory
+    return connected() and (of_collective or (isinstance(error, jax.errors.JaxRuntimeError) and not own))
+
+
+def several() -> bool:
+    """Returns whether this is one of several processes.
+
+    Example:
+      >>> several()
+      False
+    """
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Returns whether this is the first process, which writes the results of all.
+
+    Example:
+      >>> is_first()
+      True
+    """
+    return jax.process_index() == 0
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """Returns the arrays of `tree` as whole NumPy arrays on the host. With several processes, all of them must call it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> fetch({"a": jnp.arange(2)})
+      {'a': array([0, 1], dtype=int32)}
+    """
+
+    def whole(x):
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.device_get(tree) if not several() else jax.tree.map(whole, tree)
+
+
+def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Puts arrays that are equal in every process on all devices of `mesh`; returns `tree` itself with one process."""
+    if not several():
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def put(x):
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        host = np.asarray(jax.random.key_data(x) if is_key else x)
+        array = jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if is_key else array
+
+    return jax.tree.map(put, tree)
+
+
+def same_everywhere(value: Any) -> Any:
+    """Returns the first process's `value`, JSON-like, in all processes.
+
+    Example:
+      >>> same_everywhere({"rounds": 3})
+      {'rounds': 3}
+    """
+    if not several():
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8) if is_first() else np.zeros(0, np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    buffer = np.zeros(length, np.uint8)
+    buffer[: len(text)] = text
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes().decode())
+
+
+def by_first(fn: Callable[[], Any]) -> Any:
+    """Calls `fn` in the first process and returns its result there, None in the others.
+
+    Raises:
+      ValueError: in all processes, with the message of a `ValueError` or `OSError` of `fn`.
+
+    Example:
+      >>> by_first(lambda: "written")
+      'written'
+    """
+    found, error = None, None
+    try:
+        found = fn() if is_first() else None
+    except (ValueError, OSError) as raised:
+        if not several():
+            raise
+        error = str(raised)
+    error = same_everywhere(error)
+    if error is not None:
+        raise ValueError(error)
+    return found
+
+
+def same_arrays(tree: PyTree) -> PyTree:
+    """Returns the first process's NumPy arrays in all processes; the others pass arrays of the same shapes."""
+    if not several():
+        return tree
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def everybodys(values: Sequence[int]) -> np.ndarray:
+    """Returns `[P, n]`, the `n` integers of every process, in the order of processes.
+
+    Example:
+      >>> everybodys([4, 5]).tolist()
+      [[4, 5]]
+    """
+    if not several():
+        return np.array([values], np.int32)
+    return np.asarray(multihost_utils.process_allgather(np.array(values, np.int32)))
+
+
+def total(count: int) -> int:
+    """Returns the sum of every process's `count`.
+
+    Example:
+      >>> total(3)
+      3
+    """
+    return int(everybodys([count]).sum())
+
+
+def leave(status: int) -> None:
+    """Ends this process at once after an error; an orderly end would wait for processes that wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

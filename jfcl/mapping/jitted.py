@@ -1,0 +1,160 @@
+"""`jax.jit` that does not write large arrays into the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfcl.mapping import hosts
+
+LARGE = 2**16  # bytes of an array from outside that becomes an argument
+# Of programs that run once: LLVM unrolls random bits of some shapes, such as [200, 10], for seconds at its level 3.
+RUNS_ONCE = {"xla_backend_optimization_level": 1}
+
+
+def strong(tree: Any) -> Any:
+    """Returns `tree` with strong types: a weak type, of a Python scalar, would make the next round another program."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), tree)
+
+
+@partial(jax.jit, static_argnames=("jaxpr", "is_large", "donated", "structure"), donate_argnames="given")
+def _run(large, given, kept, small, *, jaxpr, is_large, donated, structure):
+    def together(flags, yes, no):
+        yes, no = iter(yes), iter(no)
+        return [next(yes if flag else no) for flag in flags]
+
+    results = jax.core.eval_jaxpr(jaxpr, together(is_large, large, small), *together(donated, given, kept))
+    return jax.tree.unflatten(structure, results)
+
+
+class jitted:
+    """As `jax.jit`, but with large arrays that the function closes over as arguments of the program.
+
+    `jax.jit` writes such an array, for example a frozen backbone, into the program as a constant. Every program then
+    has its own copy in memory, compilation handles each number several times, and the compiler's count of memory does
+    not have it. Here every program takes the same array. (Arrays that a `jax.jit` inside the function closes over stay
+    constants; functions of this class that are called inside are inlined.) Arguments of `static_argnames` are given by
+    name. `compiler_options` hold for programs without such arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np
+      >>> weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 200)), jnp.float32)
+      >>> product = jitted(lambda x: x @ weights)
+      >>> compiled = product.lower(jnp.ones(200)).compile()
+      >>> compiled.memory_analysis().argument_size_in_bytes == 4 * (200 * 200 + 200)
+      True
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        donate_argnames: str | Sequence[str] = (),
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        self._fn, self._static = fn, frozenset(static_argnames)
+        options = {"donate_argnames": donate_argnames, "compiler_options": compiler_options}
+        self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), **options)
+        self._placed = {}  # large arrays, and these on all devices of a mesh
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, self._arrays(options)))):
+            return self._fn(*args, **options)
+        found = self._with_arguments(args, options, self._on_devices)
+        return self._jit(*args, **options) if found is None else _run(*found[0], **found[1])
+
+    def lower(self, *args: Any, **options: Any) -> jax.stages.Lowered:
+        """Returns the program of these arguments, or of their shapes; a call finds it when it is compiled."""
+        found = self._with_arguments(args, options, _shapes)
+        return self._jit.lower(*args, **options) if found is None else _run.lower(*found[0], **found[1])
+
+    def clear_cache(self) -> None:
+        """Drops the compiled programs of the function, and those of all functions of this class with large arrays."""
+        self._placed.clear()
+        self._jit.clear_cache()
+        _run.clear_cache()
+
+    def _arrays(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name not in self._static}
+
+    def _with_arguments(self, args: tuple, options: dict[str, Any], place: Callable) -> tuple[tuple, dict] | None:
+        """Returns the arguments and options of `_run`, or None without large arrays, which `place` places."""
+        traced = self._jit.trace(*args, **options)  # the same jaxpr for the same arguments
+        jaxpr, arrays = traced.jaxpr.jaxpr, traced.jaxpr.consts
+        is_large = tuple(getattr(x, "nbytes", 0) >= LARGE for x in arrays)
+        if not any(is_large):
+            return None
+        leaves = jax.tree.leaves((args, self._arrays(options)))
+        donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+        large, small = _divided(is_large, arrays)
+        given, kept = _divided(donated, leaves)
+        static = {"jaxpr": jaxpr, "is_large": is_large, "donated": donated, "structure": traced.out_tree}
+        return (place(large, _mesh_of(leaves)), given, kept, small), static
+
+    def _on_devices(self, arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.Array]:
+        """Returns the arrays on every device of `mesh`, or those of NumPy on the default device, copied there once."""
+        return [x if mesh is None and isinstance(x, jax.Array) else self._copy(x, mesh) for x in arrays]
+
+    def _copy(self, x: Any, mesh: Mesh | None) -> jax.Array:
+        if (id(x), mesh) not in self._placed:
+            values = x if isinstance(x, jax.Array) else np.asarray(x)
+            if mesh is not None and hosts.several():
+                whole = hosts.replicate(values, mesh)
+            else:
+                whole = jax.device_put(values, None if mesh is None else _everywhere(mesh))
+            self._placed[id(x), mesh] = x, whole  # with `x`, so that no other array has its id
+        return self._placed[id(x), mesh][1]
+
+
+def _divided(flags: tuple[bool, ...], values: Sequence[Any]) -> tuple[list, list]:
+    """Returns the values with a true flag, and the others."""
+    return tuple([x for x, flag in zip(values, flags, strict=True) if flag == wanted] for wanted in (True, False))
+
+
+def _mesh_of(leaves: list[Any]) -> Mesh | None:
+    """Returns the mesh of several devices on which an array lies."""
+    shardings = (getattr(x, "sharding", None) for x in leaves)
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
+
+
+def _everywhere(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _shapes(arrays: list[jax.Array], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
+    sharding = None if mesh is None else _everywhere(mesh)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+
+
+def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """Returns `fn` as a function that is not traced again, and the shapes of its results, for the carry of a loop.
+
+    Unlike a `jax.jit` inside a program, it leaves arrays that `fn` closes over to `jitted`.
+
+    Args:
+      fn: function of pytrees.
+      *args: arguments with the shapes of every call.
+
+    Returns:
+      `(again, shapes)`: `again(*args)` computes what `fn(*args)` computes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> double, shape = traced_once(lambda x: 2 * x, jnp.ones(3))
+      >>> double(jnp.arange(3.0)).tolist(), shape.shape
+      ([0.0, 2.0, 4.0], (3,))
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def again(*args):
+        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, results)
+
+    return again, shapes

@@ -1,0 +1,216 @@
+"""Checks of memory, before anything is computed, and clients in lots that need less of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfcl import mapping
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    dense_start,
+    free_host_memory,
+    max_examples,
+    num_bytes,
+    num_clients,
+    shape_struct,
+)
+from jfcl.mapping import hosts
+from jfcl.mapping.jitted import jitted
+
+# Bytes of a round's temporaries for each byte of the models and examples that train at once. On a CPU, only many models
+# at once need much; on an accelerator, all layers' outputs of all clients are held, in padded layouts.
+TEMPORARIES = {"cpu": 6, "gpu": 200, "tpu": 1000}
+LOT = 2**15  # forward passes at once that keep an accelerator busy
+_SIZE = re.compile(r"\b(\d+(?:\.\d+)?)([KMGT])(?:iB)?\b")  # in the errors of compilers
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Memory(NamedTuple):
+    """Bytes of a program on each chip, as its compiler counts them: padded layouts included."""
+
+    arguments: int = 0
+    results: int = 0
+    temporaries: int = 0
+    aliased: int = 0  # results that take the place of arguments
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.results + self.temporaries - self.aliased
+
+
+def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_models: int = 1) -> mapping.Mapping:
+    """Returns the mapping for the losses of `clients` under `num_models`: on an accelerator, of fewer clients at once.
+
+    They are of all examples of a client, so that `jax.vmap` would hold far more activations than in training, with its
+    batches. Some `LOT` forward passes are done at once. A task with a `dense_start` has few activations.
+
+    Example:
+      >>> import jax.numpy as jnp, jfcl
+      >>> task = jfcl.models.task(lambda key: {}, lambda params, x: x, kind="regression")
+      >>> in_lots(mapping.chunked(5), task, jfcl.Clients({"x": jnp.ones((2, 3))}, jnp.full(2, 3)))
+      chunked(size=5)
+    """
+    if mapping.platform_of(client_axis) == "cpu" or dense_start(task) is not None:
+        return client_axis
+    lot = mapping.chunked(max(LOT // (num_models * max_examples(clients)), 1))
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap:
+        return client_axis._replace(inner=lot)
+    return lot if client_axis is jax.vmap else client_axis
+
+
+def memory_of(compiled: Any) -> Memory:
+    """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return Memory()
+    return Memory(
+        int(found.argument_size_in_bytes),
+        int(found.output_size_in_bytes),
+        int(found.temp_size_in_bytes),
+        int(found.alias_size_in_bytes),
+    )
+
+
+def exhausted(error: Exception) -> int | None:
+    """Returns the bytes that a program would need, from the error of a compiler that refuses it; None for another.
+
+    Example:
+      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Used 18.40G of 15.75G hbm. Exceeded hbm capacity by 2.65G."))
+      19756849561
+      >>> exhausted(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8.00GiB")) == 8 * 2**30
+      True
+      >>> exhausted(RuntimeError("INTERNAL: 18.40G")) is None
+      True
+    """
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    sizes = [float(number) * _UNITS[unit] for number, unit in _SIZE.findall(text[:2000])]
+    return int(max(sizes, default=0))
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Raises a `MemoryError` with a remedy where a device has no memory left for what runs inside; also a decorator.
+
+    The check before a run does not know what other processes need of the same device.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
+        of_device = re.search("memory|allocat", text, re.IGNORECASE) and "Shared memory" not in text  # of a kernel
+        if not of_device or hosts.is_of_a_lost_process(error):
+            raise
+        raise MemoryError(
+            f"{text[:200]}; train fewer clients at once (--chunk C, jfcl.chunked(C)), run fewer seeds, or end other"
+            " programs on this device. The last checkpoint of a run in a folder is kept"
+        ) from error
+
+
+def free_memory() -> float:
+    """Returns the free bytes of the default device (for a CPU: of the machine); infinite where they are not known.
+
+    They are not known on a GPU with an allocator without a limit, such as `XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async`.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return free_host_memory()
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return limit - stats["bytes_in_use"] if limit > 0 else float("inf")
+
+
+def needed_memory(algorithm: Algorithm, clients: Clients, client_axis: mapping.Mapping) -> int:
+    """Returns the bytes of one round with all `clients` (or their shapes) on each device, beside the clients' data.
+
+    They are the compiler's own count: state, results and temporaries, in padded layouts. For a round that the compiler
+    refuses because it does not fit, they are the bytes that it names. Nothing is run, and no data are placed. Cost: a
+    compilation.
+    """
+    rows, devices = mapping.num_rows(client_axis, num_clients(clients)), 1
+    divided = whole = None
+    if isinstance(client_axis, mapping.sharded):
+        mesh, devices = client_axis.mesh, client_axis.mesh.size
+        divided, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(mesh.axis_names), PartitionSpec()))
+
+    def shape(x, rows_of=lambda s: (rows, *s[1:])):
+        wanted = rows_of(np.shape(x))
+        return shape_struct(x, wanted, divided if wanted[:1] == (rows,) else whole)
+
+    shapes = jax.tree.map(shape, clients)
+    key = shape(jax.eval_shape(lambda: jax.random.key(0)), tuple)
+    state = jax.tree.map(partial(shape, rows_of=tuple), jax.eval_shape(algorithm.init, key, shapes))
+    data = num_bytes(shapes) // devices
+    try:
+        compiled = jitted(algorithm.step).lower(key, state, shapes).compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = exhausted(error)
+        if needed is None:
+            raise
+        return max(needed - data, int(min(free_memory(), 1e15)) + 1)
+    return max(memory_of(compiled).total - data, 0)
+
+
+def check_memory(
+    algorithm: Algorithm,
+    clients: Clients,
+    client_axis: mapping.Mapping,
+    state: PyTree,
+    *,
+    copies: int | None = None,
+    others: Sequence[Clients] = (),
+    seeds_at_once: int = 1,
+) -> None:
+    """Checks that a run fits into memory, before anything is computed.
+
+    The sum is of the data, `others` (those of tests) and twice the state, old and new; shapes are enough. `copies` of
+    the data will be made, and at most one of `others`: by default one, or none where the only device is the CPU, which
+    uses the host's arrays. The temporaries of a round are those of the compiled program, which is compiled only where
+    it might not fit: where many clients train at once, or where the updates of all clients together are large.
+
+    Raises:
+      ValueError: with the bytes needed, the free bytes, and the number of clients at once that may fit.
+    """
+    n, free, parts, inner = num_clients(clients), free_memory(), 1, client_axis
+    if hosts.several():  # all processes decide alike
+        free = 1e6 * float(hosts.everybodys([int(min(free, 1e15) / 1e6)]).min())
+    kind, sharing = mapping.platform_of(client_axis), 1
+    if isinstance(client_axis, mapping.sharded):
+        inner = client_axis.inner  # the devices that a CPU is divided into share its memory
+        parts = jax.process_count() if kind == "cpu" else client_axis.mesh.size
+        sharing = client_axis.mesh.size // parts
+
+    def size(tree, skip=0):
+        return float(sum(np.prod(x.shape[skip:]) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+
+    if copies is None:
+        copies = 0 if kind == "cpu" and inner is client_axis else 1
+    data = (copies * size(clients.examples) + min(copies, 1) * sum(size(c.examples) for c in others)) / parts
+    models = sum(size(x) / (parts if x.shape[1:2] == (n,) else 1) for x in jax.tree.leaves(state))
+    held, at_most = data + 2 * models, f"at most the {free / 1e9:.1f} GB that are free"
+    accepted = f"{at_most}; use fewer clients or examples, or a smaller model"
+    check(held < free, "memory", f"{held / 1e9:.1f} GB of data, models and states", accepted)
+    own = -(-n // parts)
+    at_once = min(inner.size, own) if isinstance(inner, mapping.chunked) else own
+    model, example = size(state.params, 2), size(clients.examples, 1)  # of `[R, K, ...]` and `[N, ...]`
+    training = at_once * (model + example) if at_once > 1 or kind != "cpu" else 0
+    if TEMPORARIES.get(kind, TEMPORARIES["gpu"]) * seeds_at_once * max(training, own * model) < free:
+        return
+    needed = seeds_at_once * sharing * needed_memory(algorithm, clients, client_axis)
+    fits = int(at_once * (free - data) / max(needed, 1))  # at most: the results of all clients do not shrink
+    chunks = f"chunks of at most {fits} clients (--chunk {fits}, jfcl.chunked({fits})) may fit"
+    advice = chunks if 0 < fits < at_once else "use fewer clients or a smaller model"
+    check(data + needed < free, "memory", f"{(data + needed) / 1e9:.1f} GB", f"{at_most}; {advice}")

@@ -1,0 +1,109 @@
+"""One file per method: its state, its factory. A new method is that file and a line in `METHODS`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jfcl.core import Algorithm
+from jfcl.core.options import Option, argument_texts, first_sentence, options_of
+from jfcl.methods.cfl import byzantine_cfl, cfl
+from jfcl.methods.ditto import ditto
+from jfcl.methods.fedavg import fedavg
+from jfcl.methods.fedbn import fedbn
+from jfcl.methods.federated_clustering import federated_clustering
+from jfcl.methods.fedper import fedper
+from jfcl.methods.fedrep import fedrep
+from jfcl.methods.fesem import fesem
+from jfcl.methods.flhc import flhc
+from jfcl.methods.hypcluster import hypcluster
+from jfcl.methods.ifca import ifca
+from jfcl.methods.knn_per import knn_per
+from jfcl.methods.lg_fedavg import lg_fedavg
+from jfcl.methods.local_only import local_only
+from jfcl.methods.momentum_clustering import momentum_clustering
+from jfcl.methods.myopic_clustering import myopic_clustering
+from jfcl.methods.one_shot import one_shot
+from jfcl.methods.oracle import oracle
+from jfcl.methods.restarts import with_restarts
+
+
+class Method(NamedTuple):
+    """A registered method.
+
+    Attributes:
+      make: its factory `(task, training, **options) -> Algorithm`.
+      summary: one line for `jfcl list`.
+      defaults: of `jfcl run`, where they differ from those of the factory or of other methods.
+      by_client: whether there is a model for each client, and no clusters are found.
+    """
+
+    make: Callable[..., Algorithm]
+    summary: str
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    by_client: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        """The names of the factory's keyword arguments."""
+        return [p.name for p in inspect.signature(self.make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @property
+    def declared(self) -> dict[str, Option]:
+        """The keyword arguments that have a flag, as the factory's annotations and docstring declare them."""
+        return {
+            name: option._replace(default=self.defaults.get(name, option.default), text=_help(self.make, name))
+            for name, option in options_of(self.make).items()
+        }
+
+
+@cache
+def _help(factory: Callable, name: str) -> str:
+    """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
+    text = argument_texts(factory).get(name, "")
+    reference = re.match(r"as in `jfcl\.(\w+)`", text)
+    factories = {method.make.__name__: method.make for method in METHODS.values()}
+    return _help(factories[reference[1]], name) if reference else first_sentence(text)
+
+
+# Their clients send gradients: a step is a round, and momentum lasts from one to the next.
+STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
+
+METHODS = {
+    "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
+    "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True),
+    "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
+    "ifca": Method(
+        ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restarts": 5, "restart_rounds": 5}
+    ),
+    "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
+    "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
+    "federated_clustering": Method(
+        federated_clustering,
+        "clients average the gradients similar to their own at their model (Werner et al. 2023)",
+        STEPWISE,
+        by_client=True,
+    ),
+    "momentum_clustering": Method(
+        momentum_clustering, "the same with one message per client: momenta are clustered", STEPWISE
+    ),
+    "myopic_clustering": Method(
+        myopic_clustering, "a warning: gradients taken at different models are clustered", STEPWISE
+    ),
+    "hypcluster": Method(hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)"),
+    "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
+    "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
+    "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),
+    "fedper": Method(fedper, "a common body, a head of each client (Arivazhagan et al. 2019)"),
+    "fedrep": Method(fedrep, "the same, head and body trained in turn (Collins et al. 2021)"),
+    "lg_fedavg": Method(lg_fedavg, "a common head, a body of each client (Liang et al. 2020)"),
+    "fedbn": Method(fedbn, "batch normalisation stays with the client (Li et al. 2021)"),
+    "ditto": Method(ditto, "personal models held near the global one (Li et al. 2021)", by_client=True),
+    "knn_per": Method(knn_per, "the global model mixed with nearest neighbours (Marfoq et al. 2022)", by_client=True),
+}
+
+__all__ = ["METHODS", "Method", "with_restarts", *sorted(method.make.__name__ for method in METHODS.values())]

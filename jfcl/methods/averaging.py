@@ -1,0 +1,414 @@
+"""FedAvg's round for `K` models: each client trains the model that it chooses; each model moves by its clients' mean.
+
+FedAvg, the oracle, IFCA, HypCluster and the methods that cluster once are this round with their own choice of a model.
+The server needs only sums over the clients of each cluster, so that a round takes `O(chunk D + K D)` memory for any
+number of clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Served,
+    Task,
+    attack_key,
+    check,
+    check_choice,
+    check_count,
+    check_part,
+    client_ids,
+    divided,
+    is_finite,
+    joined,
+    num_bytes,
+    num_clients,
+    parameter_names,
+    path_flags,
+    server_key,
+    trained_part,
+)
+from jfcl.methods import round as phases
+from jfcl.robust import privacy
+from jfcl.robust.aggregate import (
+    add_updates,
+    attacked,
+    check_aggregator,
+    clients_check,
+    cluster_mean,
+    divide_rows,
+    robust_cluster_mean,
+    where_rows,
+)
+from jfcl.training import local, noise
+from jfcl.training.optimizer import check_optimizer, takes_loss
+
+DIVIDE_BY = ("cluster", "participants", "all")
+
+# (key of the client's training, its examples and size, its last cluster, rounds without a change of any cluster, its
+# personal parameters) -> (its cluster, whether it compared all models, the products of `local.train` if they are known)
+Choice = Callable[
+    [jax.Array, Batch, jax.Array, jax.Array, jax.Array, PyTree], tuple[jax.Array, jax.Array, jax.Array | None]
+]
+Choose = Callable[[PyTree], Choice]  # of the models [K, ...]; here belong computations for all clients
+
+
+class AveragingState(NamedTuple):
+    """The state of FedAvg, the oracle, IFCA and the methods built on them.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the models; `None` in the place of personal parameters.
+      cluster: `[N]` int32, the model that each client was last served.
+      unchanged: `[N]` int32, for how many of its rounds the client's cluster has not changed.
+      round: `[]` int32, rounds done.
+      server: the server optimiser's state for each model, `[K, ...]`.
+      client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
+      personal: the personal parameters `[N, ...]`, with `None` in the place of the others; `()` without any.
+      clip: `[]`, the clipping norm of the next round under adaptive clipping (`dp`), else `()`.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    unchanged: jax.Array
+    round: jax.Array
+    server: PyTree
+    client: PyTree
+    personal: PyTree = ()
+    clip: jax.Array | tuple[()] = ()
+
+
+class Report(NamedTuple):
+    """The results of the cohort's training besides the updates, `[C, ...]` each.
+
+    Attributes:
+      cluster: int32, the model that the client trained.
+      compared: bool, whether it was sent all models for that.
+      finite: bool, whether its update is.
+      loss: its training loss.
+      num_steps: int32.
+      opt_state: as in `AveragingState.client`.
+      personal: as in `AveragingState.personal`.
+      inside: bool, whether the norm of its update is at most the clipping norm (`dp`), else `()`.
+    """
+
+    cluster: jax.Array
+    compared: jax.Array
+    finite: jax.Array
+    loss: jax.Array
+    num_steps: jax.Array
+    opt_state: PyTree
+    personal: PyTree
+    inside: jax.Array | tuple[()] = ()
+
+
+def one_cluster(params: PyTree, clients: Clients) -> jax.Array:
+    """Returns the start `[N]` int32 with all clients in the first cluster."""
+    return jnp.zeros(num_clients(clients), jnp.int32)
+
+
+def keep_cluster(params: PyTree) -> Choice:
+    """Returns the choice of methods with fixed clusters."""
+    return lambda key, examples, size, cluster, quiet, own: (cluster, jnp.zeros((), bool), None)
+
+
+class Averaging(NamedTuple):
+    """The arguments of `averaging`.
+
+    Attributes:
+      task, training: the model and the local training.
+      num_clusters: `K`.
+      start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
+      choose: how one client finds its cluster at the start of a round.
+      weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean; or `[N]`, given ones.
+      divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
+        `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
+        the cohort or their updates are not finite.
+      shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those averaged over all clients.
+      personal: the same; true for those that each client keeps and never sends.
+      personal_steps: local steps on the personal parameters alone, before those on the others; default: all at once.
+      server_optimizer: steps along the mean update; default: applies it as it is.
+      cohort: clients drawn in each round; default: all.
+      init_params: warm start: one model, or `K` stacked.
+      adversary: hostile clients, see `jfcl.attacks`.
+      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; clients
+        then have equal weights. Statistics keep the mean. With it or an adversary a round holds all updates: `O(N D)`
+        memory.
+      dp: differential privacy of the clients, see `jfcl.privacy`.
+      client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
+    """
+
+    task: Task
+    training: local.LocalTraining
+    num_clusters: int
+    start: Callable[[PyTree, Clients], jax.Array] = one_cluster
+    choose: Choose = keep_cluster
+    weights: str | jax.Array = "size"
+    divide_by: str = "cluster"
+    shared: Callable[[str], bool] | None = None
+    personal: Callable[[str], bool] | None = None
+    personal_steps: int | None = None
+    server_optimizer: optax.GradientTransformation | None = None
+    cohort: int | None = None
+    init_params: PyTree | None = None
+    adversary: Adversary | None = None
+    aggregator: Callable[..., PyTree] | None = None
+    dp: privacy.GaussianDP | None = None
+    client_axis: mapping.Mapping | None = None
+
+
+def averaging(rules: Averaging) -> Algorithm:
+    """Builds an `Algorithm` of this round, for authors of methods; users call `fedavg`, `oracle` or `ifca`.
+
+    Returns:
+      An `Algorithm` with the metrics `loss` `[N]`, `bytes_up`, `bytes_down`, `client_steps`, `participants` and
+      `nonfinite` (clients left out of the mean since their update held NaN or infinity), all `[]`; with `dp` also
+      `clip`, the clipping norm of the round, and `released`, the number of models that changed.
+
+    Raises:
+      ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
+        with `shared` or another divisor than `"cluster"`; as from `check_scopes` and `privacy.check_private`.
+    """
+    local.check_parts(rules.task, rules.training)
+    check_count("num_clusters", rules.num_clusters)
+    phases.check_weights(rules.weights)
+    check_choice("divide_by", rules.divide_by, DIVIDE_BY)
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
+    check_scopes(rules.task, rules.training, rules.shared, rules.personal, rules.personal_steps)
+    accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
+    fits = rules.shared is None or rules.server_optimizer is None
+    check(fits, "server_optimizer", rules.server_optimizer, accepted)
+    accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
+    fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
+    check(fits, "aggregator", rules.aggregator, accepted)
+    if rules.server_optimizer is not None:  # the clients' losses are not private
+        check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
+    apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
+    privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
+    check_aggregator(rules.aggregator)
+    rules = rules._replace(server_optimizer=_server(rules), client_axis=mapping.or_auto(rules.client_axis))
+    check_clients = clients_check(rules.adversary, rules.weights)
+    made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
+    return made if rules.personal is None else made._replace(serve=serve)
+
+
+def serve(state: AveragingState, clients: Clients | None) -> Served:
+    """Returns the models of the clusters, and the clients' own parameters."""
+    return Served(state.params, state.cluster, state.personal)
+
+
+def check_scopes(
+    task: Task,
+    training: local.LocalTraining,
+    shared: Callable[[str], bool] | None,
+    personal: Callable[[str], bool] | None,
+    personal_steps: int | None,
+) -> None:
+    """Checks the choice of shared and personal parameters.
+
+    Raises:
+      ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
+        `personal_steps` without personal parameters, or with `keep="everything"`.
+    """
+    check_part("personal", personal, task)
+    check_part("shared", shared, task, whole=True)
+    if shared is not None and personal is not None:
+        both = [name for name in parameter_names(jax.eval_shape(task.init, jax.random.key(0))) if personal(name)]
+        both = [name for name in both if shared(name)]
+        check(not both, "shared and personal", ", ".join(both), "in one of them at most")
+    if personal_steps is not None:
+        check_count("personal_steps", personal_steps)
+        check(personal is not None, "personal_steps", personal_steps, "left out without personal")
+        check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule, with personal_steps")
+
+
+def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
+    """Returns the state before the first round."""
+    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    params = phases.initial_models(rules.task, key, rules.num_clusters, rules.init_params)
+    if rules.shared is not None:  # all copies of a shared parameter start, and so stay, alike
+        flags = path_flags(rules.shared, params)
+        params = jax.tree.map(lambda f, p: jnp.broadcast_to(p[:1], p.shape) if f else p, flags, params)
+    cluster = rules.start(params, clients).astype(jnp.int32)
+    opt_states = phases.initial_optimizers(rules.task, rules.training, params, cluster)
+    params, own = phases.initial_scopes(rules.personal, params, cluster)
+    return AveragingState(
+        params=params,
+        cluster=cluster,
+        unchanged=jnp.zeros(num_clients(clients), jnp.int32),
+        round=jnp.zeros((), jnp.int32),
+        server=_initial_server(rules, params),
+        client=opt_states,
+        personal=own,
+        clip=privacy.first_clip(rules.dp),
+    )
+
+
+def _server(rules: Averaging) -> optax.GradientTransformation:
+    return optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
+
+
+def _initial_server(rules: Averaging, params: PyTree) -> PyTree:
+    return noise.as_data(jax.vmap(_server(rules).init)(trained_part(rules.task, params)))
+
+
+def with_models(
+    rules: Averaging, state: AveragingState, params: PyTree, cluster: jax.Array, personal: PyTree
+) -> AveragingState:
+    """Returns a state before the first round with other models, clusters and personal parameters.
+
+    The optimisers of server and clients start at these models.
+    """
+    cluster = cluster.astype(jnp.int32)
+    state = state._replace(params=params, cluster=cluster, personal=personal, server=_initial_server(rules, params))
+    if rules.training.keep != "everything":
+        return state
+    if rules.personal is None:
+        return state._replace(client=phases.initial_optimizers(rules.task, rules.training, params, cluster))
+    models = joined(personal, jax.tree.map(lambda p: p[cluster], params))
+    return state._replace(client=phases.initial_optimizers(rules.task, rules.training, models, None))
+
+
+def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clients):
+    """Returns `(state, metrics)` after one round."""
+    # Select the cohort.
+    select = privacy.poisson_cohort if privacy.draws_each(rules.dp, rules.cohort) else phases.select_cohort
+    cohort = select(key, clients, rules.cohort)
+    kept = state.cluster, state.unchanged, (state.client, state.personal)
+    last, unchanged, own = phases.take_rows(cohort, kept)
+    real = jnp.asarray(cohort.clients.size) > 0
+
+    # Train it. The updates are added up as they are computed, unless an adversary or an aggregator needs them all.
+    client = train_client(rules, state, clients)
+    rows = last, own, phases.own_weights(rules.weights, client_ids(cohort.clients))
+    if rules.adversary is None and rules.aggregator is None:
+        sent, report = phases.train_clients(rules.client_axis, client, cohort, *rows, sum_into=state.params)
+        usable = report.finite
+    else:
+        (updates, cluster, counts), report = phases.train_clients(rules.client_axis, client, cohort, *rows)
+        key, ids, usable = attack_key(cohort.key), client_ids(cohort.clients), report.finite & real
+        updates, usable = attacked(rules.adversary, key, updates, ids, usable, cluster)
+        sent = updates, cluster, counts * usable.astype(jnp.float32)
+
+    # Aggregate. With `dp` all that follows is computed from sums with noise.
+    clip = state.clip
+    if rules.dp is not None:
+        expected = privacy.expected_participants(clients, rules.cohort)
+        arguments = rules.dp, server_key(cohort.key), clip
+        clip = privacy.next_clip(*arguments, report.inside, usable & real, sent[0], expected)
+        sent = privacy.release(*arguments, *sent, expected)
+    mean, changed, weight = aggregate(rules, state.params, sent, clients)
+
+    # Update the server's models.
+    optimizer, loss = rules.server_optimizer, None
+    if rules.dp is None and takes_loss(optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))):
+        counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
+        counts = counts * (usable & real).astype(jnp.float32)
+        loss = cluster_mean(report.loss, report.cluster, counts, rules.num_clusters, rules.client_axis)
+    moved = state.params, state.server, mean, changed
+    params, server = phases.server_update(rules.task, optimizer, cohort, *moved, loss)
+    stayed = (report.cluster == last) & (state.round > 0)  # in the first round no cluster has changed since `start`
+    unchanged = jnp.where(stayed, unchanged + 1, jnp.zeros_like(unchanged))
+    own = where_rows(report.finite & real, (report.opt_state, report.personal), own)
+    cluster, unchanged, (opt_states, own) = phases.put_rows(cohort, kept, (report.cluster, unchanged, own))
+    server = where_rows(weight > 0, server, state.server)
+    new = AveragingState(params, cluster, unchanged, state.round + 1, server, opt_states, own, clip)
+
+    # Report.
+    up, down = bytes_sent(rules, state.params, report.compared)
+    metrics = phases.round_metrics(real, report.loss, usable, report.num_steps, up, down)
+    if rules.dp is not None:
+        metrics |= privacy.metrics(rules.dp, state.clip, weight)
+    return new, metrics | {"loss": phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))}
+
+
+def train_client(rules: Averaging, state: AveragingState, clients: Clients) -> Callable:
+    """Returns one client's part of the round, for `train_clients`: the client chooses a model and trains it.
+
+    Returns:
+      `(key, examples, size, cluster, (opt_state, personal), weight) -> ((update, cluster, weight), Report)`; the given
+      weight of the client, or None.
+    """
+    idle = jnp.full_like(state.unchanged, jnp.iinfo(jnp.int32).max)
+    quiet = jnp.where(jnp.asarray(clients.size) > 0, state.unchanged, idle).min()
+    choice = rules.choose(state.params)
+
+    def client(key, examples, size, cluster, kept, given):
+        opt_state, own = kept
+        chosen, compared, products = choice(key, examples, size, cluster, quiet, own)
+        begin = jax.tree.map(lambda p: p[chosen], state.params)
+        rest = examples, size, opt_state, state.round
+        how = rules.task, rules.training, rules.personal_steps
+        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest, products=products)
+        finite, inside = is_finite((update, own)), ()
+        if rules.dp is not None:
+            update, inside = privacy.clipped(update, privacy.clip_of(rules.dp, state.clip))
+            chosen = jnp.where(size > 0, chosen, cluster)  # a Poisson cohort has rows of clients that are not drawn
+        weight = phases.client_weight(rules.weights, size, given) * finite.astype(jnp.float32)
+        return (update, chosen, weight), Report(
+            chosen, compared, finite, trained.loss, trained.num_steps, trained.opt_state, own, inside
+        )
+
+    return client
+
+
+def aggregate(rules: Averaging, params: PyTree, sent: tuple, clients: Clients) -> tuple[PyTree, PyTree, jax.Array]:
+    """Returns the mean update of each cluster: weighted, over all clusters for shared parameters, or robust.
+
+    Args:
+      rules: the arguments of the method.
+      params: the models `[K, ...]`.
+      sent: `(sums [K, ...], weight [K])`, or the updates `(updates [C, ...], cluster [C], weight [C])`.
+      clients: all of them.
+
+    Returns:
+      `(mean [K, ...], changed: a pytree of [K] bool, weight [K])`: the models that the mean changes, and the weight of
+      the clients in each.
+    """
+    sums, weight = sent if len(sent) == 2 else add_updates(rules.client_axis, *sent, params)
+    total = weight
+    if rules.divide_by == "all":
+        total = phases.weights_of(rules.weights, clients)
+    of_all = jnp.broadcast_to(total.sum(), weight.shape)
+    changed = jax.tree.map(lambda _: weight > 0, params)
+    if rules.aggregator is not None:
+        updates, cluster, counts = sent
+        updates = trained_part(rules.task, updates)
+        mean = robust_cluster_mean(rules.aggregator, updates, cluster, counts > 0, rules.num_clusters)
+        return joined(mean, divided(rules.task.statistics, divide_rows(sums, weight, params))[1]), changed, weight
+
+    def divide(of_cluster, of_all):
+        mean = divide_rows(sums, of_cluster, params)
+        if rules.shared is None:
+            return mean, changed
+        return phases.share(path_flags(rules.shared, params), mean, changed, sums, of_all, params)
+
+    mean, changes = divide(weight if rules.divide_by == "cluster" else of_all, of_all)
+    if rules.task.statistics is not None and rules.divide_by != "cluster":  # a step is smaller, statistics are means
+        statistics, _ = divide(weight, jnp.broadcast_to(weight.sum(), weight.shape))
+        mean = joined(*(divided(rules.task.statistics, part)[i] for i, part in enumerate((mean, statistics))))
+    return mean, changes, weight
+
+
+def bytes_sent(rules: Averaging, params: PyTree, compared: jax.Array) -> tuple[float, jax.Array]:
+    """Returns the bytes that each client sends and gets, `([], [C])`: one model; all `K` models where it compares them.
+
+    Shared parameters of the `K` models are sent once.
+    """
+    model, common = float(num_bytes(jax.tree.map(lambda p: p[0], params))), 0.0  # may exceed int32
+    if rules.shared is not None:
+        flags = jax.tree.leaves(path_flags(rules.shared, params))
+        common += sum(num_bytes(p[0]) for flag, p in zip(flags, jax.tree.leaves(params), strict=True) if flag)
+    return model, common + (model - common) * jnp.where(compared, float(rules.num_clusters), 1.0)

@@ -1,0 +1,342 @@
+"""One communication round of Clustered Federated Learning, for `cfl` and `byzantine_cfl`.
+
+A round has two sides. The clients train and send updates, hidden if they like (section V-B). The server,
+`server.serve`, decides on these updates alone. The clients update the models, as only they can reveal a hidden mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Served,
+    Task,
+    attack_key,
+    check,
+    check_count,
+    client_ids,
+    is_finite,
+    joined,
+    max_examples,
+    num_bytes,
+    num_clients,
+    path_flags,
+)
+from jfcl.kernels.base import DENSE_UP_TO, if_rare
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import check_scopes
+from jfcl.methods.cfl import server
+from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
+from jfcl.methods.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
+from jfcl.methods.cfl.privacy import hide, privacy_code, reveal
+from jfcl.methods.cfl.server import Rules, Sent
+from jfcl.methods.cfl.sides import Sides, missed_splits, no_sides
+from jfcl.methods.cfl.state import CFLState, ParameterTree
+from jfcl.robust.aggregate import attacked, check_aggregator, clients_check, where_rows
+from jfcl.training import local, losses
+
+SIMILARITIES = ("updates", "gradients")
+
+
+class Options(NamedTuple):
+    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's."""
+
+    task: Task
+    training: local.LocalTraining
+    rules: Rules
+    weights: str | jax.Array
+    privacy: str | None
+    privacy_seed: int
+    init_params: PyTree | None
+    adversary: Adversary | None
+    client_axis: mapping.Mapping | None
+    personal: Callable[[str], bool] | None = None
+    personal_steps: int | None = None
+    validation: float = 0.0
+    fallback_rounds: int = 0
+
+    def hide(self, update: PyTree) -> PyTree:
+        """Returns the message with one client's update."""
+        return hide(update, self.privacy, self.privacy_seed)
+
+
+class TakingPart(NamedTuple):
+    """The clients' places in a round, `[N]` each.
+
+    Attributes:
+      member: bool, clients with examples that are not excluded.
+      examples: int32, a client's examples; of absent clients those that the server remembers.
+      present: bool, members that train in this round if they are in the cohort.
+      learns: int32, examples to train on.
+      missed, pending: of `sides.missed_splits`.
+      weight: float32, their weights in means.
+    """
+
+    member: jax.Array
+    examples: jax.Array
+    present: jax.Array
+    learns: jax.Array
+    missed: jax.Array
+    pending: jax.Array
+    weight: jax.Array
+
+
+def rounds(options: Options) -> Algorithm:
+    """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
+    local.check_parts(options.task, options.training)
+    rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
+        accepted = 'left out with similarity="gradients": updates are kept, not gradients'
+        check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
+    if options.privacy is not None:
+        accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
+        check(rules.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
+    phases.check_weights(options.weights)
+    check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
+    accepted = "left out where parameters are shared"
+    check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
+    check_aggregator(rules.aggregator)
+    rules = rules._replace(statistics=options.task.statistics)
+    options = options._replace(client_axis=client_axis, rules=rules)
+    refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
+    check_clients = clients_check(options.adversary, options.weights)
+    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh, serve)
+
+
+def serve(state: CFLState, clients: Clients | None) -> Served:
+    """Returns the models of the clusters, of which those that were split off are active."""
+    return Served(state.params, state.cluster, state.personal, active=state.active, excluded=state.excluded)
+
+
+def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
+    """Returns the state before the first round: all clients in one cluster."""
+    rules, n, m = options.rules, num_clients(clients), max_examples(clients)
+    capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
+    phases.check_at_most_clients("max_clusters", capacity, clients)
+    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    accepted = f"at most the {m} examples of the largest client; splits are decided by larger clients"
+    check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
+    if rules.true_cluster is not None:
+        shape = jnp.shape(rules.true_cluster)
+        fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
+        check(fits, "true_cluster", shape, f"of shape ({n},)")
+        check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
+    one = phases.initial_models(options.task, key, 1, options.init_params)
+    params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
+    cluster = jnp.zeros(n, jnp.int32)
+    opt_states = phases.initial_optimizers(options.task, options.training, params, cluster)
+    params, own = phases.initial_scopes(options.personal, params, cluster)
+    sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
+    can_split = capacity > 1
+    compared = rules.compared(sent)
+    length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
+    tree = ParameterTree(
+        born=jnp.zeros(capacity, jnp.int32),
+        cross_similarity=jnp.full(capacity, jnp.inf, jnp.float32),
+        model=params,
+        side=jnp.zeros((capacity, n), jnp.int8),
+        updates=jnp.zeros((capacity, n, length)),
+        privacy=jnp.asarray(privacy_code(options.privacy), jnp.int32),
+    )
+    return CFLState(
+        params=params,
+        cluster=jnp.zeros(n, jnp.int32),
+        active=jnp.arange(capacity) == 0,
+        parent=jnp.full(capacity, -1, jnp.int32),
+        since=jnp.zeros(capacity, jnp.int32),
+        final=jnp.zeros(capacity, bool),
+        round=jnp.zeros((), jnp.int32),
+        scale=jnp.zeros(2),
+        excluded=jnp.zeros(n, jnp.int32),
+        tree=tree,
+        client=opt_states,
+        personal=own,
+        sides=no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
+        heard=no_updates(sent, n) if rules.cohort is not None else (),
+    )
+
+
+def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
+    """Returns `(state, metrics)` after one round."""
+    rules, client_axis, metrics = options.rules, options.client_axis, {}
+
+    # Undo splits that harm.
+    if options.validation:
+        state = in_active_clusters(state)
+        judging = options.validation, options.fallback_rounds, shared_flags(rules, state.params), client_axis
+        state, metrics["undone"] = undo_harmful_splits(options.task, state, clients, *judging)
+
+    # Select the cohort. Clients of size 0 are not on the device, and only remembered.
+    part = taking_part(options, state, clients)
+    here = part.present & (jnp.asarray(clients.size) > 0)
+    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
+    kept = here, (state.cluster, part.missed, part.pending), (state.client, state.personal)
+    here, place, own = phases.take_rows(cohort, kept)
+
+    # Train it.
+    client = train_client(options, state)
+    updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, own)
+    lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
+    updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
+    opt_states, own = phases.put_rows(cohort, kept[2], where_rows(here & finite, trained, own))
+
+    # Report.
+    size = float(num_bytes(jax.eval_shape(lambda u: jax.tree.map(lambda x: x[0], u), updates)))
+    up = 2 * size if rules.similarity == "gradients" else size  # clients send their update and their gradient
+    metrics |= phases.round_metrics(here, loss, usable, steps, up, size)
+    metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
+
+    # The server decides and averages, without the models.
+    sent, last = messages(options, state, part, cohort, updates, here, usable)
+    sent = sent._replace(gradients=lambda: gradients(options, state, part, clients, lies_key, usable))
+    record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
+    record, into, means, decided = server.serve(rules, client_axis, record, sent)
+
+    # Update the models: new clusters start from their parent's, and all move by the mean update.
+    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
+    new, metrics["overflowed"] = new_models(state, record, into, means, shared_flags(rules, state.params))
+    last = forget_moved(last, new.cluster != state.cluster)
+    return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
+
+
+def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPart:
+    """Returns which clients train in this round, and on how many examples."""
+    examples = known_size(state.heard, clients.size)
+    member = (examples > 0) & (state.excluded == 0)
+    missed, pending = missed_splits(state)
+    present = member & (~state.final[state.cluster] | pending) if options.rules.recursive else member
+    learns = jnp.where(present, num_training(examples, options.validation), 0)
+    weight = phases.client_weight(options.weights, learns, phases.own_weights(options.weights, client_ids(clients)))
+    return TakingPart(member, examples, present, learns, missed, pending, weight)
+
+
+def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pending: jax.Array) -> PyTree:
+    """Returns one client's model at the start of a round: its cluster's, or that from before a split that it missed."""
+
+    def of_cluster():
+        return jax.tree.map(lambda p: p[cluster], state.params)
+
+    if not isinstance(state.sides, Sides):
+        return of_cluster()
+    return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
+
+
+def train_client(options: Options, state: CFLState) -> Callable:
+    """Returns one client's part of the round, for `train_clients`."""
+
+    def client(key, examples, size, place, kept):
+        opt_state, own = kept
+        begin, rest = starting_model(state, *place), (examples, size, opt_state, state.round)
+        how = options.task, options.training, options.personal_steps
+        trained, update, own = phases.train_scopes(*how, key, begin, own, *rest)
+        finite = is_finite((update, own))
+        return options.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
+
+    return client
+
+
+def gradients(options: Options, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
+    """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
+
+    def gradient(examples, size, place, own):
+        begin = starting_model(state, *place)
+        return options.hide(jax.grad(lambda p: losses.mean_loss(options.task, joined(p, own), examples, size))(begin))
+
+    place = state.cluster, part.missed, part.pending
+    found = options.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
+    key = jax.random.fold_in(key, 1)
+    return attacked(options.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
+
+
+def messages(
+    options: Options,
+    state: CFLState,
+    part: TakingPart,
+    cohort: phases.Cohort,
+    updates: PyTree,
+    here: jax.Array,
+    usable: jax.Array,
+) -> tuple[Sent, PyTree]:
+    """Returns the server's input, without gradients, and the last updates of all clients (`()` without a cohort).
+
+    Args:
+      options: of the method.
+      state: before the round.
+      part: from `taking_part`.
+      cohort: of the round.
+      updates: pytree of `[C, ...]`.
+      here, usable: `[C]` bool, clients that took part, and those with a finite update.
+    """
+    rows, last = cohort.rows, state.heard
+    able = part.member & (part.examples >= options.rules.min_examples)
+    if rows is None:
+        present, comparable, expected = part.present, usable & ~part.pending, usable
+    else:
+        counts = ~part.pending[rows]
+        last = remember_updates(last, state.round + 1, part.examples, rows, updates, here, usable, counts)
+        updates, expected = last.update, ~last.mute
+        comparable = is_current(last, state.since[state.cluster]) & ~part.pending
+        usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
+    weight = part.weight * (usable & ~part.pending).astype(jnp.float32)
+    of_splits = able, comparable, expected, part.missed, part.pending
+    return Sent(updates, usable, present, weight, part.weight, *of_splits, gradients=None), last
+
+
+def shared_flags(rules: Rules, params: PyTree) -> PyTree:
+    """Returns the structure of `params` with a bool for each array: whether it is averaged over all clusters."""
+    return path_flags(rules.shared or (lambda path: False), params)
+
+
+def new_models(
+    state: CFLState, record: CFLState, into: jax.Array, means: PyTree, is_shared: PyTree
+) -> tuple[CFLState, jax.Array]:
+    """Puts the models into the server's record after a round: those of clusters, and those before this round's splits.
+
+    Args:
+      state: before the round.
+      record: after it, without models.
+      into: `[K]` int32, the slot of the cluster that each cluster's split made, `K` without one.
+      means: pytree of `[K, ...]`, the mean updates.
+      is_shared: from `shared_flags`.
+
+    Returns:
+      `(state, overflowed [K] bool)`, see `keep_finite`; clusters that overflowed are final.
+    """
+
+    def at_splits(models):
+        """Returns `models` with those of clusters that are split in the slots of the new clusters."""
+        return jax.tree.map(lambda x, p: x.at[into].set(p, mode="drop"), models, state.params)
+
+    before = at_splits(state.params)
+    params, overflowed = keep_finite(jax.tree.map(jnp.add, before, means), before, record.active, is_shared)
+    # Free slots hold the first model, so that an old one is never the best of all.
+    first = jax.tree.map(lambda p: jnp.broadcast_to(p[:1], p.shape), params)
+    params = where_rows(record.active, params, first)
+    tree = record.tree._replace(model=at_splits(state.tree.model))
+    return record._replace(params=params, tree=tree, final=record.final | overflowed), overflowed
+
+
+def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: PyTree) -> tuple[PyTree, jax.Array]:
+    """Returns `params` `[K, ...]` with a cluster's model `before` the round where the new one has NaN or infinity.
+
+    Shared parameters are new in every cluster: if these are not finite, no cluster has a finite model.
+
+    Returns:
+      `(params, overflowed [K] bool)`. Where no active cluster has a finite model all stay as they are, so that the
+      simulation ends with its error.
+    """
+    finite = jax.vmap(is_finite)(params)
+    overflowed = active & ~finite & (active & finite).any()
+    kept = where_rows(overflowed, before, params)
+    return jax.tree.map(lambda shared, new, own: new if shared else own, is_shared, params, kept), overflowed

@@ -1,0 +1,111 @@
+"""Ditto (Li, Hu, Beirami, Smith 2021): personal models held near a global one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, num_clients
+from jfcl.core.options import Interval, Real, check_options
+from jfcl.methods.averaging import AveragingState
+from jfcl.methods.fedavg import fedavg
+from jfcl.methods.options import Weights, passed_on
+from jfcl.methods.personal import initial_state, next_personal, serve_own, train_personal
+from jfcl.methods.round import loss_of_all, put_rows, select_cohort, take_rows
+from jfcl.training import local
+
+
+class DittoState(NamedTuple):
+    """The state of Ditto.
+
+    Attributes:
+      params: pytree of `[N, ...]`, the personal models.
+      cluster: `[N]` int32, `0 .. N-1`.
+      round: `[]` int32, rounds done.
+      client: the optimisers of the personal models `[N, ...]` under `keep="everything"`, else `()`.
+      common: FedAvg's state: the global model.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    round: jax.Array
+    client: PyTree
+    common: AveragingState
+
+
+def ditto(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    lam: Annotated[Real, Interval("[0, inf)")] = 1.0,
+    weights: Weights = "size",
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
+
+    Args:
+      lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
+        with (Algorithm 1 of the paper).
+      training: of both models; a proximal term in it is that of the global model.
+      task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`. An
+        adversary attacks updates of the global model; personal models are not sent. A client outside the cohort keeps
+        its personal model.
+
+    Returns:
+      `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
+      `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
+
+    Raises:
+      ValueError: `λ < 0`, and as in `jfcl.fedavg`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5]), 3).reshape(2, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((2, 3), np.float32), "y": y}, np.full(2, 3, np.int32))
+      >>> algorithm = jfcl.ditto(task, jfcl.local_training(optax.sgd(0.1), num_steps=20), lam=2.0)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=5)
+      >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
+      ([2.0, 4.0], [3.0])
+    """
+    check_options(ditto, locals())
+    client_axis = mapping.or_auto(client_axis)
+    common = fedavg(**passed_on(fedavg, locals()))
+    near = training._replace(prox=lam)
+
+    def init(key: jax.Array, clients: Clients) -> DittoState:
+        state = common.init(key, clients)
+        one = jax.tree.map(lambda p: p[0], state.params)
+        return DittoState(*initial_state(task, training, key, clients, one), state)
+
+    def step(key: jax.Array, state: DittoState, clients: Clients):
+        middle = jax.tree.map(lambda p: p[0], state.common.params)
+
+        chosen = select_cohort(key, clients, cohort)  # that of FedAvg: both models are trained on the same batches
+        params, opt_states = take_rows(chosen, (state.params, state.client))
+        mine = state._replace(params=params, client=opt_states)
+        trained, finite = train_personal(task, near, client_axis, chosen, mine, anchor=middle)
+        shared, metrics = common.step(key, state.common, clients)
+        present = take_rows(chosen, ~jnp.isnan(metrics["loss"]))  # NaN for absent clients alone
+        mine = next_personal(mine, trained, present & finite)
+        params, opt_states = put_rows(chosen, (state.params, state.client), (mine.params, mine.client))
+        new = mine._replace(params=params, client=opt_states, common=shared)
+        loss = jnp.where(present, jnp.where(jnp.isnan(trained.loss), jnp.inf, trained.loss), jnp.nan)
+        metrics |= {
+            "loss": loss_of_all(chosen, loss, num_clients(clients)),
+            "client_steps": 2 * metrics["client_steps"],
+            "nonfinite": jnp.maximum(metrics["nonfinite"], (present & ~finite).sum().astype(jnp.int32)),
+        }
+        return new, metrics
+
+    return Algorithm(init, step, task, common.check, serve=serve_own)

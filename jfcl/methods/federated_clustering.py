@@ -1,0 +1,347 @@
+"""Federated-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Task,
+    attack_key,
+    check,
+    check_choice,
+    check_count,
+    client_ids,
+    client_keys,
+    is_concrete,
+    is_finite,
+    num_bytes,
+    num_clients,
+    random_order,
+)
+from jfcl.core.options import Range, check_options
+from jfcl.kernels import threshold_clustering
+from jfcl.kernels.base import DENSE_UP_TO
+from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
+from jfcl.methods import round as phases
+from jfcl.methods.options import Quantile, QuantileRule, Rounds, Weights
+from jfcl.methods.personal import PersonalState, initial_state, serve_own
+from jfcl.robust.aggregate import attacked, clients_check, where_rows
+from jfcl.training import local, losses
+from jfcl.training.optimizer import optimizer_step
+
+MEMORY = 2**31  # bytes of gradients that a GPU has at once; temporaries are three times that
+
+
+class Threshold(NamedTuple):
+    """The arguments of `jfcl.kernels.threshold_clustering`, checked by `threshold`."""
+
+    radius: Any
+    quantile: Any
+    num_rounds: int
+    quantile_rule: str
+
+
+def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
+    """Returns a `Threshold`; `ValueError` for arguments that the kernel refuses, before anything compiles."""
+    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "one given, and not both")
+    check_count("threshold_rounds", num_rounds)
+    check_choice("quantile_rule", quantile_rule, QUANTILE_RULES)
+    if is_concrete(quantile) and quantile is not None:
+        check(np.all((np.asarray(quantile) >= 0) & (np.asarray(quantile) <= 1)), "quantile", quantile, "in [0, 1]")
+    if is_concrete(radius) and radius is not None and not isinstance(radius, str):
+        check(np.all(np.asarray(radius) >= 0), "radius", radius, "0 or more")
+    return Threshold(radius, quantile, num_rounds, quantile_rule)
+
+
+def gradient(
+    task: Task, params: PyTree, batch: Batch, real: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, PyTree]:
+    """Returns `(loss [], gradient)` of one model on one client's batch; `real` `[B]` bool marks its examples.
+
+    `key` is that of `model_keys`, for models with randomness in training.
+    """
+    return jax.value_and_grad(lambda p: losses.training_loss(task, key, p, batch, real)[0])(params)
+
+
+def model_keys(task: Task, keys: jax.Array) -> jax.Array | None:
+    """Returns the keys of the model's randomness (dropout), from those of clients; None for a model without any."""
+    if task.train_loss is None:
+        return None
+    streams = partial(jax.random.fold_in, data=local.MODEL_STREAM)
+    return streams(keys) if keys.ndim == 0 else jax.vmap(streams)(keys)
+
+
+def check_no_statistics(task: Task, method: str) -> None:
+    """Raises `ValueError` for a model with batch statistics: the clients of `method` send gradients."""
+    accepted = f"a model without them, such as one with GroupNorm: clients of {method} send gradients, not statistics"
+    check(task.statistics is None, "task, a model with batch statistics", "BatchNorm", accepted)
+
+
+class Groups(NamedTuple):
+    """Random subgroups of clients, drawn in each round.
+
+    Attributes:
+      rows: `[G, S]` int32, the clients of each group.
+      real: `[G, S]` bool, the entries of `rows` with a client that has examples.
+      of: `[N]` int32, the group of each client.
+    """
+
+    rows: jax.Array
+    real: jax.Array
+    of: jax.Array
+
+
+def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
+    """Draws groups of `size` clients; the last is smaller where `size` does not divide `N`."""
+    n = num_clients(clients)
+    has_examples = jnp.asarray(clients.size) > 0
+    order = random_order(key, clients)
+    count = -(-n // size)
+    places = jnp.arange(count * size)
+    rows = jnp.where(places < n, order[jnp.minimum(places, n - 1)], 0).reshape(count, size)
+    real = ((places < n).reshape(count, size)) & has_examples[rows]
+    return Groups(rows, real, jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32) // size))
+
+
+def federated_clustering(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    radius: Any = None,
+    quantile: Quantile = None,
+    threshold_rounds: Rounds = 10,
+    quantile_rule: QuantileRule = "linear",
+    subgroup_size: Annotated[int | None, Range(2)] = None,
+    weights: Weights = "equal",
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Moves each client's model along the mean of the gradients, at that model, that are similar to the client's own.
+
+    For client `i`: all clients' gradients `g_j(x_i)` at *its* model are threshold-clustered with one centre, which
+    starts at `g_i(x_i)`; then `x_i ← x_i − η v_i`. No assignment is permanent, so no mistake lasts.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training`, by `num_steps`. The first local step of a round goes along the clustered
+        gradient, the others along the client's own (clustering only every s-th step). The optimiser gets the clustered
+        gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, all models
+        have the same batch of client `j` in a round.
+      radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
+        within a cluster and the separation of clusters. A number, `[1]`, `[threshold_rounds, 1]`, or "three_means".
+      quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
+        cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's.
+      threshold_rounds: rounds of Threshold-Clustering, `L`.
+      quantile_rule: see `jfcl.kernels.threshold_clustering`.
+      subgroup_size: clusters only random groups of `S` clients, drawn in each round (section 4.2); the last group is
+        smaller where `S` does not divide `N` (a single client steps along its own gradient). Default: all together.
+      weights: the weight of a client in a mean: `"equal"` (the paper) or `"size"`.
+      init_params: one model that all start from, or `N` stacked; default: one random model for all.
+      adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
+      client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
+        CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
+
+    Returns:
+      `Algorithm` with a `PersonalState`. With groups of `S` clients: `N S` gradients a round, those of a group at one
+      model as one pass over all its batches; memory `O(chunk S D + N D)`. Bytes: each client sends its model and
+      `S − 1` gradients, and gets `S − 1` models and its centre. `nonfinite` counts clients by their own gradient and
+      model; gradients of others with NaN, which every client leaves out for itself, are not counted.
+
+    Raises:
+      ValueError: both `radius` and `quantile`, a quantile outside [0, 1], a negative radius, a subgroup of one client
+        or of more than `N`, epochs instead of steps, a proximal term, `span="always"`.
+
+    Warns:
+      UserWarning: from `simulate`, where with this quantile every client trains alone, as with 0.2 and two to five
+        clients.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.25), num_steps=1)
+      >>> algorithm = jfcl.federated_clustering(task, training, radius=4.0)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=20)
+      >>> np.round(state.params["b"], 3).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+    check_options(federated_clustering, locals())
+    local.check_parts(task, training)
+    if radius is None and quantile is None:
+        quantile = 0.2
+    rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
+    phases.check_weights(weights)
+    check_one_gradient(training)
+    check_no_statistics(task, "federated_clustering")
+
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
+        return initial_state(task, training, key, clients, init_params)
+
+    check_each = clients_check(adversary, weights)
+
+    def check_quantile(clients: Clients) -> None:
+        """Warns of a quantile with which every client trains alone."""
+        if check_each is not None:
+            check_each(clients)
+        if jax.process_count() == 1:
+            compared = int((np.asarray(clients.size) > 0).sum())
+            warn_if_alone(quantile, min(compared, subgroup_size or compared), quantile_rule)
+
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
+        # Draw the groups, and a batch of each client.
+        n, size = num_clients(clients), jnp.asarray(clients.size)
+        has_examples = size > 0
+        group_key, clients_key = jax.random.split(key)
+        keys = client_keys(clients_key, clients)
+        counts = phases.weights_of(weights, clients)
+        batches, real = jax.vmap(lambda *c: local.draw_batch(task, training, *c))(keys, clients.examples, size)
+        groups = None if subgroup_size is None else draw_groups(group_key, clients, subgroup_size)
+        width = n if groups is None else subgroup_size
+        # All clients use these.
+        common = batches, real, model_keys(task, keys), groups, has_examples, client_ids(clients), counts
+
+        # Train.
+        # An accelerator multiplies matrices much faster than it reads them from memory.
+        by_products = mapping.platform_of(client_axis) != "cpu" and width <= DENSE_UP_TO
+        client = train_client(task, training, rule, adversary, attack_key(clients_key), state.round, by_products)
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        axis = models_at_once(width * model, client_axis)
+        params, opt_states, loss, finite, compared = axis(client, in_axes=(None, 0, 0, 0, 0, 0, 0))(
+            common, jnp.arange(n), keys, state.params, state.client, clients.examples, size
+        )
+
+        # Keep the models that are finite, and report.
+        keep = finite & has_examples
+        sent = compared.astype(jnp.float32) * float(model)  # may exceed int32
+        metrics = phases.round_metrics(has_examples, loss, finite, compared + training.num_steps - 1, sent, sent)
+        params, opt_states = where_rows(keep, (params, opt_states), (state.params, state.client))
+        return PersonalState(params, state.cluster, state.round + 1, opt_states), metrics
+
+    return Algorithm(init, step, task, check_quantile, serve=serve_own)
+
+
+def train_client(
+    task: Task,
+    training: local.LocalTraining,
+    rule: Threshold,
+    adversary: Adversary | None,
+    lies_key: jax.Array,
+    rounds: jax.Array,
+    by_products: bool,
+) -> Callable:
+    """Returns one client's part of the round after `rounds`: a step along the clustered gradient, then its own steps.
+
+    Returns:
+      `(common, row, key, params, opt_state, examples, size) -> (params, opt_state, loss, finite, gradients compared)`.
+      `common` is an argument, as a device holds only its own clients: batches `[N, B, ...]`, their real examples
+      `[N, B]`, `model_keys` `[N]`, `Groups` or None, and `[N]` each: which clients have examples, ids and weights.
+    """
+    # The step along the centre leaves the span of the client's own examples, and so does momentum after it.
+    rest = None if training.num_steps == 1 else training._replace(num_steps=training.num_steps - 1, span="never")
+
+    def client(common, i, key, params, opt_state, examples, size):
+        # The gradients of the client's group at its model.
+        batches, in_batch, draws, groups, has_examples, ids, counts = common
+        if groups is None:
+            rows, real, own_row = jnp.arange(len(ids)), has_examples, i
+        else:
+            rows, real = groups.rows[groups.of[i]], groups.real[groups.of[i]]
+            own_row = jnp.argmax((rows == i) & (real | ~has_examples[i]))
+            batches, in_batch, draws = jax.tree.map(lambda x: x[rows], (batches, in_batch, draws))
+        losses, points = jax.vmap(partial(gradient, task, params))(batches, in_batch, draws)
+
+        # Their centre, from the client's own gradient.
+        own = jax.tree.map(lambda z: z[own_row], points)
+        finite = is_finite(own)
+        own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
+        own_lies = jax.random.fold_in(lies_key, ids[i])
+        sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
+        options = rule._asdict() | {"weights": counts[rows], "mask": usable}
+        if by_products and adversary is None:
+            center = center_from_row(sent, own_row, **options)
+        else:
+            start = jax.tree.map(lambda g: g[None], own)
+            center = threshold_clustering(sent, start, **options, form="gram" if by_products else "auto")
+
+        # A step along it, and the remaining steps.
+        m = jax.tree.leaves(examples)[0].shape[0]
+        opt_state = local.optimizer_at(training, params, opt_state, rounds, size, m)
+        opt_state = local.rekeyed(training, jax.random.fold_in(key, 3), params, opt_state)
+        updates, opt_state = optimizer_step(
+            training.optimizer, jax.tree.map(lambda v: v[0], center), opt_state, params, losses[own_row]
+        )
+        new, loss = optax.apply_updates(params, updates), losses[own_row]
+        if rest is not None:
+            trained = local.train(task, rest, jax.random.fold_in(key, 2), new, examples, size, opt_state)
+            new, opt_state = trained.params, trained.opt_state
+            loss = (loss + trained.loss * rest.num_steps) / training.num_steps
+        return new, local.carried(training, opt_state), loss, finite & is_finite(new), real.sum()
+
+    return client
+
+
+def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
+    """Warns where only the client's own distance, 0, of `count` different ones is within the quantile."""
+    if quantile is None or not is_concrete(quantile) or count < 2:
+        return
+    needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the least place that includes another gradient
+    among = count - 1 if rule == "linear" else count
+    place = np.float32(np.max(quantile)) * np.float32(among)
+    possible = needed < count  # the last place is that of the farthest
+    if possible and place >= needed * (1 - 4 * np.finfo(np.float32).eps):  # 0.2 of 5 is 1, as in the kernel
+        return
+    least = math.ceil(1000 * needed / among) / 1000
+    advice = f"a quantile of {least:g} includes the nearest other" if possible else "no quantile includes another"
+    warnings.warn(
+        f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only its"
+        f" own is within it, so that every client trains alone; {advice}",
+        stacklevel=1,
+    )
+
+
+def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:
+    """Checks that `training` suits methods that cluster gradients: by steps, without a proximal term.
+
+    Raises:
+      ValueError: epochs; more than one step, unless `steps`; a proximal term, or a traced one; `span="always"`.
+    """
+    ok = training.num_steps is not None and (steps or training.num_steps == 1)
+    values = f"num_steps={training.num_steps}, num_epochs={training.num_epochs}"
+    check(ok, "training", values, "given by num_steps" if steps else "of num_steps=1: gradients are sent, not models")
+    plain = is_concrete(training.prox) and training.prox == 0
+    check(plain, "training.prox", training.prox, "0: gradients are clustered as they are")
+    fits = training.span != "always"
+    check(fits, "training.span", training.span, "auto or never: centres leave the span of a client's own examples")
+
+
+def models_at_once(num_bytes: int, client_axis: mapping.Mapping | None) -> mapping.Mapping:
+    """Returns the mapping over models, each of which compares gradients of `num_bytes`.
+
+    Without a mapping, that is one model at a time on a CPU or TPU, which would transpose the gradients of several, and
+    on a GPU as many as `MEMORY` holds. So it is on each device of an accelerator's mapping of all models at once.
+    """
+    target = mapping.platform_of(client_axis)
+    few = mapping.chunked(max(1, MEMORY // max(num_bytes, 1)) if target == "gpu" else 1)
+    if client_axis is None or (client_axis is jax.vmap and target != "cpu"):
+        return few
+    if isinstance(client_axis, mapping.sharded) and client_axis.inner is jax.vmap and target != "cpu":
+        return client_axis._replace(inner=few)
+    return client_axis

@@ -1,0 +1,125 @@
+"""FeSEM (Xie, Long, Shen, Zhou, Wang, Jiang, Zhang 2021, multi-center federated learning)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_count,
+    client_ids,
+    is_finite,
+    num_bytes,
+    trained_part,
+)
+from jfcl.core.options import check_options
+from jfcl.kernels.base import rows_of, squared_norms
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging
+from jfcl.methods.once import with_first_costs
+from jfcl.methods.one_shot import cluster_local_models
+from jfcl.methods.options import Rounds, Weights, passed_on
+from jfcl.methods.personal import PersonalState
+from jfcl.robust.aggregate import add_sent, attacked_models, clients_check, divide_rows, nothing_sent, where_rows
+from jfcl.training import local
+
+
+def fesem(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    local_rounds: Rounds = 1,
+    weights: Weights = "size",
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Runs EM in parameter space: a client trains its cluster's model and joins the cluster nearest to the result.
+
+    E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
+
+    Args:
+      num_clusters: `K`.
+      local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
+        From random models no client would ever change its cluster. A simulation counts them before its own rounds;
+        their cost is in the metrics of its first round.
+      init_params: one model that all start from.
+      adversary: hostile clients; the attack is on the difference of a client's model to the one it started from.
+      task, training, weights, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with the state `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
+      memory `O(chunk D)`, with an adversary and in `init` `O(N D)`.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, unknown `weights`, `keep="everything"`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.fesem(task, jfcl.local_training(optax.sgd(0.1), num_steps=5), num_clusters=2)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=9)
+      >>> sorted(np.round(state.params["b"], 2).tolist())
+      [1.0, 5.0]
+    """
+    check_options(fesem, locals())
+    given = passed_on(Averaging, locals())
+    local.check_parts(task, training)
+    check_count("num_clusters", num_clusters)
+    check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
+    client_axis = mapping.or_auto(client_axis)
+    phases.check_weights(weights)
+    rules = Averaging(**given | {"client_axis": client_axis})
+
+    def init(key: jax.Array, clients: Clients) -> PersonalState:
+        phases.check_at_most_clients("num_clusters", num_clusters, clients)
+        params, cluster, _ = cluster_local_models(rules, key, clients, local_rounds)
+        return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
+
+    def step(key: jax.Array, state: PersonalState, clients: Clients):
+        cohort, size = phases.select_cohort(key, clients), jnp.asarray(clients.size)
+
+        def train(key, examples, size, cluster):
+            begin = jax.tree.map(lambda p: p[cluster], state.params)
+            trained = local.train_round(task, training, key, begin, examples, size, (), state.round)
+            return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
+
+        def join(model, size, cluster, usable, own):
+            away = jax.tree.map(lambda w, p: w[None] - p, model, state.params)
+            away = squared_norms(rows_of(trained_part(task, away)))
+            nearest = jnp.where(usable & (size > 0), jnp.argmin(away).astype(jnp.int32), cluster)
+            return (model, nearest, phases.client_weight(weights, size, own) * usable.astype(jnp.float32)), nearest
+
+        def train_and_join(key, examples, size, cluster, own):
+            model, finite, loss, steps = train(key, examples, size, cluster)
+            sent, nearest = join(model, size, cluster, finite, own)
+            return sent, (nearest, finite, loss, steps)
+
+        real, last, own = size > 0, state.cluster, phases.own_weights(weights, client_ids(clients))
+        if adversary is None:
+            sent, found = phases.train_clients(client_axis, train_and_join, cohort, last, own, sum_into=state.params)
+            (sums, weight), (cluster, finite, loss, steps) = sent, found
+        else:
+            sent, finite, loss, steps = phases.train_clients(client_axis, train, cohort, last)
+            begin = jax.tree.map(lambda p: p[last], state.params)
+            sent, finite = attacked_models(adversary, cohort.key, begin, sent, clients, finite & real, last)
+            joined = mapping.map_reduce(client_axis, join, add_sent, nothing_sent(state.params))
+            (sums, weight), cluster = joined(sent, size, last, finite, own)
+        model = num_bytes(jax.tree.map(lambda p: p[0], state.params))
+        metrics = phases.round_metrics(real, loss, finite, steps, model, model)
+        params = where_rows(weight > 0, divide_rows(sums, weight, state.params), state.params)
+        return PersonalState(params, cluster, state.round + 1, ()), metrics
+
+    return with_first_costs(
+        Algorithm(init, step, task, clients_check(adversary, weights)), training, messages=1, rounds=local_rounds
+    )

@@ -1,0 +1,150 @@
+"""FL+HC (Briggs, Fan, Andras 2020): hierarchical clustering of the clients' updates, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    PyTree,
+    Task,
+    attack_key,
+    client_ids,
+    is_finite,
+    trained_part,
+)
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, check_options
+from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
+from jfcl.mapping.columns import over_columns
+from jfcl.methods import round as phases
+from jfcl.methods.averaging import Averaging
+from jfcl.methods.fedavg import fedavg
+from jfcl.methods.once import clustered_once
+from jfcl.methods.options import PersonalSteps, Weights, passed_on
+from jfcl.robust.aggregate import attacked, ravel_clients, where_rows
+from jfcl.training import local
+
+FARTHEST = 1e30  # in the place of a distance with a square that overflows: infinity means missing in the kernels
+
+LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
+DISTANCES = ("cosine", "euclidean")
+
+
+def flhc(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    distance_threshold: Annotated[Real | None, Interval("[0, inf]")] = None,
+    rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
+    distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
+    linkage: Annotated[str, OneOf(LINKAGES)] = "complete",
+    weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
+
+    Args:
+      num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
+      distance_threshold: groups are merged up to this distance between them, which `linkage` defines; more than `K`
+        clusters are merged until there are `K`.
+      rounds_before: rounds of FedAvg before the clustering, 0 or more. They, and the update, happen in `init`: a
+        simulation counts them before its own, and their cost is in the metrics of its first round.
+      distance: `"cosine"` (1 − similarity) or `"euclidean"`.
+      linkage: `"complete"` or `"single"`.
+      init_params: one model that all start from.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
+        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
+        compared.
+
+    Returns:
+      `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Cost of `init`: `rounds_before + 1` local
+      trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
+
+    Raises:
+      ValueError: an unknown distance or linkage, `K` larger than the number of clients, and as in `jfcl.fedavg`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda _: {"b": jax.numpy.full((), 3.0)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.flhc(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
+      [0, 1, 0, 1]
+    """
+    check_options(flhc, locals())
+    client_axis = mapping.or_auto(client_axis)
+    options = passed_on(Averaging, locals())
+    common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
+
+    limit = 0.0 if distance_threshold is None else distance_threshold
+
+    def cluster_updates(updates, real):
+        """Returns `((), cluster [N])` of the dendrogram of updates `[N, ...]`; `real` `[N]` bool: clients with one."""
+        updates = ravel_clients(trained_part(task, updates))
+        unit = jnp.where((limit > 0) & (limit < FARTHEST), limit, 1.0)
+        if distance == "cosine":
+            similarity = pairwise_cosine(updates, mask=real)
+        else:
+            # The tree has distances as `1 - similarity`, in which the digits of small ones would be lost: in units of
+            # the threshold they are 1 more.
+            apart = jnp.sqrt(squared_distances(updates, mask=real)) / unit
+            similarity = -jnp.minimum(apart, FARTHEST)
+        # Clients without (finite) updates are twins of the first that has one, so that they make no cluster.
+        n = len(real)
+        twin = jnp.where(real, jnp.arange(n), jnp.argmax(real))
+        similarity = similarity[twin][:, twin]
+        twins = (twin[:, None] == twin[None, :]) & ~jnp.eye(n, dtype=bool)
+        tree = LINKAGES[linkage](jnp.where(twins, jnp.full_like(similarity, 2.0), similarity))
+        cluster = cut(tree, num_clusters=num_clusters)
+        if distance_threshold is not None:
+            free = cut(tree, threshold=limit if distance == "cosine" else 1.0 + limit / unit)
+            cluster = jnp.where(free.max() < num_clusters, free, cluster)
+        return (), cluster
+
+    def find(key: jax.Array, clients: Clients):
+        start_key, rounds_key = jax.random.split(key)
+
+        def one_round(t, state):
+            return common.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+        state = jax.lax.fori_loop(0, rounds_before, one_round, common.init(start_key, clients))
+
+        # The updates to compare. Nothing is averaged, but clients keep their personal parameters.
+        def client(key, examples, size, cluster, kept):
+            opt_state, own = kept
+            begin = jax.tree.map(lambda p: p[cluster], state.params)
+            rest = examples, size, opt_state, state.round
+            _, update, own = phases.train_scopes(task, training, personal_steps, key, begin, own, *rest)
+            return update, own, is_finite((update, own)) & (size > 0)
+
+        last_key = jax.random.fold_in(rounds_key, rounds_before)
+        cohort = phases.select_cohort(last_key, clients)
+        kept = state.cluster, (state.client, state.personal)
+        updates, own, real = phases.train_clients(client_axis, client, cohort, *kept)
+        own = where_rows(real, own, state.personal)
+        updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), real)
+        cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
+        models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
+        return models, cluster, own
+
+    rounds = rounds_before + 1
+    return clustered_once(Averaging(**options), find, messages=rounds, rounds=rounds, more_steps=personal_steps)

@@ -1,0 +1,96 @@
+"""HypCluster (Mansour, Mohri, Ro, Suresh 2020): every client chooses among K models, which FedAvg trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, random_order
+from jfcl.core.options import MOST_REPEATED, Range, check_options
+from jfcl.mapping.memory import in_lots
+from jfcl.methods.averaging import Averaging, averaging, with_models
+from jfcl.methods.ifca import ifca
+from jfcl.methods.once import with_first_costs
+from jfcl.methods.options import PersonalSteps, Weights, passed_on
+from jfcl.robust.privacy import GaussianDP
+from jfcl.training import local
+from jfcl.training.losses import lowest_loss
+
+
+def hypcluster(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    warm_rounds: Annotated[int, Range(0, MOST_REPEATED)] = 0,
+    weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Runs IFCA's model averaging with clients weighted by size, usually with epochs, a cohort and a warm start.
+
+    Args:
+      num_clusters: `K`.
+      warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
+        differ and are of some use to every client. A simulation counts these rounds before its own; their cost is in
+        the metrics of its first round. Default: none.
+      task, training, weights, shared, personal, personal_steps, server_optimizer, cohort, init_params, adversary,
+        aggregator, dp, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of
+        warm start.
+
+    Returns:
+      `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
+
+    Raises:
+      ValueError: warm rounds with `dp`; as in `jfcl.ifca`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.25), num_epochs=5)
+      >>> algorithm = jfcl.hypcluster(task, training, num_clusters=2, init_params={"b": np.float32([0, 9])})
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=3)
+      >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
+      ([1.0, 5.0], [0, 1, 0, 1])
+    """
+    check_options(hypcluster, locals())
+    fits = dp is None or warm_rounds == 0
+    check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
+    client_axis = mapping.or_auto(client_axis)
+    options = passed_on(ifca, locals())
+    algorithm = ifca(**options)
+    if not warm_rounds:
+        return algorithm
+
+    def init(key: jax.Array, clients: Clients):
+        start_key, parts_key, rounds_key = jax.random.split(key, 3)
+        parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
+        rules = Averaging(start=lambda *_: parts, **options)
+        warm = averaging(rules)
+
+        def one_round(t, state):
+            return warm.step(jax.random.fold_in(rounds_key, t), state, clients)[0]
+
+        start = warm.init(start_key, clients)
+        end = jax.lax.fori_loop(0, warm_rounds, one_round, start)
+        axis = in_lots(client_axis, task, clients, num_clusters)
+        chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
+        return with_models(rules, start, end.params, chosen, end.personal)
+
+    cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": personal_steps, "cohort": cohort}
+    return with_first_costs(algorithm._replace(init=init), training, **cost)

@@ -1,0 +1,240 @@
+"""IFCA, the Iterative Federated Clustering Algorithm (Ghosh, Chung, Yin, Ramchandran 2020, Algorithm 2)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Batch,
+    Clients,
+    PyTree,
+    Served,
+    Task,
+    check,
+    check_count,
+    dense_start,
+    get_parameter,
+    of_rest,
+)
+from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range, check_options
+from jfcl.mapping.memory import in_lots
+from jfcl.methods.averaging import Averaging, AveragingState, averaging
+from jfcl.methods.options import PersonalSteps, Rounds, Weights, passed_on
+from jfcl.methods.restarts import with_balanced_start, with_restarts
+from jfcl.methods.round import check_at_most_clients
+from jfcl.robust.privacy import GaussianDP
+from jfcl.training.local import LocalTraining, augmented, check_parts, draw_batch
+from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, under_all
+
+AVERAGE = ("models", "gradients")
+DIVIDE_BY = ("all", "participants")
+IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
+
+
+def ifca(
+    task: Task,
+    training: LocalTraining,
+    *,
+    num_clusters: int,
+    average: Annotated[str, OneOf(AVERAGE)] = "models",
+    divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
+    weights: Weights = "equal",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
+    stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
+    identity_batch: Annotated[int | None, Range(1)] = None,
+    identity_augment: bool = False,
+    min_share: Annotated[float | None, Interval("(0, 1]")] = None,
+    restarts: Rounds = 1,
+    restart_rounds: Annotated[int, Range(1, MOST_REPEATED), Needs("restarts")] = 1,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Trains `K` models: each round every client trains the one of lowest loss on its data; the server averages them.
+
+    Args:
+      task: from `jfcl.models`, or your own.
+      training: from `jfcl.local_training`. For `average="gradients"` it must be one step; its learning rate is the
+        paper's gamma.
+      num_clusters: `K`, the number of models.
+      average: `"models"` (option II): a model becomes the mean of its clients' trained models. `"gradients"`
+        (option I): it moves by the sum of its clients' gradients divided by the number `m` of machines.
+      divide_by: `m` for `average="gradients"`. `"all"`: all clients with examples, in the cohort or not, with finite
+        updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
+        clusters. With `weights="size"` it is the number of their examples. In a population
+        (`jfcl.simulate_population`) a round has the clients of the cohort alone, and `"all"` are those that answered.
+      weights: the weight of a client: `"equal"` (the paper) or `"size"`.
+      shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
+        true are averaged over all clients.
+      stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in the last so many rounds
+        that it took part in, clients get their own model only and do not compare the others. In a population, it is
+        decided in each round for its cohort. Default: never.
+      identity_batch: number of examples, drawn in each round, on which a client compares the models; default: all of
+        its own (the paper). With `num_steps` and the same batch size they are the first batch of its training.
+      identity_augment: a client compares the models on examples that the training's augmentation changes, with other
+        random numbers for each model; default: on the examples as they are (the paper). The authors' code for CIFAR-10
+        has it. With `jfcl.augment.tutorial_batch`, which changes all images alike, choices are partly random while the
+        models differ little: clients that all chose one model may come to choose another again.
+      min_share: initial models are drawn again until each is chosen by this share of a cohort; default: they are drawn
+        once (the paper). The authors' code for CIFAR-10 has 0.35 (see `with_balanced_start`).
+      restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
+        A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
+      restart_rounds: see `restarts`.
+      personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
+        `jfcl.fedavg`. A client compares the models with its own parameters in each. `init_params` may be `K` stacked
+        models.
+
+    Returns:
+      `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
+      forward passes over each client's data plus its local training; memory `O(chunk D + K D)`. The first dense layers
+      of the `K` passes are one product, with which training in the span of the examples begins (`jfcl.training.span`).
+      Bytes: each client gets `K` models (shared layers once) and sends one.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
+        `"gradients"`, a shortcut that could begin while restarts are still compared, `min_share` above `1 / K` or
+        with `init_params`, restarts, `min_share` or the shortcut with `dp`, `identity_augment` without an augmentation,
+        and as in `jfcl.fedavg`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.random.normal(key)}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> warm = {"b": np.float32([0, 9])}
+      >>> training = jfcl.local_training(optax.sgd(0.5), num_steps=1)
+      >>> algorithm = jfcl.ifca(task, training, num_clusters=2, init_params=warm)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> state.params["b"].tolist(), state.cluster.tolist()
+      ([1.0, 5.0], [0, 1, 0, 1])
+    """
+    check_options(ifca, locals())
+    given = passed_on(Averaging, locals())
+    check_parts(task, training)
+    check_count("num_clusters", num_clusters)
+    check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
+    check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
+    if min_share is not None:
+        check_min_share(min_share, num_clusters, cohort, init_params)
+    steps = f"{average}, with num_steps={training.num_steps}"
+    check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
+    if stable_rounds is not None:
+        late = restarts == 1 or stable_rounds > restart_rounds
+        check(late, "stable_rounds", stable_rounds, f"more than the {restart_rounds} rounds of each restart")
+    if dp is not None:
+        both, accepted = (restarts, stable_rounds), "left out with dp: they decide by results without noise"
+        check(both == (1, None), "restarts, stable_rounds", both, accepted)
+        check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
+    possible = not identity_augment or training.augment is not None
+    check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
+    client_axis = mapping.or_auto(client_axis)
+    estimate = training._replace(batch_size=identity_batch, augment=None)
+
+    # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster
+    # to compute them again: there the K losses then keep no products, and the large product ends in the activations.
+    comparing = task._replace(dense_start=None) if mapping.platform_of(client_axis) == "tpu" else task
+
+    def choose(params):
+        of_all = under_all(comparing, params)
+
+        def choice(key, examples, size, cluster, quiet, own):
+            find = under_all(of_rest(task, own), params) if jax.tree.leaves(own) else of_all
+
+            def on_changed(some, number):
+                return losses_when_changed(of_rest(task, own), training, params, key, some, number), None
+
+            def compare():
+                losses_of = on_changed if identity_augment else find
+                if identity_batch is None:
+                    losses, products = losses_of(examples, size)
+                else:  # with the key of the training, hence its first batch under num_steps
+                    batch, real = draw_batch(task, estimate, key, examples, size)
+                    losses, products = losses_of(batch, real.sum())[0], None
+                best = jnp.argmin(losses).astype(jnp.int32)
+                return best, jnp.ones((), bool), None if products is None else products[:, best]
+
+            def stay():
+                first = None if jax.tree.leaves(own) else dense_start(comparing)
+                products = None
+                if first is not None and identity_batch is None and not identity_augment:
+                    kernel = get_parameter(params, first.kernel)[cluster]
+                    inputs = first.rows(comparing.inputs_of(blank_padding(examples, size)), kernel)
+                    products = inputs @ kernel.astype(inputs.dtype)
+                return cluster, jnp.zeros((), bool), products
+
+            return compare() if stable_rounds is None else jax.lax.cond(quiet < stable_rounds, compare, stay)
+
+        return choice
+
+    def start(params, clients):
+        check_at_most_clients("num_clusters", num_clusters, clients)
+        return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
+
+    own = {"start": start, "choose": choose, "client_axis": client_axis}
+    own["divide_by"] = divide_by if average == "gradients" else "cluster"
+    serve = LowestLoss(task, num_clusters, personal is not None, client_axis)
+    algorithm = averaging(Averaging(**given | own))._replace(serve=serve)
+    if min_share is not None:
+        algorithm = with_balanced_start(algorithm, num_clusters=num_clusters, min_share=min_share, cohort=cohort)
+    if restarts == 1:
+        return algorithm
+    return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)
+
+
+class LowestLoss(NamedTuple):
+    """`Algorithm.serve` of methods in which a client chooses the model of lowest loss. Equal ones share programs."""
+
+    task: Task
+    num_clusters: int
+    has_personal: bool
+    client_axis: mapping.Mapping
+
+    def __call__(self, state: AveragingState, clients: Clients | None) -> Served:
+        """Returns the models of lowest loss on the clients' examples; without these, those that they chose last."""
+        cluster, own = state.cluster, state.personal if self.has_personal else ()
+        if clients is not None and self.num_clusters > 1:
+            axis = in_lots(self.client_axis, self.task, clients, self.num_clusters)
+            cluster = lowest_loss(self.task, state.params, clients, personal=own, client_axis=axis)
+        return Served(state.params, cluster, own)
+
+
+def check_min_share(min_share: float, num_clusters: int, cohort: int | None, init_params: PyTree | None) -> None:
+    """Raises `ValueError` for a share that no draw of initial models can reach, or where none are drawn."""
+    check(init_params is None, "min_share", min_share, "left out with init_params: nothing is drawn")
+    most = f"at most 1 / {num_clusters}, an equal share for each model"
+    check(num_clusters * min_share <= 1, "min_share", min_share, most)
+    enough = cohort is None or cohort >= num_clusters
+    check(enough, "cohort", cohort, f"at least the {num_clusters} models, for min_share")
+
+
+def losses_when_changed(
+    task: Task, training: LocalTraining, params: PyTree, key: jax.Array, examples: Batch, size: jax.Array
+) -> jax.Array:
+    """Returns one client's mean loss under each of `K` models, `[K]`, each on examples that are changed for it alone.
+
+    `key` is that of the client's training. The loss of a model is infinite where it is not finite.
+    """
+    examples = blank_padding(examples, size)
+
+    def one(key, model):
+        return mean_loss(task, model, augmented(task, training, key, examples), size)
+
+    keys = jax.random.split(jax.random.fold_in(key, IDENTITY_STREAM), len(jax.tree.leaves(params)[0]))
+    losses = jax.vmap(one)(keys, params)
+    return jnp.where(jnp.isfinite(losses), losses, jnp.full_like(losses, jnp.inf))

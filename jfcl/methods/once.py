@@ -1,0 +1,79 @@
+"""Methods that cluster the clients once, before or after a little training, and then run FedAvg in each cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import Algorithm, Clients, PyTree, max_examples, num_bytes
+from jfcl.methods.averaging import Averaging, averaging, with_models
+from jfcl.methods.round import check_at_most_clients
+from jfcl.training import local
+
+
+def with_first_costs(
+    algorithm: Algorithm,
+    training: local.LocalTraining,
+    *,
+    messages: int,
+    rounds: int,
+    more_steps: int | None = None,
+    cohort: int | None = None,
+) -> Algorithm:
+    """Returns `algorithm` with the rounds of its `init`, and their communication and computation in its first `step`.
+
+    Args:
+      algorithm: its state counts its rounds in `round` `[]` and stacks models of one size in `params`.
+      training: the local training of each of these rounds.
+      messages: number of models that a client got, and sent.
+      rounds: rounds of local training of a client.
+      more_steps: its local steps in each of them besides those of `training`; default: none.
+      cohort: clients that took part in each; default: all.
+    """
+
+    def init_costs(state, clients: Clients) -> dict[str, jax.Array]:
+        size = jnp.asarray(clients.size)
+        present = (size > 0).astype(jnp.float32)
+        if cohort is not None:
+            present = present * jnp.minimum(cohort / present.sum(), 1.0)
+        steps = local.steps_per_round(training, size, max_examples(clients)).astype(jnp.float32) + (more_steps or 0)
+        model = float(messages * num_bytes(jax.tree.map(lambda p: p[0], state.params)))  # may exceed int32
+        each = {"bytes_up": model, "bytes_down": model, "client_steps": rounds * steps}
+        return {name: (present * cost).sum() for name, cost in each.items()}
+
+    def step(key: jax.Array, state, clients: Clients):
+        first, costs = (state.round == 0).astype(jnp.float32), init_costs(state, clients)
+        state, metrics = algorithm.step(key, state, clients)
+        return state, metrics | {name: metrics[name] + first * cost for name, cost in costs.items()}
+
+    return algorithm._replace(step=step, init_costs=init_costs, init_rounds=rounds)
+
+
+def clustered_once(
+    rules: Averaging,
+    find: Callable[[jax.Array, Clients], tuple[PyTree, jax.Array, PyTree]],
+    *,
+    messages: int,
+    rounds: int,
+    more_steps: int | None = None,
+) -> Algorithm:
+    """Returns FedAvg inside the clusters that `find` finds in `init`.
+
+    Args:
+      rules: of FedAvg; its `init_params` are for `find`.
+      find: `(key, clients) -> (params [K, ...], cluster [N], personal [N, ...])`, as in `AveragingState`.
+      messages, rounds, more_steps: its cost, as in `with_first_costs`.
+    """
+    inner = averaging(rules._replace(init_params=None))
+
+    def init(key: jax.Array, clients: Clients):
+        check_at_most_clients("num_clusters", rules.num_clusters, clients)
+        start_key, find_key = jax.random.split(key)
+        state = inner.init(start_key, clients)
+        params, cluster, own = find(find_key, clients)
+        return with_models(rules, state, params, cluster, own)
+
+    cost = {"messages": messages, "rounds": rounds, "more_steps": more_steps}
+    return with_first_costs(inner._replace(init=init), rules.training, **cost)

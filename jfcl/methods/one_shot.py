@@ -1,0 +1,132 @@
+"""One-shot clustering of local models (Ghosh, Hong, Yin, Ramchandran 2019; IFCA's Algorithm 1 and baseline)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl import mapping
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, divided, trained_part
+from jfcl.core.options import check_options
+from jfcl.kernels import kmeans
+from jfcl.kernels.base import DENSE_UP_TO
+from jfcl.mapping.columns import over_columns
+from jfcl.methods.averaging import Averaging
+from jfcl.methods.once import clustered_once
+from jfcl.methods.options import PersonalSteps, Rounds, Weights, passed_on
+from jfcl.methods.personal import initial_state, train_alone
+from jfcl.methods.round import weights_of
+from jfcl.robust.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means, where_rows
+from jfcl.training import local
+
+
+def one_shot(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    local_rounds: Rounds = 10,
+    weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    client_axis: mapping.Mapping | None = None,
+) -> Algorithm:
+    """Clusters the clients once, by k-means of models trained alone; then runs FedAvg inside each cluster.
+
+    Args:
+      num_clusters: `K`.
+      local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
+        `init`: a simulation counts them before its own, and their cost is in the metrics of its first round.
+      init_params: one model that all start from.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
+        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
+        compared.
+
+    Returns:
+      `Algorithm` with an `AveragingState`; its models start at the means of their clients', where shared at those of
+      all. Cost of `init`: `local_rounds` local trainings of all, k-means of `N` points, `O(N D)` memory; of a round:
+      FedAvg's.
+
+    Raises:
+      ValueError: `K` larger than the number of clients, and as in `jfcl.fedavg`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 4).reshape(4, 4)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 4), np.float32), "y": y}, np.full(4, 4, np.int32))
+      >>> algorithm = jfcl.one_shot(task, jfcl.local_training(optax.sgd(0.25), num_steps=1), num_clusters=2)
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
+      ([1.0, 5.0], True)
+    """
+    check_options(one_shot, locals())
+    rules = Averaging(**passed_on(Averaging, locals()) | {"client_axis": mapping.or_auto(client_axis)})
+
+    def find(key: jax.Array, clients: Clients):
+        return cluster_local_models(rules, key, clients, local_rounds)
+
+    return clustered_once(rules, find, messages=1, rounds=local_rounds)
+
+
+@partial(jax.jit, static_argnames="num_clusters")
+def _clusters(points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int) -> jax.Array:
+    """Returns the k-means cluster `[N]` of each point; compiled, where too few points leave clusters empty."""
+    return kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
+
+
+def cluster_local_models(
+    rules: Averaging, key: jax.Array, clients: Clients, num_rounds: int
+) -> tuple[PyTree, jax.Array, PyTree]:
+    """Clusters the clients by k-means (Lloyd) on the parameters of models that they train alone.
+
+    Statistics are not compared. Clients without examples, or with a last round that has no finite model, are left out,
+    and in cluster 0. The attack of an `adversary` is on the difference of what a client sends to what it started from.
+
+    Args:
+      rules: the method's, with a `client_axis`.
+      num_rounds: rounds of local training, in which each client trains its model.
+
+    Returns:
+      `(means [K, ...], cluster [N], personal [N, ...])`, the last `()` where a client keeps nothing.
+    """
+    task, client_axis, num_clusters = rules.task, rules.client_axis, rules.num_clusters
+    start_key, rounds_key, means_key = jax.random.split(key, 3)
+
+    def one_round(t, carry):
+        key = jax.random.fold_in(rounds_key, t)
+        state, _, usable = train_alone(task, rules.training, client_axis, key, carry[0], clients)
+        return state, usable
+
+    start, size = initial_state(task, rules.training, start_key, clients, rules.init_params), jnp.asarray(clients.size)
+    trained, usable = jax.lax.fori_loop(0, num_rounds, one_round, (start, size > 0))
+    begin, (models, own) = divided(rules.personal, start.params)[0], divided(rules.personal, trained.params)
+    models, usable = attacked_models(rules.adversary, rounds_key, begin, models, clients, usable)
+
+    def cluster_models(models, key, usable):
+        points = ravel_clients(trained_part(task, models))
+        return (), _clusters(points, key, usable, num_clusters=num_clusters)
+
+    if len(size) <= DENSE_UP_TO:
+        cluster_models = over_columns(client_axis, cluster_models)
+    cluster = jnp.maximum(cluster_models(models, means_key, usable)[1], 0)
+    counts = weights_of(rules.weights, clients) * usable.astype(jnp.float32)
+    in_order = client_axis if isinstance(client_axis, mapping.sharded) else mapping.chunked(1)
+    means = cluster_mean(models, cluster, counts, num_clusters, in_order)
+    # A cluster that k-means left empty starts at the mean of all, or where all started.
+    everyone = cluster_mean(models, jnp.zeros_like(cluster), counts, 1, in_order)
+    everyone = jax.tree.map(lambda m, b: jnp.where((counts > 0).any(), m, b[:1]), everyone, begin)
+    filled = jax.ops.segment_sum((counts > 0).astype(jnp.int32), cluster, num_clusters) > 0
+    means = where_rows(filled, means, jax.tree.map(lambda e, m: jnp.broadcast_to(e, m.shape), everyone, means))
+    return shared_means(rules.shared, means, models, counts, in_order), cluster, own

@@ -1,0 +1,88 @@
+"""The oracle: FedAvg inside the true clusters, the result of a clustering method without any mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, client_ids, is_concrete, num_clients
+from jfcl.core.options import check_options
+from jfcl.mapping.axis import Mapping
+from jfcl.methods.averaging import Averaging, averaging
+from jfcl.methods.options import PersonalSteps, Weights, passed_on
+from jfcl.robust.aggregate import check_entries
+from jfcl.robust.privacy import GaussianDP
+from jfcl.training.local import LocalTraining
+
+
+def oracle(
+    task: Task,
+    training: LocalTraining,
+    *,
+    cluster,
+    num_clusters: int | None = None,
+    weights: Weights = "size",
+    shared: Callable[[str], bool] | None = None,
+    personal: Callable[[str], bool] | None = None,
+    personal_steps: PersonalSteps = None,
+    server_optimizer: optax.GradientTransformation | None = None,
+    cohort: int | None = None,
+    init_params: PyTree | None = None,
+    adversary: Adversary | None = None,
+    aggregator: Callable[..., PyTree] | None = None,
+    dp: GaussianDP | None = None,
+    client_axis: Mapping | None = None,
+) -> Algorithm:
+    """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
+
+    Args:
+      cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
+      num_clusters: `K`; default: the largest of `cluster` plus one.
+      shared: as in `jfcl.ifca`.
+      task, training, weights, personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator,
+        dp, client_axis: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
+
+    Raises:
+      ValueError: a `cluster` that is not `[N]` integers in `0..K-1`, and as in `jfcl.fedavg`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> clients = jfcl.Clients(
+      ...     {"x": np.zeros((2, 4), np.float32), "y": np.float32([[1] * 4, [5] * 4])}, np.full(2, 4, np.int32)
+      ... )
+      >>> algorithm = jfcl.oracle(task, jfcl.local_training(optax.sgd(0.5), num_steps=1), cluster=[0, 1])
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = algorithm.step(jax.random.key(1), state, clients)
+      >>> state.params["b"].tolist()
+      [1.0, 5.0]
+    """
+    check_options(oracle, locals())
+    given = passed_on(Averaging, locals())
+    if is_concrete(cluster):
+        cluster = np.asarray(cluster)
+        check(cluster.ndim == 1 and cluster.dtype.kind in "iu", "cluster", cluster, "a vector of integers")
+        num_clusters = int(cluster.max()) + 1 if num_clusters is None else num_clusters
+        check(cluster.min() >= 0 and cluster.max() < num_clusters, "cluster", cluster, f"in 0..{num_clusters - 1}")
+    cluster = jnp.asarray(cluster, jnp.int32)
+
+    def start(params, clients):
+        n = num_clients(clients)
+        fits = clients.id is not None or cluster.shape == (n,)
+        check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
+        return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
+
+    algorithm = averaging(Averaging(**given | {"num_clusters": num_clusters, "start": start}))
+
+    def check_each(clients: Clients) -> None:
+        check_entries("cluster", cluster, clients)
+        if algorithm.check is not None:
+            algorithm.check(clients)
+
+    return algorithm._replace(check=check_each)

@@ -1,0 +1,87 @@
+"""The state of methods with one model per client, and its initial value."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfcl.core import Clients, PyTree, Served, Task, is_finite, num_clients
+from jfcl.mapping.axis import Mapping
+from jfcl.methods.round import Cohort, initial_models, initial_optimizers, select_cohort, train_clients
+from jfcl.robust.aggregate import where_rows
+from jfcl.training.local import LocalTraining, Trained, train_round
+
+
+class PersonalState(NamedTuple):
+    """The state of methods with one model per client.
+
+    Attributes:
+      params: pytree of `[N, ...]`: client `i`'s model is row `i`.
+      cluster: `[N]` int32, `0 .. N-1`.
+      round: `[]` int32, rounds done.
+      client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
+    """
+
+    params: PyTree
+    cluster: jax.Array
+    round: jax.Array
+    client: PyTree
+
+
+def serve_own(state: Any, clients: Clients | None = None) -> Served:
+    """Returns each client's own model, of a state with `params` `[N, ...]`."""
+    return Served(state.params, None)
+
+
+def initial_state(
+    task: Task, training: LocalTraining, key: jax.Array, clients: Clients, init_params: PyTree | None
+) -> PersonalState:
+    """Returns the initial state: one random model for all clients, or `init_params`, one model or `N` stacked."""
+    n = num_clients(clients)
+    if init_params is None:
+        one = initial_models(task, key, 1, None)
+        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (n, *p.shape[1:])), one)
+    else:
+        params = initial_models(task, key, n, init_params)
+    every = jnp.arange(n, dtype=jnp.int32)
+    return PersonalState(params, every, jnp.zeros((), jnp.int32), initial_optimizers(task, training, params, None))
+
+
+def train_alone(
+    task: Task, training: LocalTraining, client_axis: Mapping, key: jax.Array, state: PersonalState, clients: Clients
+) -> tuple[PersonalState, Trained, jax.Array]:
+    """Does one round of local training of all clients, without any communication.
+
+    Returns:
+      `(state, trained [N, ...], usable [N] bool)`: `usable` are the clients with examples and a finite model, the
+      others keep the one they had.
+    """
+    trained, finite = train_personal(task, training, client_axis, select_cohort(key, clients), state)
+    usable = finite & (jnp.asarray(clients.size) > 0)
+    return next_personal(state, trained, usable), trained, usable
+
+
+def train_personal(
+    task: Task,
+    training: LocalTraining,
+    client_axis: Mapping,
+    cohort: Cohort,
+    state: Any,
+    *,
+    anchor: PyTree | None = None,
+) -> tuple[Trained, jax.Array]:
+    """Trains every client's own model: `(Trained of [N, ...], finite [N] bool)`; `anchor` as in `local.train`."""
+
+    def client(key, examples, size, params, opt_state):
+        trained = train_round(task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
+        return trained, is_finite(trained.params)
+
+    return train_clients(client_axis, client, cohort, state.params, state.client)
+
+
+def next_personal(state: Any, trained: Trained, keep: jax.Array) -> Any:
+    """Returns `state` after a round: with the trained models and optimisers of the clients to `keep`, `[N]` bool."""
+    params, client = where_rows(keep, (trained.params, trained.opt_state), (state.params, state.client))
+    return state._replace(params=params, round=state.round + 1, client=client)

@@ -1,0 +1,350 @@
+"""The phases of a communication round: select a cohort, train it, aggregate, update the server's models, report.
+
+Methods differ in the model that a client starts from and in the aggregation; the phases are the same functions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfcl import mapping
+from jfcl.core import (
+    Clients,
+    Cohort,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_finite,
+    client_ids,
+    client_keys,
+    divided,
+    is_concrete,
+    joined,
+    num_clients,
+    of_rest,
+    part_like,
+    random_order,
+    server_key,
+    take_clients,
+    trained_part,
+)
+from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
+from jfcl.training import local, noise
+from jfcl.training.optimizer import optimizer_step
+
+WEIGHTS = ("size", "equal")
+PERSONAL_STREAM = zlib.crc32(b"personal parameters")  # folded into a client's key
+
+
+def check_at_most_clients(argument: str, value: int | None, clients: Clients) -> None:
+    """Checks that a number of clusters or clients, where one is given, is at most the number of clients.
+
+    Raises:
+      ValueError: it is larger.
+    """
+    n = num_clients(clients)
+    check(value is None or value <= n, argument, value, f"at most the {n} clients there are")
+
+
+# Initial state.
+
+
+def initial_models(task: Task, key: jax.Array, count: int, init_params: PyTree | None) -> PyTree:
+    """Returns `count` initial models, stacked.
+
+    Args:
+      task: its `init` draws the models.
+      key: for that.
+      count: `K`.
+      init_params: the models to start from instead: one model, or `K` stacked.
+
+    Returns:
+      Pytree of `[K, ...]`.
+
+    Raises:
+      ValueError: `init_params` of another structure or shape, or not finite.
+    """
+    # One model after the other: XLA's CPU backend does not finish the vmapped orthogonal initialisers of flax's LSTM.
+    fresh = mapping.chunked(1)(task.init)(jax.random.split(key, count))
+    if init_params is None:
+        return fresh
+    check_finite(init_params, "init_params")
+    init_params = jax.tree.map(jnp.asarray, init_params)
+    if jax.tree.structure(init_params) != jax.tree.structure(fresh):
+        raise ValueError("init_params must have the structure of the task's parameters")
+
+    def fit(path, array, drawn):
+        if array.shape == drawn.shape:
+            return array.astype(drawn.dtype)
+        if array.shape == drawn.shape[1:]:
+            return jnp.broadcast_to(array, drawn.shape).astype(drawn.dtype)
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"init_params{name} must have shape {drawn.shape} or {drawn.shape[1:]}, got {array.shape}")
+
+    return jax.tree_util.tree_map_with_path(fit, init_params, fresh)
+
+
+def initial_optimizers(task: Task, training: local.LocalTraining, params: PyTree, cluster: jax.Array | None) -> PyTree:
+    """Returns the optimiser state of each client, `[N, ...]`, under `keep="everything"`, else `()`.
+
+    Some optimisers, such as schedule-free ones, keep parameters in their state: those of the first model of the client,
+    row `cluster[i]` of `params`; without clusters, row `i`.
+    """
+    if training.keep != "everything":
+        return ()
+    of_models = noise.as_data(jax.vmap(training.optimizer.init)(trained_part(task, params)))
+    return of_models if cluster is None else jax.tree.map(lambda x: x[cluster], of_models)
+
+
+def initial_scopes(personal: Callable[[str], bool] | None, params: PyTree, cluster: jax.Array) -> tuple[PyTree, PyTree]:
+    """Returns the models without personal parameters, and each client's personal ones: those of its first model.
+
+    Args:
+      personal: takes a parameter's path; true for those that a client keeps. None: there are none.
+      params: pytree of `[K, ...]`.
+      cluster: `[N]` int32.
+
+    Returns:
+      `(params [K, ...], personal [N, ...])`, parts of one structure; `personal` is `()` where there are none.
+    """
+    params, own = divided(personal, params)
+    return params, jax.tree.map(lambda p: p[cluster], own)
+
+
+# Phase 1: the cohort.
+
+
+def select_cohort(key: jax.Array, clients: Clients, count: int | None = None) -> Cohort:
+    """Draws the cohort of a round: `count` clients with examples, without replacement; None: all clients.
+
+    A client draws by its id, so that two methods with the same key have the same cohort, batches and noise.
+    """
+    cohort_key, clients_key = jax.random.split(key)
+    if count is None:
+        return Cohort(clients, None, clients_key)
+    rows = random_order(cohort_key, clients)[:count]
+    return Cohort(take_clients(clients, rows), rows, clients_key)
+
+
+def take_rows(cohort: Cohort, arrays: PyTree) -> PyTree:
+    """Returns the cohort's rows `[C, ...]` of `arrays` `[N, ...]`."""
+    return arrays if cohort.rows is None else jax.tree.map(lambda x: x[cohort.rows], arrays)
+
+
+def put_rows(cohort: Cohort, arrays: PyTree, new: PyTree) -> PyTree:
+    """Returns `arrays` `[N, ...]` with the cohort's rows replaced by `new` `[C, ...]`."""
+    return new if cohort.rows is None else jax.tree.map(lambda old, x: old.at[cohort.rows].set(x), arrays, new)
+
+
+# Phase 2: training.
+
+
+def train_clients(
+    client_axis: mapping.Mapping, client: Callable[..., Any], cohort: Cohort, *rows: PyTree, sum_into: PyTree = None
+) -> Any:
+    """Trains the clients of the cohort.
+
+    Args:
+      client_axis: the clients' mapping.
+      client: `(key, examples, size, *rows)`, one client's part of the round.
+      cohort: from `select_cohort`.
+      rows: pytrees of `[C, ...]`, further arguments of `client`.
+      sum_into: models `[K, ...]`. With it `client` returns `((update, cluster, weight), rest)`, and the weighted
+        updates are added up as they are computed: memory `O(chunk D + K D)` instead of `O(C D)`.
+
+    Returns:
+      The stacked results of `client`; with `sum_into`, `((sums [K, ...], weight [K]), rest)`.
+    """
+    clients = cohort.clients
+    arguments = (client_keys(cohort.key, clients), clients.examples, jnp.asarray(clients.size), *rows)
+    if sum_into is None:
+        return client_axis(client)(*arguments)
+    return mapping.map_reduce(client_axis, client, add_sent, nothing_sent(sum_into))(*arguments)
+
+
+def train_scopes(
+    task: Task,
+    training: local.LocalTraining,
+    personal_steps: int | None,
+    key: jax.Array,
+    params: PyTree,
+    own: PyTree,
+    examples: PyTree,
+    size: jax.Array,
+    opt_state: PyTree,
+    rounds: jax.Array,
+    *,
+    products: jax.Array | None = None,
+) -> tuple[local.Trained, PyTree, PyTree]:
+    """Trains one client's model: the parameters of its cluster and its own.
+
+    Args:
+      task, training, key: as in `local.train_round`.
+      personal_steps: the client first trains its own parameters for so many steps, and then the others with these as
+        they are; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
+      params: the parameters of its cluster.
+      own: its personal ones; `()` if there are none.
+      examples, size, opt_state, rounds, products: as in `local.train_round`.
+
+    Returns:
+      `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
+      loss is that of the second part, and the steps are those of both.
+    """
+    rest = examples, size, opt_state, rounds
+    if personal_steps is None:
+        whole = joined(params, own)
+        trained = local.train_round(task, training, key, whole, *rest, products=products)
+        update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
+        return trained, update, part_like(own, trained.params)
+    of_own, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
+    most = jax.tree.leaves(examples)[0].shape[0]
+    begun = local.optimizer_at(training, trained_part(task, own), (), rounds, size, most)
+    first = local.train(of_own, alone, jax.random.fold_in(key, PERSONAL_STREAM), own, examples, size, begun)
+    trained = local.train_round(of_rest(task, first.params), training, key, params, *rest)
+    update = jax.tree.map(jnp.subtract, trained.params, params)
+    return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
+
+
+# Phase 3: aggregation.
+
+
+def check_weights(weights: Any) -> None:
+    """Raises `ValueError` for other than a name in `WEIGHTS`, or a vector of weights with one above 0."""
+    if isinstance(weights, str) or not hasattr(weights, "dtype"):
+        check_choice("weights", weights, WEIGHTS)
+    elif is_concrete(weights):
+        values = np.asarray(weights)
+        numbers = values.ndim == 1 and values.dtype.kind in "biuf" and values.size > 0
+        accepted = f"one of {', '.join(WEIGHTS)}, or a vector of finite numbers, at least 0 and not all 0"
+        fits = numbers and np.isfinite(values).all() and values.min() >= 0 and values.max() > 0
+        check(fits, "weights", values if numbers else f"{values.dtype} {values.shape}", accepted)
+
+
+def own_weights(weights: str | jax.Array, ids: jax.Array) -> jax.Array | None:
+    """Returns `[C]` the given weights of the clients with `ids`; None where weights are not given but a name."""
+    return None if isinstance(weights, str) else jnp.asarray(weights).astype(jnp.float32)[ids]
+
+
+def client_weight(weights: str | jax.Array, size: jax.Array, own: jax.Array | None = None) -> jax.Array:
+    """Returns a client's weight in a mean: its `size`, 1 for `"equal"`, or its `own`; 0 without examples."""
+    if own is not None:
+        return jnp.where(size > 0, own, jnp.zeros_like(own))
+    return (size if isinstance(weights, str) and weights == "size" else jnp.minimum(size, 1)).astype(jnp.float32)
+
+
+def weights_of(weights: str | jax.Array, clients: Clients) -> jax.Array:
+    """Returns `[N]` the `client_weight` of each of the clients."""
+    return client_weight(weights, jnp.asarray(clients.size), own_weights(weights, client_ids(clients)))
+
+
+def share(
+    flags: PyTree, mean: PyTree, changed: PyTree, sums: PyTree, divisor: jax.Array, like: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Replaces the mean of shared parameters by the mean over all clusters (weight sharing).
+
+    Args:
+      flags: from `path_flags`.
+      mean: pytree of `[K, ...]`, the mean update of each cluster.
+      changed: pytree of `[K]` bool, which models an update changes.
+      sums: pytree of `[K, ...]`, the sums of updates.
+      divisor: `[K]`, the weight of all clients.
+      like: the models.
+
+    Returns:
+      `(mean, changed)`; a shared parameter changes in all models if it changes in one.
+    """
+    totals = jax.tree.map(lambda s: jnp.broadcast_to(s.sum(axis=0, keepdims=True), s.shape), sums)
+    mean = jax.tree.map(lambda f, own, all_: all_ if f else own, flags, mean, divide_rows(totals, divisor, like))
+    return mean, jax.tree.map(lambda f, c: jnp.broadcast_to(c.any(), c.shape) if f else c, flags, changed)
+
+
+# Phase 4: the server's models.
+
+
+def server_update(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    cohort: Cohort,
+    params: PyTree,
+    opt_state: PyTree,
+    mean: PyTree,
+    changed: PyTree,
+    loss: jax.Array | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Moves the server's models along the mean updates, by one step of the server's optimiser.
+
+    The statistics of the task take the mean itself.
+
+    Args:
+      task: of the models.
+      optimizer: any optax optimiser; `mean` is its descent direction.
+      cohort: of the round; random keys in the optimiser's state are derived from its key.
+      params, opt_state: the models and their optimiser states, `[K, ...]` each.
+      mean: pytree of `[K, ...]`.
+      changed: pytree of `[K]` bool; the other models stay as they are.
+      loss: `[K]`, of the models' clients, for optimisers that take it; None: not known.
+
+    Returns:
+      `(params, opt_state)`; the caller keeps the old `opt_state` of models without an update.
+    """
+    weights, statistics = divided(task.statistics, params)
+    mean, of_statistics = divided(task.statistics, mean)
+    direction = jax.tree.map(jnp.negative, mean)
+    opt_state = _server_noise(optimizer, cohort.key, weights, opt_state)
+    updates, opt_state = jax.vmap(partial(optimizer_step, optimizer))(direction, opt_state, weights, loss)
+    opt_state = noise.as_data(opt_state)
+    new = joined(optax.apply_updates(weights, updates), jax.tree.map(jnp.add, statistics, of_statistics))
+    return jax.tree.map(where_rows, changed, new, params), opt_state
+
+
+def _server_noise(optimizer: optax.GradientTransformation, clients_key: jax.Array, params: PyTree, state: PyTree):
+    """Returns the server optimiser's `state` `[K, ...]` with the round's random keys in the place of any keys."""
+    like = jax.eval_shape(optimizer.init, jax.tree.map(lambda p: p[0], params))
+    if not noise.has_keys(like):
+        return state
+    keys = jax.random.split(server_key(clients_key), len(jax.tree.leaves(params)[0]))
+    return jax.vmap(partial(noise.rekeyed, like=like))(keys, state)
+
+
+# Phase 5: metrics.
+
+
+def round_metrics(present, loss, usable, steps, bytes_up, bytes_down) -> dict[str, jax.Array]:
+    """Returns the metrics that all methods have.
+
+    Args:
+      present: `[C]` bool, clients that took part; the others do not count.
+      loss: `[C]`.
+      usable: `[C]` bool, clients with a finite update.
+      steps, bytes_up, bytes_down: `[C]`, or one number for all clients.
+
+    Returns:
+      `loss` `[C]`, NaN for absent clients and infinity for a loss that is NaN; `bytes_up`, `bytes_down`,
+      `client_steps`, `participants`, `nonfinite` `[]`.
+    """
+
+    def total(values):
+        return (present.astype(jnp.float32) * jnp.asarray(values, jnp.float32)).sum()
+
+    return {
+        "loss": jnp.where(present, jnp.where(jnp.isnan(loss), jnp.inf, loss), jnp.nan),
+        "bytes_up": total(bytes_up),
+        "bytes_down": total(bytes_down),
+        "client_steps": total(steps),
+        "participants": present.sum().astype(jnp.int32),
+        "nonfinite": (present & ~usable).sum().astype(jnp.int32),
+    }
+
+
+def loss_of_all(cohort: Cohort, loss: jax.Array, count: int) -> jax.Array:
+    """Returns the cohort's `loss` `[C]` as that of all `count` clients `[N]`, NaN for clients outside the cohort."""
+    return loss if cohort.rows is None else jnp.full(count, jnp.nan).at[cohort.rows].set(loss)

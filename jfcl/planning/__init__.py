@@ -1,0 +1,1 @@
+"""Compiles and prices a run for an accelerator that is not there."""

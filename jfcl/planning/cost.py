@@ -1,0 +1,449 @@
+"""The predicted price of a compiled program on a chip: seconds, operations, bytes, communication, sequential steps.
+
+Counts are facts of the program. Seconds are predictions, good for comparing one program with another: loops are
+multiplied by their trip counts, and an instruction costs
+
+* on a TPU, the cycles that the compiler itself estimates for it;
+* on a GPU, the longer one of its operations at `REACHED` of the chip's peak and its bytes at the chip's bandwidth,
+  plus the launch of a kernel; a convolution with groups, some times that (`GROUPED`);
+* a collective, its bytes over the links, plus `LATENCY`.
+
+What the TPU compiler has no estimate for (gather, scatter, sort) is a guess, and is listed as one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jfcl.planning import hlo
+from jfcl.planning.hlo import Instruction, Program
+from jfcl.planning.targets import Chip, Target
+
+REACHED = 0.7  # the fraction of a GPU's peak that large matrix products reach
+LAUNCH = 3e-6  # seconds to start a kernel on a GPU
+# How many times as long cuDNN's convolutions with groups take: medians of eight layers on an H100, a group per client.
+GROUPED, GROUPED_FILTER = 6.0, 16.0  # the latter for gradients with respect to weights
+LATENCY = 3e-6  # seconds of a collective without bytes
+STARTUP = 1.2e-6  # seconds of an instruction on a TPU without an estimate, beside its bytes
+ROW_CYCLES = 20  # cycles of a TPU to move one row in gather and scatter
+SORT_FACTOR = 20  # passes over the data of a sort on a GPU
+SCALAR_CYCLES = 10
+MOST_PAIRS = 4_000_000  # of a convolution's outputs and window; above, its border is not looked for
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+FREE |= {"opt-barrier", "optimization-barrier", "add-dependency", "domain", "async-update"}
+COPIES = ("copy-start", "slice-start", "dynamic-slice-start")
+ADDED = "compiler: layouts and copies"  # the part of instructions that no function stands for
+
+
+class Loop(NamedTuple):
+    """A loop of a program.
+
+    Attributes:
+      trips: how often its body runs; None where the program does not show it, which then is counted as once.
+      certain: whether it runs exactly as often, and not at most.
+      seconds: predicted, of one trip.
+      collectives: in one trip.
+      function: that it comes from.
+    """
+
+    trips: int | None
+    certain: bool
+    seconds: float
+    collectives: int
+    function: str
+
+
+class Cost(NamedTuple):
+    """What one run of a program costs on one of a target's chips; see `price`.
+
+    Attributes:
+      seconds: predicted.
+      flops: operations of matrix products and convolutions: a multiplication and an addition are two.
+      mfu: `flops` a second as a fraction of the chip's bfloat16 peak.
+      bytes_moved: between the chip and its memory.
+      collectives: by kind, `[number, bytes]`.
+      precision: by where they come from (`"training"`, `"kernels"`), the operations at each precision.
+      sequential_steps: trips of innermost loops, one after the other.
+      instructions: started one after the other, trips of loops included.
+      parts: predicted seconds by function, the longest first.
+      limits: predicted seconds by what takes them, the longest first.
+      guessed: seconds that are guesses, by instruction; they are part of `seconds`.
+      loops: in the order in which they end.
+    """
+
+    seconds: float
+    flops: float
+    mfu: float
+    bytes_moved: float
+    collectives: dict[str, list[float]]
+    precision: dict[str, dict[str, float]]
+    sequential_steps: int
+    instructions: int
+    parts: dict[str, float]
+    limits: dict[str, float]
+    guessed: dict[str, float]
+    loops: list[Loop]
+
+
+def price(program: str | Program, target: Target, *, rare: bool = True) -> Cost:
+    """Returns the predicted cost of an optimised program on each chip of `target`.
+
+    Args:
+      program: `compiled.as_text()`, or what `hlo.parse` made of it.
+      target: from `jfcl.planning.targets.target`.
+      rare: whether a conditional runs its longest branch, such as a split of CFL, and not its shortest.
+
+    Raises:
+      ValueError: a text that is no optimised program.
+
+    Example:
+      >>> from jfcl.planning.targets import target
+      >>> found = price('''
+      ... ENTRY %main (x: bf16[64,32], y: bf16[32,16]) -> bf16[64,16] {
+      ...   %x = bf16[64,32]{1,0} parameter(0)
+      ...   %y = bf16[32,16]{1,0} parameter(1)
+      ...   ROOT %z = bf16[64,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+      ... }''', target("h100"))
+      >>> found.flops == 2 * 64 * 32 * 16, found.bytes_moved == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+      (True, True)
+    """
+    program = hlo.parse(program) if isinstance(program, str) else program
+    pricing = _Pricing(program, target, max if rare else min)
+    tally = pricing.computation(program.entry)
+    network = _total(tally, "network")
+    seconds = max(_total(tally, "seconds"), _total(tally, "copies")) + network
+    flops = _total(tally, "flops")
+    precision: dict[str, dict[str, float]] = {}
+    for (_, where, name), value in _those(tally, "flops"):
+        precision.setdefault(where, {})[name] = value
+    limits = _grouped(tally, "seconds", 2) | ({"communication": network} if network else {})
+    return Cost(
+        seconds=seconds,
+        flops=flops,
+        mfu=flops / target.chip.bfloat16 / seconds if seconds else 0.0,
+        bytes_moved=_total(tally, "bytes"),
+        collectives={key[1]: [int(tally["count", key[1]]), value] for key, value in _those(tally, "sent")},
+        precision=precision,
+        sequential_steps=int(_total(tally, "steps")),
+        instructions=int(_total(tally, "instructions")),
+        parts=_grouped(tally, "seconds", 1, "network"),
+        limits=dict(sorted(limits.items(), key=lambda item: -item[1])),
+        guessed=_grouped(tally, "guess", 1),
+        loops=pricing.loops,
+    )
+
+
+# A tally maps (kind, ...) to a number; a loop multiplies all of them.
+Tally = Counter
+
+
+def _those(tally: Tally, *kinds: str) -> list[tuple[Any, float]]:
+    return [(key, value) for key, value in tally.items() if key[0] in kinds]
+
+
+def _total(tally: Tally, kind: str) -> float:
+    return sum(value for _, value in _those(tally, kind))
+
+
+def _grouped(tally: Tally, kind: str, field: int, *others: str) -> dict[str, float]:
+    """Returns the sums of a kind by one of its fields, the largest first."""
+    sums: Counter = Counter()
+    for key, value in _those(tally, kind, *others):
+        sums[key[field]] += value
+    return dict(sums.most_common())
+
+
+def _busy(tally: Tally) -> float:
+    return _total(tally, "seconds") + _total(tally, "network")
+
+
+class _Pricing:
+    """The tallies of a program's computations, each computed once."""
+
+    def __init__(self, program: Program, target: Target, branch: Callable[..., Tally]):
+        self.program, self.chip, self.count, self.branch = program, target.chip, target.count, branch
+        self.loops: list[Loop] = []
+        self._known: dict[str, Tally] = {}
+
+    def computation(self, name: str | None) -> Tally:
+        """Returns the tally of a computation and of all that it runs."""
+        if name not in self._known:
+            tally: Tally = Counter()
+            for instruction in self.program.computations.get(name, {}).values():
+                tally.update(self._instruction(name, instruction))
+            self._known[name] = tally
+        return self._known[name]
+
+    def _instruction(self, name: str, i: Instruction) -> Tally:
+        if i.op == "while":
+            return self._loop(name, i)
+        inner = hlo.called(self.program, i)
+        if i.op == "conditional":
+            return self.branch(map(self.computation, inner), key=_busy, default=Counter())
+        if i.op in ("call", "async-start"):
+            return sum(map(self.computation, inner), Counter())
+        if i.op in FREE or i.op.endswith("-done"):
+            return Counter()
+        if i.op.removesuffix("-start") in COLLECTIVES:
+            return self._collective(name, i)
+        if i.op in COPIES:  # beside other work
+            size = sum(a.nbytes for a in self._operands(name, i)[:1])
+            size = size if i.op == "copy-start" else min((a.nbytes for a in i.arrays if a.size > 1), default=0)
+            return Counter({("bytes",): size, ("copies",): size / self.chip.bandwidth})
+        return self._plain(name, i)
+
+    def _loop(self, name: str, i: Instruction) -> Tally:
+        trips, certain = hlo.trip_count(self.program, name, i)
+        once = Counter(self.computation(hlo.attribute(i, "body")))
+        collectives = _total(once, "count")
+        inner_steps = _total(once, "steps")
+        once.update(self.computation(hlo.attribute(i, "condition")))
+        self.loops.append(Loop(trips, certain, _busy(once), int(collectives), self._part(i)))
+        n = 1 if trips is None else trips
+        tally = Counter({key: n * value for key, value in once.items() if key[0] != "steps"})
+        tally["steps",] = n * max(inner_steps, 1)
+        return tally
+
+    def _collective(self, name: str, i: Instruction) -> Tally:
+        kind, n = i.op.removesuffix("-start"), max(self.count, 2)
+        size, given = (sum(a.nbytes for a in arrays) for arrays in (i.arrays, self._operands(name, i)))
+        if i.op in ("all-gather-start", "collective-permute-start"):  # operands stand beside results
+            size -= given
+        elif kind == "reduce-scatter":  # a chip keeps a part of the sum
+            size = given
+        sent = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n}.get(kind, 1)
+        seconds = sent * size / self.chip.link + LATENCY
+        part = f"{self._part(i)} ({kind})"
+        return Counter({("network", part): seconds, ("sent", kind): size, ("count", kind): 1, ("instructions",): 1})
+
+    def _operands(self, name: str, i: Instruction) -> list[hlo.Array]:
+        known = self.program.computations[name]
+        return [array for operand in i.operands if operand in known for array in known[operand].arrays]
+
+    def _part(self, i: Instruction) -> str:
+        return hlo.source(self.program, i) or ADDED
+
+    def _plain(self, name: str, i: Instruction) -> Tally:
+        """Returns the tally of an instruction that computes."""
+        moved = _bytes_moved(self.program, name, i)
+        where = "kernels" if hlo.is_kernel(self.program, i) else "training"
+        flops: Tally = Counter()
+        for precision, value in operations(self.program, name, i, self.chip.is_tpu):
+            flops["flops", where, precision] += value
+        products = sum(value / _rate(self.chip, key[2]) for key, value in flops.items())
+        memory = moved / self.chip.bandwidth
+        cycles = hlo.config(i, "estimated_cycles")
+        guess, slowdown = None, 1.0 if self.chip.is_tpu else _slowdown(i)
+        if cycles is not None and self.chip.is_tpu:
+            seconds = int(cycles) / self.chip.clock
+        elif self.chip.is_tpu:
+            rows = list(_rows_moved(self.program, i))
+            seconds = self._guess(i, memory, sum(count for _, count in rows))
+            guess = rows[0][0] if rows else i.op
+        else:
+            seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1))
+            seconds = seconds * slowdown + LAUNCH
+        limit = "convolutions with groups" if slowdown > 1 else _limit(seconds, products, memory)
+        tally = Counter({("seconds", self._part(i), limit): seconds})
+        tally.update(flops)
+        tally.update({("bytes",): moved, ("instructions",): 1})
+        if guess:
+            tally["guess", guess] = seconds
+        return tally
+
+    def _guess(self, i: Instruction, memory: float, rows: float) -> float:
+        """Returns the seconds of an instruction for which the TPU compiler has no estimate."""
+        size, clock = max((a.size for a in i.arrays), default=1), self.chip.clock
+        if i.op == "custom-call" and "Bit" in (hlo.attribute(i, "custom_call_target") or i.attributes[:200]):
+            return 0.0
+        if size == 1 and i.op not in ("fusion", "custom-call"):
+            return SCALAR_CYCLES / clock
+        if i.op == "sort":  # bitonic, on vectors of 8 x 128
+            at = (hlo.numbers(i, "dimensions") or (-1,))[0]
+            passes = math.log2(max(i.arrays[0].shape[at], 2))
+            steps = passes * (passes + 1) / 2 * sum(a.size for a in i.arrays)
+            return 6 * steps / (1024 * clock) + STARTUP
+        return memory + (STARTUP if memory else STARTUP / 6) + ROW_CYCLES * rows / clock
+
+
+def _slowdown(i: Instruction) -> float:
+    """Returns how many times as long as the roofline a GPU's instruction takes: more than once where it has groups."""
+    groups = re.search(r"(?:feature|batch)_group_count=(\d+)", i.attributes)
+    if i.op != "custom-call" or not _is_library_call(i) or groups is None or int(groups[1]) == 1:
+        return 1.0
+    return GROUPED_FILTER if "convBackwardFilter" in i.attributes else GROUPED
+
+
+def _limit(seconds: float, products: float, memory: float) -> str:
+    """Returns what an instruction's time is due to, where that explains a quarter of it."""
+    if max(products, memory) < seconds / 4:
+        return "small or padded steps"
+    return "matrix products" if products >= memory else "memory traffic"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Operations.
+
+
+def _rate(chip: Chip, precision: str) -> float:
+    """Returns the operations a second of products at a precision."""
+    kind, _, passes = precision.partition(" x ")
+    rates = {"bfloat16": chip.bfloat16, "tf32": chip.tf32, "float32": chip.float32, "float64": chip.float32 / 2}
+    return rates.get(kind, chip.bfloat16) / int(passes or 1)
+
+
+def _precision(i: Instruction, dtypes: set[str], is_tpu: bool) -> str:
+    """Returns the precision at which the chip multiplies, such as `"bfloat16"` for float32 arrays on a TPU."""
+    algorithm = hlo.attribute(i, "algorithm") or ""
+    if "bf16" in algorithm:
+        passes = algorithm.rpartition("_x")[2]
+        return f"bfloat16 x {passes}" if passes.isdigit() else "bfloat16"
+    if "tf32" in algorithm:
+        return "tf32"
+    dtypes = dtypes - {"pred"} or dtypes  # a mask takes the other one's
+    if not dtypes <= {"f32", "bf16", "f16"}:
+        return "float64" if "f64" in dtypes else "/".join(sorted(dtypes))
+    asked = re.search(r'operand_precision"?[=:][{\[]"?(\w+)', i.attributes)
+    found = asked[1].lower() if asked else "default"
+    if "f32" not in dtypes:
+        return "bfloat16"
+    if is_tpu:
+        return {"highest": "float32", "high": "bfloat16 x 3"}.get(found, "bfloat16")
+    return "float32" if found in ("high", "highest") else "tf32" if dtypes == {"f32"} else "bfloat16"
+
+
+def operations(program: Program, name: str, i: Instruction, is_tpu: bool) -> Iterator[tuple[str, float]]:
+    """Yields `(precision, operations)` of the products in an instruction of the computation `name`, fusions inside."""
+    if i.op in ("dot", "convolution") or (i.op == "custom-call" and _is_library_call(i)):
+        known = program.computations[name]
+        inputs = [known[operand].arrays[0] for operand in i.operands[:2] if operand in known and known[operand].arrays]
+        if len(inputs) == 2:
+            count = _convolution if "dim_labels=" in i.attributes else _dot
+            left, right, out = (array.shape for array in (*inputs, i.arrays[0]))
+            if "convBackwardInput" in i.attributes:  # cuDNN's labels are those of the convolution, not of its gradient
+                left, out = out, left
+            elif "convBackwardFilter" in i.attributes:
+                right, out = out, right
+            yield _precision(i, {array.dtype for array in inputs}, is_tpu), count(i, left, right, out)
+    elif i.op in ("fusion", "call", "map"):
+        for inner in hlo.called(program, i):
+            for each in program.computations[inner].values():
+                yield from operations(program, inner, each, is_tpu)
+
+
+def _is_library_call(i: Instruction) -> bool:
+    """Returns whether a custom call is a product of cuBLAS, or a convolution of cuDNN."""
+    called = re.search(r'custom_call_target="([^"]*)"', i.attributes)
+    return called is not None and any(name in called[1] for name in ("cublas", "cudnn$conv"))
+
+
+def _dot(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+    contracted = hlo.numbers(i, "lhs_contracting_dims")
+    if i.op == "custom-call":
+        noted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
+        contracted = tuple(int(n) for n in re.findall(r"\d+", noted[1])) if noted else ()
+    return 2.0 * math.prod(out) * math.prod(left[axis] for axis in contracted)
+
+
+def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+    """Returns the operations of a convolution, without those on the zeros around and between its inputs."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    of_left, of_right, of_out = labels.groups()
+    window = re.search(r"window=\{([^}]*)\}", i.attributes)
+    given = dict(field.split("=") for field in window[1].split()) if window else {}
+    spatial = sorted(c for c in of_right if c.isdigit())
+
+    def of_window(field: str, default: str) -> list[str]:
+        return given[field].split("x") if field in given else [default] * len(spatial)
+
+    fields = (("size", "1"), ("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
+    pairs = 1.0
+    for c, size, stride, pad, spread, dilated in zip(spatial, *(of_window(*f) for f in fields), strict=True):
+        size, stride, spread, dilated = int(size), int(stride), int(spread), int(dilated)
+        inputs, outputs = left[of_left.index(c)], out[of_out.index(c)]
+        if outputs * size > MOST_PAIRS:
+            pairs *= outputs * size
+            continue
+        at = np.arange(outputs)[:, None] * stride + np.arange(size) * dilated - int(pad.split("_")[0])
+        pairs *= int(((at >= 0) & (at <= (inputs - 1) * spread) & (at % spread == 0)).sum())
+    others = out[of_out.index("b")] * out[of_out.index("f")] if {"b", "f"} <= set(of_out) else 1
+    return 2.0 * pairs * others * right[of_right.index("i")]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bytes.
+
+
+def _in_memory(arrays: Iterable[hlo.Array]) -> float:
+    return sum(array.nbytes for array in arrays if array.in_memory)
+
+
+def _bytes_moved(program: Program, name: str, i: Instruction) -> float:
+    """Returns the bytes that an instruction reads from the chip's memory and writes there.
+
+    An operand of which only slices are read has their bytes, and a result that replaces a slice of an operand the
+    slice's.
+    """
+    known = program.computations[name]
+    operands = [known[operand].arrays for operand in i.operands if operand in known]
+    if i.op in ("dynamic-slice", "slice", "gather"):
+        return 2 * _in_memory(i.arrays)
+    if i.op == "dynamic-update-slice" and len(operands) > 1:
+        return 2 * _in_memory(operands[1])
+    inner = program.computations.get(hlo.attribute(i, "calls") or "") if i.op == "fusion" else None
+    if inner is None:
+        return _in_memory(i.arrays) + sum(map(_in_memory, operands))
+    users: dict[str, list[Instruction]] = {}
+    for each in inner.values():
+        for operand in each.operands:
+            users.setdefault(operand, []).append(each)
+    parameters = {int(p.inside): p.name for p in inner.values() if p.op == "parameter"}
+    results = [each.name for each in inner.values() if each.is_root]
+    for result in results:
+        results += inner[result].operands if inner[result].op in ("tuple", "bitcast", "reshape") else ()
+    read, written = 0.0, _in_memory(i.arrays)
+    for number, operand in enumerate(i.operands):
+        if operand not in known or not (whole := _in_memory(known[operand].arrays)):
+            continue
+        sliced, new = 0.0, []
+        for value, use in _uses(users, parameters.get(number)):
+            if use.op in ("dynamic-slice", "slice", "gather") and use.operands[0] == value:
+                sliced += _in_all(use)
+            elif use.op == "dynamic-update-slice" and use.operands[0] == value and use.name in results:
+                new.append(_in_all(inner[use.operands[1]]))
+            else:
+                sliced = whole
+        read += min(whole, sliced)
+        written -= whole - sum(new) if new else 0.0  # in place
+    return read + max(written, 0.0)
+
+
+def _in_all(i: Instruction) -> float:
+    return sum(array.nbytes for array in i.arrays)
+
+
+def _uses(users: dict[str, list[Instruction]], name: str | None) -> Iterator[tuple[str, Instruction]]:
+    """Yields `(value, user)` of a value in a fusion, and of those that only change its shape."""
+    for user in users.get(name, ()):
+        if user.op in ("bitcast", "reshape"):
+            yield from _uses(users, user.name)
+        else:
+            yield name, user
+
+
+def _rows_moved(program: Program, i: Instruction) -> Iterator[tuple[str, float]]:
+    """Yields `(opcode, rows)` of the gathers and scatters in an instruction."""
+    inner = program.computations.get(hlo.attribute(i, "calls") or "", {i.name: i})
+    for each in inner.values():
+        if each.op == "gather":
+            yield each.op, each.arrays[0].size / max(math.prod(hlo.numbers(each, "slice_sizes")), 1)
+        elif each.op == "scatter" and len(each.operands) > 1 and each.operands[1] in inner:
+            yield each.op, math.prod(inner[each.operands[1]].arrays[0].shape[:-1])

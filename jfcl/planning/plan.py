@@ -1,0 +1,338 @@
+"""Plans: a method compiled for an accelerator that is not there, with its memory, communication and predicted time.
+
+`plan` compiles `init` and `step` of a method with the real compiler of a target, for several mappings of the clients,
+and runs nothing. Memory, collectives, operations and precision are facts of the programs; seconds are predictions of
+`jfcl.planning.cost`. Needs `libtpu` for TPUs and the CUDA plugin of JAX for GPUs (`docs/plan.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfcl import mapping
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_bytes, num_clients, shape_struct
+from jfcl.core.texts import first_line
+from jfcl.mapping import layout
+from jfcl.mapping.jitted import jitted
+from jfcl.mapping.memory import Memory, exhausted, memory_of
+from jfcl.planning import targets
+from jfcl.planning.cost import Cost, price
+from jfcl.planning.targets import Target
+
+Make = Callable[[mapping.Mapping], Algorithm]
+Tick = Callable[[str, int], None]
+
+CHUNKS = (1, 5, 20, 64, 256)  # chunk sizes near these are compared, beside vmap
+AT_ONCE = 2  # compilations beside each other
+SMALLEST_DIVISOR = 0.5  # a chunk size that divides the clients is at least so large a part of the wanted one
+
+
+class Candidate(NamedTuple):
+    """A mapping that was compared.
+
+    Attributes:
+      mapping: `"vmap"` or `"chunked"`.
+      chunk: clients at a time on each chip; None for all.
+      needed_bytes: on each chip, with `others`.
+      seconds: predicted, of a round; None for a program that the compiler refused.
+    """
+
+    mapping: str
+    chunk: int | None
+    needed_bytes: int
+    seconds: float | None
+
+
+class Plan(NamedTuple):
+    """What a method needs on each chip of a target; see `plan`.
+
+    Attributes:
+      target: its name.
+      mapping, chunk: those with the fastest rounds that fit: `"vmap"`, or `"chunked"` with so many clients at a time.
+        `"as made"`, None for an `Algorithm` that was made with its mapping.
+      fits: whether data, models, state before and after a round, temporaries and `other_bytes` fit into memory.
+      argument_bytes, output_bytes, temp_bytes: of a round, as the compiler counts them.
+      data_bytes: the part of `argument_bytes` that is clients' data, without the padding of layouts.
+      other_bytes: what else is kept on the chip, such as the clients' test data.
+      needed_bytes: the sum.
+      limit_bytes: the memory of the chip.
+      cost: of a round, predicted, with the longest branch wherever the program chooses; None where the compiler
+        refused the program.
+      common: the same with the shortest branches: without what is rare, such as a split of CFL.
+      init_seconds: predicted, of the start; None where the compiler refused it.
+      candidates: the mappings that were compared, the fastest that fits first.
+      advice: what would fit, where this does not; "" otherwise.
+      step_hlo, init_hlo: the optimised programs.
+    """
+
+    target: str
+    mapping: str
+    chunk: int | None
+    fits: bool
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    data_bytes: int
+    other_bytes: int
+    needed_bytes: int
+    limit_bytes: int
+    cost: Cost | None
+    common: Cost | None
+    init_seconds: float | None
+    candidates: list[Candidate]
+    advice: str
+    step_hlo: str
+    init_hlo: str
+
+    def __repr__(self) -> str:
+        """Returns one line, without the programs."""
+        size = f"{self.needed_bytes / 1e9:.3g} of {self.limit_bytes / 1e9:.3g} GB a chip"
+        how = self.mapping if self.chunk is None else f"{self.mapping}({self.chunk})"
+        if self.cost is None:
+            return f"<Plan for {self.target}: refused by the compiler, {size}>"
+        late = f"{1000 * self.cost.seconds:.3g} ms a round (predicted)"
+        return f"<Plan for {self.target}: {'fits' if self.fits else 'does not fit'}, {size}; {how}, {late}>"
+
+    def seconds(self, num_rounds: int) -> float:
+        """Returns the predicted seconds of the start and `num_rounds` rounds; NaN where the compiler refused them."""
+        if self.cost is None or self.init_seconds is None:
+            return math.nan
+        return self.init_seconds + num_rounds * self.cost.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the content of `plan.json`: all but the programs."""
+        apart = ("cost", "common", "step_hlo", "init_hlo")
+        kept = {name: v for name, v in self._asdict().items() if name not in apart}
+        kept["common_seconds_per_round"] = None if self.common is None else self.common.seconds
+        kept["candidates"] = [c._asdict() for c in self.candidates]
+        cost = {name: None for name in Cost._fields} if self.cost is None else self.cost._asdict()
+        cost["loops"] = [loop._asdict() for loop in cost["loops"] or ()]
+        return kept | {"seconds_per_round": cost.pop("seconds")} | cost
+
+
+class _Program(NamedTuple):
+    """A program: the bytes that it needs, its text, its memory and its predicted cost; without them if it is refused.
+
+    The compiler refuses a program that does not fit.
+    """
+
+    needed: int
+    text: str = ""
+    memory: Memory = Memory()
+    cost: Cost | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.cost is None else self.cost.seconds
+
+
+def plan(
+    algorithm: Algorithm | Make,
+    clients: Clients,
+    *,
+    target: str,
+    inner: Sequence[mapping.Mapping] | None = None,
+    other_bytes: float = 0,
+    seeds: int = 1,
+    name: str = "this method",
+    tick: Tick | None = None,
+) -> Plan:
+    """Compiles a method for a target that is not there, and returns what it needs and how long a round may take.
+
+    Args:
+      algorithm: a function `(client_axis) -> Algorithm`, of which several mappings are compared. An `Algorithm` is
+        compiled as it was made: with `client_axis=jfcl.sharded(jfcl.targets.mesh(target), ...)`, or without a mesh
+        for one chip.
+      clients: training data, or their shapes: `Clients` of `jax.ShapeDtypeStruct`. Nothing is put on a device.
+      target: `"v5e:2x4"`, `"h100"`, ...; see `jfcl.planning.targets`.
+      inner: mappings of one chip's clients to compare: `jax.vmap`, `jfcl.chunked(size)`; default: `vmap` and chunks.
+      other_bytes: what else each chip holds, such as test data.
+      seeds: runs at once, as a leading axis of the state.
+      name: of the method and its model, for messages.
+      tick: is called as `tick(text, number of programs)` after the compilation of each.
+
+    Returns:
+      A `Plan`. Its cost is that of a compilation for every mapping: seconds to minutes.
+
+    Raises:
+      ValueError: an unknown target; a compiler that is missing or of another version; a method that the target cannot
+        compile. A method that does not fit has a plan with `fits=False`.
+
+    Example:
+      >>> import jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> found = plan(lambda axis: jfcl.fedavg(task, training, client_axis=axis), clients, target="v5e:2x2")
+      ... # doctest: +SKIP
+      >>> found.fits, found.mapping, f"{1000 * found.cost.seconds:.2f} ms"  # doctest: +SKIP
+      (True, 'vmap', '0.12 ms')
+    """
+    chosen = targets.target(target)
+    check_count("seeds", seeds)
+    mesh = targets.mesh(chosen)
+    if isinstance(algorithm, Algorithm):
+        made: dict[Any, Algorithm] = {None: algorithm}
+    else:
+        axes = candidates(num_clients(clients), mesh.size) if inner is None else inner
+        check(len(axes) > 0, "inner", inner, "at least one mapping")
+        made = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
+    clients = layout.held(mapping.sharded(mesh), next(iter(made.values())).task, clients)
+    work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
+    with targets.not_cached():
+        return work.plan(made)
+
+
+def candidates(clients: int, devices: int) -> list[mapping.Mapping]:
+    """Returns the mappings of a chip's clients that a plan compares: `vmap`, and chunks that leave no rest.
+
+    Example:
+      >>> candidates(1200, 4)[1:]
+      [chunked(size=1), chunked(size=5), chunked(size=20), chunked(size=60)]
+    """
+    each = -(-clients // devices)
+    divisors = [size for size in range(1, each) if each % size == 0]
+    chunks: list[int] = []
+    for wanted in CHUNKS:
+        near = min(divisors, key=lambda size: abs(math.log(size / wanted)), default=1)
+        size = near if SMALLEST_DIVISOR <= near / wanted <= 1 / SMALLEST_DIVISOR else wanted
+        if 2 * size < each and size not in chunks:
+            chunks.append(size)
+    return [jax.vmap, *map(mapping.chunked, chunks)]
+
+
+class _Work:
+    """The compilations of one plan."""
+
+    def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, what: str, tick: Tick):
+        self.target, self.mesh, self.seeds, self.tick = chosen, mesh, seeds, tick
+        self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
+        rows = -(-num_clients(clients) // mesh.size) * mesh.size
+        split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        shape = lambda x: shape_struct(x, (rows, *np.shape(x)[1:]), split)  # noqa: E731
+        like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
+        self.rows, self.clients = rows, jax.tree.map(shape, like)
+        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))
+        self.key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        self.data = num_bytes(self.clients) // mesh.size
+
+    def plan(self, made: dict[Any, Algorithm]) -> Plan:
+        """Returns the plan of the algorithm with the fastest rounds that fit, of those made for several mappings."""
+        names = [f"a round, {self.name(axis)}" for axis in made]
+        jobs = [(algorithm.step, 3, (self.key, self.state(algorithm), self.clients)) for algorithm in made.values()]
+        rounds = dict(zip(made, self.compiled(jobs, names, len(jobs) + 1), strict=True))
+        compared = {
+            axis: Candidate(*_described(axis), found.needed + self.others, found.seconds)
+            for axis, found in rounds.items()
+        }
+        best = min(compared, key=lambda axis: self.order(compared[axis]))
+        found, kind, chunk = rounds[best], compared[best].mapping, compared[best].chunk
+        start = self.compiled([(made[best].init, 2, (self.key, self.clients))], ["the start"], len(jobs) + 1)[0]
+        needed, limit = max(found.needed, start.needed) + self.others, int(self.target.chip.memory)
+        fits = needed <= limit
+        return Plan(
+            target=self.target.name,
+            mapping=kind,
+            chunk=chunk,
+            fits=fits,
+            argument_bytes=found.memory.arguments,
+            output_bytes=found.memory.results - found.memory.aliased,
+            temp_bytes=found.memory.temporaries,
+            data_bytes=self.data,
+            other_bytes=self.others,
+            needed_bytes=needed,
+            limit_bytes=limit,
+            cost=found.cost,
+            common=price(found.text, self.target, rare=False) if found.text else None,
+            init_seconds=start.seconds,
+            candidates=sorted(compared.values(), key=self.order),
+            advice="" if fits else self.advice(needed, chunk),
+            step_hlo=found.text,
+            init_hlo=start.text,
+        )
+
+    def order(self, candidate: Candidate) -> tuple:
+        """Returns a key that sorts what fits before what does not, then fast before slow, or small before large."""
+        late = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
+        return late, candidate.needed_bytes if late else candidate.seconds
+
+    def name(self, axis: Any) -> str:
+        return f"chunks of {axis.size}" if isinstance(axis, mapping.chunked) else "all clients at once"
+
+    def compiled(self, jobs: list[tuple[Callable, int, tuple]], names: list[str], steps: int):
+        """Returns the programs of functions, their numbers of arguments, and their arguments."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
+
+            def finished(lowered, name):
+                found = self.finished(lowered)
+                self.tick(name, steps)
+                return found
+
+            # Traced here: a precision that is set for a block of code holds for one thread.
+            lowered = (self.lowered(self.over_seeds(fn, count), *args) for fn, count, args in jobs)
+            begun = [pool.submit(finished, program, name) for program, name in zip(lowered, names, strict=True)]
+            return [job.result() for job in begun]
+
+    def over_seeds(self, fn: Callable, arguments: int) -> Callable:
+        return fn if self.seeds == 1 else jax.vmap(fn, in_axes=(0,) * (arguments - 1) + (None,))
+
+    def state(self, algorithm: Algorithm) -> PyTree:
+        """Returns the shapes of the state: arrays of all clients are divided as the clients are."""
+        state = jax.eval_shape(self.over_seeds(algorithm.init, 2), self.key, self.clients)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x)), state)
+
+    def sharding(self, x: Any) -> NamedSharding:
+        axis = 0 if self.seeds == 1 else 1
+        divided = x.shape[axis : axis + 1] == (self.rows,)
+        return NamedSharding(
+            self.mesh, PartitionSpec(*[None] * axis, self.mesh.axis_names) if divided else PartitionSpec()
+        )
+
+    def lowered(self, fn: Callable, *args: Any):
+        """Returns the program of `fn`, not yet compiled, with the state where a run keeps it."""
+
+        def placed(*args):
+            out = fn(*args)
+            state = out[0] if type(out) is tuple else out
+            state = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x)), state)
+            return (state, *out[1:]) if type(out) is tuple else state
+
+        try:
+            return jitted(placed).lower(*args)
+        except NotImplementedError as error:  # its message names the primitive
+            raise ValueError(f"{self.refusal}: {first_line(error)}") from None
+
+    def finished(self, lowered: Any) -> _Program:
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            needed = exhausted(error)
+            if needed is None:
+                raise ValueError(f"{self.refusal}: {first_line(error)}") from None
+            return _Program(max(needed, int(self.target.chip.memory) + 1))
+        text, memory = compiled.as_text(), memory_of(compiled)
+        return _Program(memory.total, text, memory, price(text, self.target))
+
+    def advice(self, needed: int, chunk: int | None) -> str:
+        """Returns what may fit, where the best candidate does not."""
+        limit = self.target.chip.memory
+        ways = []
+        if chunk != 1 and self.rows > self.mesh.size:
+            size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
+            ways.append(f"smaller chunks (--chunk {size})")
+        more = targets.larger(self.target, needed / limit)
+        if more is not None:
+            ways.append(f"more chips (--target {more})")
+        return f"These may fit: {' or '.join([*ways, 'fewer clients or examples, or a smaller model'])}."
+
+
+def _described(axis: mapping.Mapping | None) -> tuple[str, int | None]:
+    if axis is None:
+        return "as made", None
+    return ("chunked", axis.size) if isinstance(axis, mapping.chunked) else ("vmap", None)

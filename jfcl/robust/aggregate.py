@@ -1,0 +1,315 @@
+"""Server-side aggregation: weighted and robust means of each cluster, attacks on updates, pytrees as matrices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfcl import mapping
+from jfcl.core import (
+    Adversary,
+    Clients,
+    PyTree,
+    attack_key,
+    check,
+    client_ids,
+    is_finite,
+    num_clients,
+    path_flags,
+    path_name,
+)
+
+
+def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `scale` `[n]` in the shape and type to multiply `x` `[n, ...]`."""
+    return scale.reshape(scale.shape + (1,) * (x.ndim - 1)).astype(x.dtype)
+
+
+def where_rows(keep: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns row `i` of `new` where `keep[i]`, else of `old`; pytrees of `[n, ...]`, `keep` `[n]` bool."""
+    return jax.tree.map(lambda a, b: jnp.where(_per_row(keep, a).astype(bool), a, b), new, old)
+
+
+def nothing_sent(like: PyTree) -> tuple[PyTree, jax.Array]:
+    """Returns the initial sums of `add_sent`: zeros in the shapes of `like` `[K, ...]`, and the weight `[K]`.
+
+    They are float32 at least: a sum of bfloat16 numbers stops growing after a few hundred of them.
+    """
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype if p.dtype.itemsize >= 4 else jnp.float32), like)
+    return zeros, jnp.zeros(len(jax.tree.leaves(like)[0]))
+
+
+def add_to_clusters(sums: PyTree, tree: PyTree, cluster: jax.Array, weights: jax.Array) -> PyTree:
+    """Adds `weights[i] * tree[i]` to `sums[cluster[i]]` for every row `i`.
+
+    Args:
+      sums: pytree of `[K, ...]`.
+      tree: pytree of `[n, ...]`; rows of weight 0 are left out, NaN or not.
+      cluster: `[n]` int32 in `0..K-1`; rows of others, such as -1, are added nowhere.
+      weights: `[n]` float32.
+
+    Returns:
+      Pytree of `[K, ...]`. Cost: `O(D)` for one row, else `O(n K D)` as one matrix product.
+    """
+
+    def add(total, x):
+        counted, scale = jnp.where(_per_row(weights, x) > 0, x, jnp.zeros_like(x)), weights.astype(total.dtype)
+        counted = counted.astype(total.dtype)
+        if len(x) == 1:
+            return total.at[cluster[0]].add(counted[0] * scale[0], mode="drop", wrap_negative_indices=False)
+        one_hot = jax.nn.one_hot(cluster, len(total), dtype=total.dtype, axis=0) * scale[None, :]
+        return total + jnp.tensordot(one_hot, counted, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.tree.map(add, sums, tree)
+
+
+def add_sent(total: tuple[PyTree, jax.Array], sent: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
+    """Adds the messages `(tree, cluster, weights)` of clients to `(sums [K, ...], weight [K])`.
+
+    This is the fold of `mapping.map_reduce`, from `nothing_sent` on; `divide_rows` of the result is each cluster's
+    weighted mean.
+    """
+    tree, cluster, weights = sent
+    ones = (weights > 0).astype(jnp.float32)
+    return add_to_clusters(total[0], tree, cluster, weights), add_to_clusters(total[1], weights, cluster, ones)
+
+
+def divide_rows(sums: PyTree, weights: jax.Array, like: PyTree) -> PyTree:
+    """Returns `sums[k] / weights[k]` in the types of `like`, zeros where `weights[k]` is 0; pytrees of `[K, ...]`."""
+    safe = jnp.where(weights > 0, weights, jnp.ones_like(weights))
+    return jax.tree.map(lambda x, p: (x / _per_row(safe, x)).astype(p.dtype), sums, like)
+
+
+def add_updates(
+    client_axis: mapping.Mapping, updates: PyTree, cluster: jax.Array, weight: jax.Array, like: PyTree
+) -> tuple[PyTree, jax.Array]:
+    """Adds up the updates of each cluster.
+
+    Args:
+      client_axis: the clients' mapping.
+      updates, cluster, weight: pytree of `[C, ...]`, `[C]` int32 and `[C]`.
+      like: pytree of `[K, ...]`.
+
+    Returns:
+      `(sums [K, ...], weight [K])`, as `train_clients` with `sum_into`.
+    """
+    add_up = mapping.map_reduce(client_axis, lambda *sent: (sent, ()), add_sent, nothing_sent(like))
+    return add_up(updates, cluster, weight)[0]
+
+
+def cluster_mean(
+    tree: PyTree,
+    cluster: jax.Array,
+    weights: jax.Array,
+    num_clusters: int,
+    client_axis: mapping.Mapping = jax.vmap,
+) -> PyTree:
+    """Returns the weighted mean of the rows of each cluster; zeros for a cluster without weight.
+
+    Args:
+      tree: pytree of `[N, ...]` floats.
+      cluster: `[N]` int32 in `0..K-1`.
+      weights: `[N]`, at least 0; rows of weight 0 are never part of a mean, NaN or not.
+      num_clusters: `K`.
+      client_axis: the clients' mapping. One that takes a client at a time adds them up in their order, so that clients
+        of weight 0 behind the others do not change a bit.
+
+    Returns:
+      Pytree of `[K, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> cluster_mean(jnp.array([1.0, 3.0, 5.0]), jnp.array([0, 0, 2]), jnp.ones(3), 3).tolist()
+      [2.0, 0.0, 5.0]
+    """
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_clusters, *x.shape[1:]), x.dtype), tree)
+    return divide_rows(*add_updates(client_axis, tree, cluster, weights.astype(jnp.float32), like), like)
+
+
+def shared_means(
+    shared: Callable[[str], bool] | None, means: PyTree, tree: PyTree, weights: jax.Array, client_axis: mapping.Mapping
+) -> PyTree:
+    """Returns `means` `[K, ...]` with those of shared parameters over all rows of `tree`, the same in every cluster.
+
+    Args:
+      shared: takes a parameter's path; None: no parameter is shared.
+      means: the `cluster_mean` of `tree`.
+      tree, weights, client_axis: as in `cluster_mean`.
+    """
+    if shared is None:
+        return means
+    of_all = cluster_mean(tree, jnp.zeros(len(weights), jnp.int32), weights, 1, client_axis)
+    flags = path_flags(shared, means)
+    return jax.tree.map(lambda f, own, all_: jnp.broadcast_to(all_, own.shape) if f else own, flags, means, of_all)
+
+
+def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
+    """Raises `ValueError` unless `aggregator` is None, or can be called as `aggregator(updates, mask=...)`."""
+    accepted = "a function (updates, mask=...) -> update, such as jfcl.kernels.make_aggregator returns for a name"
+    check(aggregator is None or callable(aggregator), "aggregator", aggregator, accepted)
+    if aggregator is not None:
+        _check_call("aggregator", aggregator, accepted, (None,), {"mask": None})
+
+
+def _check_call(argument: str, fn: Callable, accepted: str, args: tuple, keywords: dict[str, Any]) -> None:
+    """Raises `ValueError` where a function does not take these arguments."""
+    try:
+        inspect.signature(fn).bind(*args, **keywords)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ValueError(f"{argument} must be {accepted}; {name}: {error}") from None
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:
+    """Returns the `Algorithm.check` of a method with this adversary and these weights of clients.
+
+    `malicious`, and weights that are given, must have an entry for each client.
+    """
+    checks = []
+    if not isinstance(weights, str):
+        checks.append(partial(check_entries, "weights", weights))
+    if adversary is not None:
+        checks.append(_adversary_check(adversary))
+
+    def check_all(clients: Clients) -> None:
+        for check_one in checks:
+            check_one(clients)
+
+    return check_all if checks else None
+
+
+def _adversary_check(adversary: Adversary) -> Callable[[Clients], None]:
+    """Checks an adversary; returns the check of its entries for clients."""
+    kind = "jfcl.Adversary(attack, malicious)"
+    check(isinstance(adversary, Adversary), "adversary", type(adversary).__name__, kind)
+    accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
+    check(callable(adversary.attack), "attack", adversary.attack, accepted)
+    taken = taken_arguments(adversary.attack, cluster=None, ids=None)
+    _check_call("attack", adversary.attack, accepted, (None,) * 4, taken)
+    return partial(check_entries, "malicious", adversary.malicious)
+
+
+def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
+    """Returns those of the offered arguments that a function takes.
+
+    Example:
+      >>> taken_arguments(lambda key, updates, malicious, usable, cluster: updates, cluster=None, ids=None)
+      {'cluster': None}
+    """
+    return {name: value for name, value in offered.items() if name in inspect.signature(function).parameters}
+
+
+def check_entries(argument: str, entries: Any, clients: Clients) -> None:
+    """Checks that `entries` are a vector with one for each client, by its id.
+
+    Raises:
+      ValueError: they are not.
+    """
+    shape, n = np.shape(entries), num_clients(clients)
+    if clients.id is None and jax.process_count() == 1:
+        check(shape == (n,), argument, shape, f"of shape ({n},)")
+    else:  # part of all clients
+        largest = np.asarray(client_ids(clients))[np.asarray(clients.size) > 0].max(initial=-1)
+        fits = len(shape) == 1 and shape[0] > largest
+        check(fits, argument, shape, f"one for each client, also for {largest}")
+
+
+def attacked(
+    adversary: Adversary | None,
+    key: jax.Array,
+    updates: PyTree,
+    ids: jax.Array,
+    usable: jax.Array,
+    cluster: jax.Array | None = None,
+):
+    """Returns the updates `[N, ...]` after the adversary's attack, and which of them count, `[N]` bool.
+
+    Args:
+      adversary: None changes nothing.
+      key: the attackers' key of the round.
+      updates: pytree of `[N, ...]`.
+      ids: `[N]` int32, the clients of the updates; ids of padding clients may lie beyond `adversary.malicious`.
+      usable: `[N]` bool, updates that count without the adversary. After it they count where they are still finite.
+      cluster: `[N]` int32; updates of one cluster are averaged together; default: all. For attacks with this argument.
+
+    Raises:
+      ValueError: `adversary.malicious` is no mask.
+    """
+    if adversary is None:
+        return updates, usable
+    usable = usable & jax.vmap(is_finite)(updates)
+    known = jnp.asarray(adversary.malicious)
+    check(known.ndim == 1 and known.dtype == bool, "malicious", known.dtype, "bool, of shape [N]")
+    malicious = known[jnp.minimum(ids, len(known) - 1)] & (ids < len(known)) & usable
+    cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
+    taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
+    sent = adversary.attack(key, updates, malicious, usable, **taken)
+    check_sent(sent, updates)
+    updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
+    return updates, usable & jax.vmap(is_finite)(updates)
+
+
+def _check_mean(found: PyTree, updates: PyTree) -> None:
+    """Raises `ValueError` unless an aggregator has returned one update of the shapes `[...]` of those in `updates`."""
+    found = {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(found)}
+    given = {path_name(path): list(jnp.shape(x)[1:]) for path, x in jax.tree.leaves_with_path(updates)}
+    accepted = f"a function that returns one update, {given}"
+    check(found == given, "aggregator", f"a function that returned {found}", accepted)
+
+
+def check_sent(sent: PyTree, updates: PyTree) -> None:
+    """Raises `ValueError` unless an attack has returned updates with the shapes and types that it was given."""
+    found, given = (
+        {path_name(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (sent, updates)
+    )
+    check(found == given, "attack", f"a function that returned {found}", f"a function that returns updates {given}")
+
+
+def attacked_models(
+    adversary: Adversary | None,
+    clients_key: jax.Array,
+    begin: PyTree,
+    models: PyTree,
+    clients: Clients,
+    usable: jax.Array,
+    cluster: jax.Array | None = None,
+) -> tuple[PyTree, jax.Array]:
+    """Returns `attacked` for clients that send `models` `[N, ...]`: the attack is on their differences to `begin`."""
+    if adversary is None:
+        return models, usable
+    updates = jax.tree.map(jnp.subtract, models, begin)
+    updates, usable = attacked(adversary, attack_key(clients_key), updates, client_ids(clients), usable, cluster)
+    return jax.tree.map(jnp.add, begin, updates), usable
+
+
+def robust_cluster_mean(
+    aggregator: Callable[..., PyTree], updates: PyTree, cluster: jax.Array, usable: jax.Array, num_clusters: int
+) -> PyTree:
+    """Returns `aggregator(updates, mask=members)` of each cluster, computed one after the other: `[K, ...]`."""
+
+    def one(k):
+        mean = aggregator(updates, mask=usable & (cluster == k))
+        _check_mean(mean, updates)
+        return mean
+
+    return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
+
+
+def ravel_clients(tree: PyTree) -> jax.Array:
+    """Returns a stacked pytree `[N, ...]` as one matrix `[N, D]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> ravel_clients({"w": jnp.zeros((3, 2, 2)), "b": jnp.ones((3, 1))}).shape
+      (3, 5)
+    """
+    return jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)], axis=1)

@@ -1,0 +1,450 @@
+"""Local training, written for ONE client; `jfcl.mapping` maps it over all clients."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfcl.core import (
+    Batch,
+    PyTree,
+    Task,
+    at_most,
+    check,
+    check_choice,
+    check_count,
+    check_task,
+    dense_start,
+    divided,
+    is_concrete,
+    is_number,
+    joined,
+    trained_part,
+)
+from jfcl.training import noise
+from jfcl.training import span as spans
+from jfcl.training.losses import blank_padding, blank_rows, training_loss
+from jfcl.training.optimizer import check_optimizer, optimizer_step
+
+KEEP = ("nothing", "schedule", "everything")
+SPAN = ("auto", "never", "always")
+MODEL_STREAM = zlib.crc32(b"randomness of the model")  # folded into a client's key, of which training splits off others
+
+
+class LocalTraining(NamedTuple):
+    """The local training of one round; built by `local_training`, which checks the arguments."""
+
+    optimizer: optax.GradientTransformation
+    num_steps: int | None
+    num_epochs: int | None
+    batch_size: int | None
+    prox: Any
+    augment: Callable[[jax.Array, Batch], Batch] | None
+    keep: str
+    span: str
+
+
+class Trained(NamedTuple):
+    """The result of one client's local training.
+
+    Attributes:
+      params: the trained model.
+      loss: `[]`, the mean over local steps of the batch loss before each step, without the proximal term.
+      num_steps: `[]` int32, local steps done.
+      opt_state: the optimiser's state, for `keep="everything"`; `()` if the client trained in the span of its examples.
+    """
+
+    params: PyTree
+    loss: jax.Array
+    num_steps: jax.Array
+    opt_state: PyTree
+
+
+def local_training(
+    optimizer: optax.GradientTransformation,
+    *,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    batch_size: int | None = None,
+    prox: Any = 0.0,
+    augment: Callable[[jax.Array, Batch], Batch] | None = None,
+    keep: str = "nothing",
+    span: str = "auto",
+) -> LocalTraining:
+    """Defines the clients' training, by exactly one of `num_steps` and `num_epochs`, full batch or mini-batches.
+
+    Args:
+      optimizer: any optax optimiser, e.g. `optax.sgd(0.1, momentum=0.9)`, that needs no more than gradients, parameters
+        and, as `optax.polyak_sgd` does, the loss of the batch (`value`). One that evaluates the model itself, as
+        `optax.lbfgs`, or keeps two of it, as `optax.lookahead`, is refused by the method.
+      num_steps: local steps a round. With mini-batches, the client's examples are shuffled once a round and used in
+        turn, from the start again after the last, so that every batch is full.
+      num_epochs: passes over the client's examples a round, reshuffled before each; a pass ends with a smaller batch
+        where the size is no multiple of `batch_size`, so clients with more examples do more steps.
+      batch_size: examples per step; `None`, or at least `M`, means all of them at every step (no shuffling).
+      prox: FedProx's mu, 0 or more: adds `mu / 2 * ||params - start||^2` to the loss (Li et al. 2020, eq. 2).
+      augment: `(key, batch) -> batch`, applied to every batch, e.g. random flips.
+      keep: the part of the optimiser's state that a client keeps for its next round. `"nothing"` restarts momentum and
+        schedules; `"schedule"` restarts momentum and continues a learning-rate schedule, if its count is a state of its
+        own, unlike that of `optax.contrib.prodigy`; `"everything"` keeps the whole state of each client (`O(N D)`
+        memory). A schedule that continues counts every round, also those in which the client does not train; it begins
+        again after rounds that are part of a method's `init`, as in `jfcl.one_shot`. Random keys in the state, as in
+        that of `optax.add_noise`, are never kept: the noise of a client follows from the key of the run, and differs
+        between rounds and clients.
+      span: whether a first dense layer on the raw inputs is trained in the span of the client's examples, which is the
+        same but for rounding (see `jfcl.training.span`): `"auto"`, where it is possible and costs less; `"never"`;
+        `"always"`, or a `ValueError` with the reason why it is not possible.
+
+    Raises:
+      ValueError: for arguments outside of these ranges.
+
+    Warns:
+      UserWarning: the optimiser has a learning-rate schedule, which `keep="nothing"` restarts in every round.
+
+    Example:
+      >>> import optax
+      >>> local_training(optax.sgd(0.1), num_steps=10).num_steps
+      10
+    """
+    made = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    check(made, "optimizer", optimizer, "an optax optimiser, such as optax.sgd(0.1)")
+    if (num_steps is None) == (num_epochs is None):
+        raise ValueError(f"give exactly one of num_steps and num_epochs, got {num_steps!r} and {num_epochs!r}")
+    for name, value in (("num_steps", num_steps), ("num_epochs", num_epochs), ("batch_size", batch_size)):
+        if value is not None:
+            check_count(name, value)
+    if is_concrete(prox):
+        known = is_number(prox) or getattr(prox, "shape", None) == ()
+        check(known and 0 <= prox < float("inf"), "prox", prox, "0 or more, and finite")
+        prox = float(prox)
+    check_choice("keep", keep, KEEP)
+    check_choice("span", span, SPAN)
+    check(augment is None or callable(augment), "augment", augment, "a function (key, batch) -> batch, or None")
+    is_scheduled = _has_state(optimizer, _counts_schedule)
+    accumulates = is_scheduled and _has_state(optimizer, lambda state: isinstance(state, optax.MultiStepsState))
+    accepted = "nothing for a schedule in optax.MultiSteps, which does not count local steps"
+    check(keep == "nothing" or not accumulates, "keep", keep, accepted)
+    if keep == "nothing" and is_scheduled:
+        warnings.warn(
+            "the optimizer's schedule begins again in every round; with keep='schedule' it counts on over the rounds",
+            stacklevel=2,
+        )
+    return LocalTraining(optimizer, num_steps, num_epochs, batch_size, prox, augment, keep, span)
+
+
+def _has_state(optimizer: optax.GradientTransformation, kind: Callable[[Any], bool]) -> bool:
+    """Returns whether the state of `optimizer`, for a small model, has a part for which `kind(part)` is true."""
+    try:
+        state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    except Exception:  # an optimiser for the parameters of one model, as those with a mask may be
+        return False
+    return any(map(kind, jax.tree.leaves(state, is_leaf=kind)))
+
+
+def _counts_schedule(state: Any) -> bool:
+    """Returns whether `state`, a part of an optimiser's state, counts steps and nothing else, as for a schedule."""
+    return getattr(state, "_fields", ()) == ("count",)
+
+
+def check_parts(task: Any, training: Any) -> None:
+    """Checks `task` and `training`, which are easily exchanged, and raises `ValueError`."""
+    check_task(task)
+    accepted = "the result of jfcl.local_training(optimizer, num_steps=...)"
+    check(isinstance(training, LocalTraining), "training", type(training).__name__, accepted)
+    check_optimizer("optimizer", training.optimizer, task)
+
+
+def examples_per_step(training: LocalTraining, max_examples: int) -> int:
+    """Returns `B`: the batch size, at most `max_examples`; all of these where it is None."""
+    return max_examples if training.batch_size is None else min(training.batch_size, max_examples)
+
+
+def most_steps(training: LocalTraining, max_examples: int) -> int:
+    """Returns the local steps in one round of a client with `max_examples` examples."""
+    return training.num_steps or training.num_epochs * -(-max_examples // examples_per_step(training, max_examples))
+
+
+def steps_per_round(training: LocalTraining, size: jax.Array, max_examples: int) -> jax.Array:
+    """Returns the local steps in one round, `[]` int32, of a client with `size` of at most `max_examples` examples."""
+    if training.num_steps is not None:
+        return jnp.asarray(training.num_steps, jnp.int32)
+    batches = -(-jnp.asarray(size, jnp.int32) // examples_per_step(training, max_examples))
+    return (training.num_epochs * batches).astype(jnp.int32)
+
+
+def start_optimizer(training: LocalTraining, params: PyTree, steps_done: jax.Array) -> PyTree:
+    """Returns a fresh optimiser state; unless `keep="nothing"`, its schedule has counted `steps_done` steps."""
+    state = training.optimizer.init(params)
+    return state if training.keep == "nothing" else at_step(state, steps_done)
+
+
+def at_step(opt_state: PyTree, steps_done: jax.Array) -> PyTree:
+    """Returns `opt_state` with all schedules, also that of `optax.add_noise`, at `steps_done` steps.
+
+    Adam's own count belongs to its moments, and does not change.
+    """
+    steps_done = jnp.asarray(steps_done, jnp.int32)
+
+    def counts(state):
+        return _counts_schedule(state) or isinstance(state, optax.AddNoiseState)
+
+    def one(state):
+        return state._replace(count=steps_done) if counts(state) else state
+
+    return jax.tree.map(one, opt_state, is_leaf=counts)
+
+
+def shuffled_rows(key: jax.Array, size: jax.Array, max_examples: int) -> jax.Array:
+    """Returns the rows `[M]` of a client's real examples in random order, those of padding behind them."""
+    draws = jax.random.uniform(key, (max_examples,))
+    return jnp.argsort(jnp.where(jnp.arange(max_examples) < size, draws, jnp.full_like(draws, 2)))
+
+
+def augmented(task: Task, training: LocalTraining, key: jax.Array, batch: Batch) -> Batch:
+    """Returns `batch` after the augmentation, if there is one, of inputs in the shape of the task's."""
+    if training.augment is None:
+        return batch
+    if task.input_shape is not None:
+        batch = {**batch, "x": batch["x"].reshape(len(batch["x"]), *task.input_shape)}
+    return training.augment(key, batch)
+
+
+def draw_batch(
+    task: Task, training: LocalTraining, key: jax.Array, examples: Batch, size: jax.Array
+) -> tuple[Batch, jax.Array]:
+    """Draws the batch of one client's next step, `(batch [B, ...], real [B] bool)`: all examples, or random ones."""
+    m = jax.tree.leaves(examples)[0].shape[0]
+    order_key, augment_key = jax.random.split(key)
+    if training.batch_size is None or training.batch_size >= m:
+        batch, real = blank_padding(examples, size), jnp.arange(m) < size
+    else:
+        slots = jnp.arange(training.batch_size)
+        rows = shuffled_rows(order_key, size, m)[slots % jnp.maximum(size, 1)]
+        batch, real = jax.tree.map(lambda x: x[rows], examples), slots < size
+    return augmented(task, training, augment_key, batch), real
+
+
+def optimizer_at(
+    training: LocalTraining, params: PyTree, opt_state: PyTree, rounds: jax.Array, size: jax.Array, max_examples: int
+) -> PyTree:
+    """Returns one client's optimiser state at the start of a round after `rounds` of them; `opt_state` is its last."""
+    steps_done = rounds * steps_per_round(training, size, max_examples)
+    if training.keep == "everything":  # schedules count all rounds, with this client or without
+        return at_step(opt_state, steps_done)
+    return start_optimizer(training, params, steps_done)
+
+
+def carried(training: LocalTraining, opt_state: PyTree) -> PyTree:
+    """Returns the part of a client's optimiser state that a method's state keeps: `()` unless `keep="everything"`."""
+    return noise.as_data(opt_state) if training.keep == "everything" else ()
+
+
+def rekeyed(training: LocalTraining, key: jax.Array, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns `opt_state` with all random keys replaced by those of one client and round, derived from `key`."""
+    return noise.rekeyed(key, opt_state, jax.eval_shape(training.optimizer.init, params))
+
+
+def outside_span(task: Task, training: LocalTraining, params: PyTree, anchor: PyTree | None) -> str | None:
+    """Returns the reason why a client cannot train in the span of its examples; None if it can."""
+    start = dense_start(task)
+    if start is None:
+        return "the task has no dense_start (that of its apply)"
+    if training.augment is not None:
+        return "augment changes the examples"
+    if training.keep == "everything":
+        return 'with keep="everything" momentum comes from other rounds, and so from outside'
+    if anchor is not None and not (is_concrete(training.prox) and training.prox == 0):
+        return "the proximal term pulls to another model than that at the start of training"
+    if spans.in_span(start, training.optimizer, params) is None:
+        return "the optimizer is not linear in the gradients alone (as Adam, weight decay and clipping are not)"
+    return None
+
+
+def trains_in_span(
+    task: Task,
+    training: LocalTraining,
+    params: PyTree,
+    max_examples: int,
+    *,
+    anchor: PyTree | None = None,
+    given: bool = False,
+) -> bool:
+    """Returns whether `train` uses the span of the client's examples; `given`: the first layer's products are known.
+
+    Raises:
+      ValueError: `span="always"` where it cannot.
+    """
+    if training.span == "always":
+        reason = outside_span(task, training, params, anchor)
+        check(reason is None, "span", "always", f"auto or never here: {reason}")
+        return True
+    if training.span == "never" or dense_start(task) is None:
+        return False
+    steps = examples_per_step(training, max_examples), most_steps(training, max_examples)
+    counts = (max_examples, *steps, *spans.size_of(dense_start(task), params))
+    less = spans.span_cost(*counts, given=given) < spans.plain_cost(*counts)
+    return less and outside_span(task, training, params, anchor) is None
+
+
+def loss_and_gradient(
+    task: Task, key: jax.Array | None, params: PyTree, statistics: PyTree, batch: Batch, real: jax.Array
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Returns `(loss [], gradient, statistics)` of one model on a batch `[B, ...]`; `params` are without statistics."""
+
+    def mean_loss(p):
+        loss, new = training_loss(task, key, joined(p, statistics), batch, real)
+        return loss, divided(task.statistics, new)[1]
+
+    (loss, statistics), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
+    return loss, grads, statistics
+
+
+def distance(params: PyTree, anchor: PyTree, prox: Any) -> jax.Array:
+    """Returns FedProx's term of the loss, `prox / 2 * ||params - anchor||^2`, `[]` float32."""
+    squares = jax.tree.map(lambda p, a: jnp.square((p - a).astype(jnp.float32)).sum(), params, anchor)
+    return 0.5 * jnp.asarray(prox, jnp.float32) * sum(jax.tree.leaves(squares))
+
+
+def train(
+    task: Task,
+    training: LocalTraining,
+    key: jax.Array,
+    params: PyTree,
+    examples: Batch,
+    size: jax.Array,
+    opt_state: PyTree,
+    *,
+    anchor: PyTree | None = None,
+    products: jax.Array | None = None,
+) -> Trained:
+    """Trains one client's model on its own examples.
+
+    Args:
+      task: loss and model.
+      training: from `local_training`.
+      key: this client's key for this round.
+      params: the model to start from.
+      examples: pytree of `[M, ...]`.
+      size: `[]` int32, how many of them are real. With 0 the loss is 0, and the result has no use: weight decay, for
+        one, still moves the model.
+      opt_state: from `start_optimizer`, or this client's last; random keys in it are replaced. Unless `training` has
+        `keep="everything"` or `span="never"`, all of it but counters of steps must be as from `start_optimizer`.
+      anchor: the model that the proximal term pulls to; `params` if None.
+      products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only training
+        in the span uses them.
+
+    Returns:
+      `Trained`. Cost: `num_steps` forward and backward passes over a batch.
+    """
+    m = jax.tree.leaves(examples)[0].shape[0]
+    batch_size = examples_per_step(training, m)
+    full_batch = batch_size == m
+    given = products is not None
+    anchor = None if anchor is None else trained_part(task, anchor)
+    params, statistics = divided(task.statistics, params)
+    opt_state = rekeyed(training, key, params, opt_state)
+    start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
+    begin, anchor = params, params if anchor is None else anchor
+    if full_batch or start is not None:
+        examples = blank_padding(examples, size)
+    if start is not None:
+        start = spans.in_span(start, training.optimizer, begin)
+        gram = not spans.one_full_step(m, batch_size, most_steps(training, m))
+        span = spans.enter(start, begin, task.inputs_of(examples), products, gram=gram)
+        params = anchor = spans.coefficients(start, span, begin)
+        opt_state = spans.start_optimizer(training.optimizer, opt_state, params)
+    order_key, augment_key = jax.random.split(key)
+    model_key = jax.random.fold_in(key, MODEL_STREAM)
+
+    def pull(grads, params):
+        return jax.tree.map(lambda g, p, a: g + jnp.asarray(training.prox, p.dtype) * (p - a), grads, params, anchor)
+
+    def step(t, carry, rows, real):
+        """Does one local step on the examples at `rows` (None: all)."""
+        params, statistics, opt_state, total = carry
+        batch = examples if rows is None else blank_rows(jax.tree.map(lambda x: x[rows], examples), real)
+        batch = augmented(task, training, jax.random.fold_in(augment_key, t), batch)
+        step_key = None if task.train_loss is None else jax.random.fold_in(model_key, t)
+        if start is None:
+            loss, grads, statistics = loss_and_gradient(task, step_key, params, statistics, batch, real)
+        else:
+            loss, grads = spans.loss_and_gradient(task, start, span, params, batch, rows, real)
+        objective = loss
+        if not (is_concrete(training.prox) and training.prox == 0):
+            grads, objective = pull(grads, params), loss + distance(params, anchor, training.prox).astype(loss.dtype)
+        updates, opt_state = optimizer_step(training.optimizer, grads, opt_state, params, objective)
+        chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
+        return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
+
+    slots = jnp.arange(batch_size)
+
+    def full_step(t, carry):
+        return step(t, carry, None, jnp.arange(m) < size)
+
+    carry = (params, statistics, opt_state, jnp.zeros(()))
+    num_steps = steps_per_round(training, size, m)
+    if full_batch:
+        # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
+        with at_most(most_steps(training, m)):
+            carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
+    elif training.num_steps is not None:
+        order = shuffled_rows(order_key, size, m)
+        cycle = jnp.maximum(size, 1)
+
+        def cyclic_step(t, carry):
+            return step(t, carry, order[(t * batch_size + slots) % cycle], slots < size)
+
+        carry = jax.lax.fori_loop(0, training.num_steps, cyclic_step, carry)
+    else:
+        batches = -(-size // batch_size)
+
+        def epoch(e, carry):
+            order = shuffled_rows(jax.random.fold_in(order_key, e), size, m)
+
+            def one(b, c):
+                positions = b * batch_size + slots
+                return step(e * batches + b, c, order[jnp.minimum(positions, m - 1)], positions < size)
+
+            with at_most(-(-m // batch_size)):
+                return jax.lax.fori_loop(0, batches, one, carry)
+
+        carry = jax.lax.fori_loop(0, training.num_epochs, epoch, carry)
+    params, statistics, opt_state, total = carry
+    if start is not None:
+        params, opt_state = spans.leave(start, span, params, begin), ()
+    loss = total / jnp.maximum(num_steps, 1).astype(total.dtype)
+    return Trained(joined(params, statistics), loss, num_steps, opt_state)
+
+
+def train_round(
+    task: Task,
+    training: LocalTraining,
+    key: jax.Array,
+    params: PyTree,
+    examples: Batch,
+    size: jax.Array,
+    opt_state: PyTree,
+    rounds: jax.Array,
+    **options: PyTree,
+) -> Trained:
+    """Trains one client's model in a round of a method: `train`, between two optimiser states of the method.
+
+    Args:
+      opt_state: the client's last, as in the method's state; `()` unless `keep="everything"`.
+      rounds: `[]` int32, rounds done before this one.
+      task, training, key, params, examples, size, options: as in `train`.
+
+    Returns:
+      `Trained`; its `opt_state` is the client's next one in the method's state.
+    """
+    begin, most = trained_part(task, params), jax.tree.leaves(examples)[0].shape[0]
+    opt_state = optimizer_at(training, begin, opt_state, rounds, size, most)
+    trained = train(task, training, key, params, examples, size, opt_state, **options)
+    return trained._replace(opt_state=carried(training, trained.opt_state))
