@@ -62,10 +62,12 @@ MODULES = {
 
 def public_names(module: types.ModuleType) -> list[str]:
     """Returns the public names of a module, without modules."""
+
+    def is_own(value):  # defined in this module, or, where it is a folder, in one of its files
+        return f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
+
     names = getattr(module, "__all__", None) or [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+        name for name, value in vars(module).items() if not name.startswith("_") and callable(value) and is_own(value)
     ]
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType) and name != "__version__"]
 

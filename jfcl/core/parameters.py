@@ -1,8 +1,12 @@
-"""Parameters as pytrees: their names, their size in bytes, and whether they are finite."""
+"""Parameters as pytrees: their names, their size, and parts of a model: statistics, the cluster's, the client's own.
+
+A part of a pytree has its structure, with `None` in the place of the other leaves. JAX takes `None` for an empty
+pytree, so that functions of parameters, optimisers included, apply to a part as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,7 +15,7 @@ import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.core.platforms import by_platform
-from jfcl.core.types import PyTree
+from jfcl.core.types import PyTree, Task
 
 
 def path_name(path: Iterable[Any]) -> str:
@@ -71,3 +75,145 @@ def is_finite(tree: PyTree) -> jax.Array:
 def num_bytes(tree: PyTree) -> int:
     """Returns the bytes of a pytree of arrays (or of their shapes): the cost of sending it once."""
     return sum(int(np.prod(np.shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Parts.
+
+
+def path_flags(predicate: Callable[[str], bool], params: PyTree) -> PyTree:
+    """Returns the structure of `params` with `predicate(path)`, a bool, in the place of each array."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: bool(predicate(path_name(path))), params)
+
+
+def parts(flags: PyTree, tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the leaves of `tree` with a true flag, and the others.
+
+    Example:
+      >>> parts({"a": True, "b": False}, {"a": 1, "b": 2})
+      ({'a': 1, 'b': None}, {'a': None, 'b': 2})
+    """
+    chosen = jax.tree.map(lambda f, x: x if f else None, flags, tree)
+    return chosen, jax.tree.map(lambda f, x: None if f else x, flags, tree)
+
+
+def joined(first: PyTree, second: PyTree) -> PyTree:
+    """Returns the tree of two parts; `()` or None in place of `second` stands for a part without leaves.
+
+    Example:
+      >>> joined({"a": 1, "b": None}, {"a": None, "b": 2})
+      {'a': 1, 'b': 2}
+    """
+    if second is None or (isinstance(second, tuple) and not second):
+        return first
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
+
+
+def part_like(part: PyTree, tree: PyTree) -> PyTree:
+    """Returns the leaves of `tree` that are not `None` in `part`.
+
+    Example:
+      >>> part_like({"a": 1, "b": None}, {"a": 3, "b": 4})
+      {'a': 3, 'b': None}
+    """
+    if isinstance(part, tuple) and not part:
+        return ()
+    return jax.tree.map(lambda old, x: None if old is None else x, part, tree, is_leaf=lambda x: x is None)
+
+
+def divided(predicate: Callable[[str], bool] | None, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters for which `predicate(path)` is false, and the others; `()` for these without a predicate.
+
+    Example:
+      >>> divided(lambda path: path.startswith("head"), {"body": 1, "head": {"bias": 2}})
+      ({'body': 1, 'head': {'bias': None}}, {'body': None, 'head': {'bias': 2}})
+    """
+    if predicate is None:
+        return params, ()
+    chosen, others = parts(path_flags(predicate, params), params)
+    return others, chosen
+
+
+def trained_part(task: Task, params: PyTree) -> PyTree:
+    """Returns `params`, or an update, without the task's statistics: what optimisers move and similarities compare."""
+    return divided(task.statistics, params)[0]
+
+
+def in_head(task: Task) -> Callable[[str], bool]:
+    """Returns the predicate of the parameters of the model's last dense layer.
+
+    Raises:
+      ValueError: the task does not know it, or the model has no other layer.
+    """
+    accepted = "given: the last dense layer of this task's model is not known (that of flax.linen modules is)"
+    check(task.head is not None, "personal", None, accepted)
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+    several = not all(name.startswith(f"{task.head}/") for name in names)
+    check(several, "task", f"a model of one layer, {task.head}", "a model with a body before its last dense layer")
+    return lambda path: path.startswith(f"{task.head}/")
+
+
+def check_part(argument: str, predicate: Callable[[str], bool] | None, task: Task, *, whole: bool = False) -> None:
+    """Checks that `predicate` holds for some of the task's parameters and, unless `whole`, not for all trained ones.
+
+    Raises:
+      ValueError: it holds for none, or for all, with the list of paths.
+    """
+    if predicate is not None:
+        shapes = jax.eval_shape(task.init, jax.random.key(0))
+        names, trained = parameter_names(shapes), parameter_names(trained_part(task, shapes))
+        check_predicate(argument, predicate, names, some=names, rest=None if whole else trained)
+
+
+def check_predicate(
+    argument: str, predicate: Any, names: list[str], *, some: list[str], rest: list[str] | None
+) -> None:
+    """Checks that `predicate` holds for `some` of the paths `names`, and not for all of `rest`.
+
+    Raises:
+      ValueError: it does not, with the list of paths.
+    """
+    check(callable(predicate), argument, predicate, "a function of a parameter's path, such as 'Dense_0/kernel'")
+    listed = ", ".join(names)
+    holds = any(map(predicate, some))
+    check(holds, argument, "a predicate that holds for no parameter", f"true for some of {listed}")
+    fails = rest is None or not all(map(predicate, rest))
+    check(fails, argument, "a predicate that holds for all parameters", f"false for some of {listed}")
+
+
+def parameter_names(params: PyTree) -> list[str]:
+    """Returns the path of each parameter, such as `"Dense_0/kernel"`."""
+    return list(named_parameters(params))
+
+
+def reparametrised(
+    task: Task, whole: Callable[[Callable], Callable], *, init: Callable, train_loss: Callable, merge: Callable | None
+) -> Task:
+    """Returns the task of other parameters, those of which `whole` makes each of its functions a function.
+
+    `train_loss` is left out for a task without one, and a `dense_start` is lost.
+    """
+    named = {name: getattr(task, name) for name in ("apply", "represent")}
+    functions = {name: None if function is None else whole(function) for name, function in named.items()}
+    functions["train_loss"] = None if task.train_loss is None else train_loss
+    return task._replace(**functions, init=init, dense_start=None, merge=merge)
+
+
+def of_rest(task: Task, fixed: Any) -> Task:
+    """Returns the task of the parameters that are `None` in `fixed`, with the others as they are in `fixed`.
+
+    Its statistics are those of `task` among them. It is a function of its own: a `dense_start` is lost.
+    """
+
+    def whole(function):
+        return lambda params, x: function(joined(params, fixed), x)
+
+    def train_loss(key, params, batch, real):
+        losses, new = task.train_loss(key, joined(params, fixed), batch, real)
+        return losses, part_like(params, new)
+
+    def init(key):
+        return jax.tree.map(lambda f, x: x if f is None else None, fixed, task.init(key), is_leaf=lambda x: x is None)
+
+    merge = None if task.merge is None else lambda params: task.merge(joined(params, fixed))
+    return reparametrised(task, whole, init=init, train_loss=train_loss, merge=merge)

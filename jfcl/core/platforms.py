@@ -1,13 +1,18 @@
-"""The platform that a computation runs on: a CPU has the fastest form of one kind, accelerators of another."""
+"""Forms of a computation in compiled programs: by platform, in parts of a batch, with noted bounds of loops."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from jfcl.core.checks import check
 
 
 def by_platform(
@@ -63,3 +68,59 @@ def platform(devices: Any = None) -> str:
             return jax.devices()[0].platform
         return default if isinstance(default, str) else default.platform
     return next(iter(devices)).platform
+
+
+def in_parts(function: Callable[[Any, Any], Any], rows: Any, most: int | None) -> Any:
+    """Computes `function(rows, part)`, arrays `[B, ...]`, for at most `most` rows at a time (None: all).
+
+    Row `i` must depend on row `i` of the pytree `rows` `[B, ...]` alone. `part` `[]` is the number of the part, for
+    random numbers. Activations of a part are computed again for the gradient.
+
+    Example:
+      >>> in_parts(lambda x, part: 2 * x, jnp.arange(5), 2).tolist()
+      [0, 2, 4, 6, 8]
+    """
+    total = len(jax.tree.leaves(rows)[0])
+    if most is None or total <= most:
+        return function(rows, 0)
+    count = -(-total // most)
+    each = -(-total // count)
+
+    def divide(x):
+        padded = jnp.pad(x, ((0, count * each - total), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(count, each, *x.shape[1:])
+
+    again = jax.checkpoint(function, prevent_cse=False)
+    numbered = jax.tree.map(divide, rows), jnp.arange(count, dtype=jnp.int32)
+    found = jax.lax.scan(lambda carry, part: (carry, again(*part)), (), numbered)[1]
+    for x in jax.tree.leaves(found):
+        accepted = f"({each}, ...), one row for each of the {each} examples at once"
+        check(x.shape[1:2] == (each,), "the shape of what is computed of a batch", x.shape[1:], accepted)
+    return jax.tree.map(lambda x: x.reshape(count * each, *x.shape[2:])[:total], found)
+
+
+def at_most(trips: int) -> contextlib.AbstractContextManager:
+    """Notes that the loop that is traced inside runs its body at most so often.
+
+    For a loop over a number that is known only when the program runs. The program computes the same with it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def power(x, n):
+      ...     with at_most(8):
+      ...         return jax.lax.fori_loop(0, n, lambda _, y: y * x, jnp.ones_like(x))
+      >>> float(jax.jit(power)(2.0, 3))
+      8.0
+    """
+    return jax.named_scope(f"at_most_{trips}_trips")
+
+
+def most_trips(attributes: str) -> int | None:
+    """Returns the bound that is noted in the text of a compiled loop; None if there is none.
+
+    Example:
+      >>> most_trips('%w = (s32[]) while(%t), metadata={op_name="jit(power)/at_most_8_trips/while"}')
+      8
+    """
+    found = re.search(r'op_name="[^"]*at_most_(\d+)_trips\)*/while"', attributes)
+    return int(found[1]) if found else None

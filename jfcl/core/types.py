@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.core.loops import in_parts
+from jfcl.core.platforms import in_parts
 
 PyTree = Any
 Batch = dict[str, jax.Array]  # {"x": [B, ...], "y": [B, ...]}

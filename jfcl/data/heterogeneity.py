@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jfcl.core import check, check_count
-from jfcl.core.planes import in_plane
+from jfcl.core.checks import in_plane
 
 
 def _check_cluster(cluster, num_clusters) -> None:

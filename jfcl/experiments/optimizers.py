@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import optax
 
 from jfcl.core import is_concrete
-from jfcl.core.scopes import path_flags
+from jfcl.core.parameters import path_flags
 
 Rate = Any  # a float, a tracer, or an optax schedule
 

@@ -20,7 +20,3 @@ from jfcl.mapping.axis import (
     sharded,
     use_all_cores,
 )
-
-__all__ = ["BLOCK", "MOST_CPU_DEVICES", "Mapping", "auto", "chunked", "client_mesh", "divide_cpu", "idle_cores"]
-__all__ += ["map_reduce", "num_cores", "num_rows", "or_auto", "own_rows", "place", "platform_of", "pmapped", "sharded"]
-__all__ += ["use_all_cores"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import Clients, Task, check, check_count, is_concrete, mask
-from jfcl.core.loops import in_parts
+from jfcl.core.platforms import in_parts
 from jfcl.data.text import PAD
 from jfcl.models.tasks import check_logits, cross_entropy, mixed_logits, network, remembered
 from jfcl.training.losses import masked_mean

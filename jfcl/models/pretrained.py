@@ -11,9 +11,21 @@ import numpy as np
 from flax import traverse_util
 from flax.core import unfreeze
 
-from jfcl.core import PyTree, Task, check, check_finite, check_task, shown
-from jfcl.core.parameters import named_parameters
-from jfcl.core.scopes import check_predicate, joined, of_rest, parameter_names, parts, path_flags, trained_part
+from jfcl.core import (
+    PyTree,
+    Task,
+    check,
+    check_finite,
+    check_task,
+    joined,
+    of_rest,
+    parameter_names,
+    parts,
+    path_flags,
+    shown,
+    trained_part,
+)
+from jfcl.core.parameters import check_predicate, named_parameters
 from jfcl.models.features import of_features
 from jfcl.models.modules import FROZEN_LAYERS
 

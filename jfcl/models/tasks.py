@@ -25,8 +25,10 @@ from jfcl.core import (
     check_shape,
     check_task,
     dense_start,
+    divided,
+    joined,
+    parameter_names,
 )
-from jfcl.core.scopes import divided, joined, parameter_names
 from jfcl.models.modules import Network, at_layers, module_name, of_linen
 from jfcl.models.networks import MLP, Linear
 from jfcl.models.traces import ends_in_softmax, explained

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import Batch
-from jfcl.core.planes import in_plane
+from jfcl.core.checks import in_plane
 
 Augment = Callable[[jax.Array, Batch], Batch]
 Moves = Callable[[jax.Array, jax.Array], jax.Array]
