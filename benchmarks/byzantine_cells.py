@@ -2,11 +2,11 @@
 
     python benchmarks/byzantine_cells.py RUN...
 
-RUN is the folder of some seeds of one cell: a folder of `jfcl reproduce byzantine_cfl.table1 --full` or `table2`,
-with any number of rounds, or of `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the cell. Seeds are
-added in their order, 0 first; those that are in the table stay as they are. A run of another setting, one that has not
-ended, and one without the next seed are refused. A clean run of CFL that excludes no client is FL to the bit, and
-counts as both.
+RUN is the folder of some seeds of one cell: one of `python -m benchmarks.papers byzantine_cfl.table1 --full`, or of
+`table2`, with any number of rounds, or one of `jfcl run byzantine_cfl` or `jfcl run fedavg` with the options of the
+cell. Seeds are added in their order, 0 first; those that are in the table stay as they are. A run of another setting,
+one that has not ended, and one without the next seed are refused. A clean run of CFL that excludes no client is FL to
+the bit, and counts as both.
 `python benchmarks/tables.py` then writes the pages.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 from common import RESULTS
 
+from benchmarks.papers import report
+from benchmarks.papers.byzantine_cfl import METHODS, MODELS, PAPER, SCENARIOS, cell_config, of_paper, removals
+from benchmarks.papers.recipes import RECIPES
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.papers import report
-from jfcl.experiments.papers.byzantine_cfl import METHODS, MODELS, PAPER, SCENARIOS, cell_config, of_paper, removals
-from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.results import read_run
 
 TABLES = {100: "byzantine_cfl.table1", 10: "byzantine_cfl.table2"}
@@ -79,9 +79,8 @@ def add(run: str | Path) -> Path:
         seeds = ", ".join(str(one["seed"]) for one in summary["per_seed"])
         raise ValueError(f"{run}: seed {seeds} of {data}, {scenario}, {method}; next is {next_seed}")
     datasets = json.dumps(["mnist", "fashion_mnist"])
-    command = (
-        f"jfcl reproduce {name} --full --set 'datasets={datasets}' --rounds {rounds} --set inputs={_inputs(config)}"
-    )
+    options = f"--full --set 'datasets={datasets}' --rounds {rounds} --set inputs={_inputs(config)}"
+    command = f"python -m benchmarks.papers {name} {options}"
     table = {"device": summary["device"], "versions": summary["versions"], "command": command} | table
     table.setdefault("versions by device", {table["device"]: table["versions"]})
     table["versions by device"].setdefault(summary["device"], summary["versions"])
@@ -91,7 +90,7 @@ def add(run: str | Path) -> Path:
 
 
 def _ran_alone(run: Path) -> bool:
-    """Returns whether the run was not one of several jobs of `jfcl reproduce`, whose seconds say little."""
+    """Returns whether the run was not one of several jobs of an experiment, whose seconds say little."""
     result = run.parent / "result.json"
     return not result.exists() or json.loads(result.read_text()).get("jobs", 1) == 1
 

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfcl.experiments.papers.ifca import cifar_config
-from jfcl.experiments.recipes import RECIPES
+from benchmarks.papers.ifca import cifar_config
+from benchmarks.papers.recipes import RECIPES
 from jfcl.experiments.setups import Setup, setup
 from jfcl.methods.restarts import MOST_DRAWS
 from jfcl.methods.round import select_cohort

@@ -23,9 +23,9 @@ import numpy as np
 from common import RESULTS, report
 
 import jfcl
+from benchmarks.papers.byzantine_cfl import OF_CODE
 from jfcl.core import Clients, PyTree, Task
 from jfcl.experiments import Config
-from jfcl.experiments.papers.byzantine_cfl import OF_CODE
 from jfcl.experiments.setups import setup
 from jfcl.training import local
 

@@ -1,4 +1,4 @@
-"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `reproduce`, `bench`, `demo`."""
+"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `bench`, `demo`."""
 
 from __future__ import annotations
 
@@ -96,6 +96,8 @@ def _sentence(error: Exception) -> str:
 def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
     args = None
     try:
+        if (sys.argv[1:] if argv is None else argv)[:1] == ["reproduce"]:
+            raise ValueError("the papers' experiments are run by python -m benchmarks.papers NAME, in a clone of jfcl")
         parser = build_parser()
         args = parser.parse_args(argv)
         if args.command is None:
@@ -111,8 +113,6 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         how = f"; saved in {kept}, continue with the same command and --resume" if computed else ""
         if begun and not computed:
             how = f"; nothing was computed yet: the same command and --resume begins in {kept}"
-        if getattr(args, "command", None) == "reproduce":
-            how = "; what has run is kept, continue with the same command"
         errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
         return 130
     except Exception as error:

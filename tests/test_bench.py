@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.papers.recipes import RECIPES
 from jfcl import cli, plots
 from jfcl.experiments import bench
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.recipes import RECIPES
 from jfcl.experiments.setups import malicious_clients
 from jfcl.models import MODELS
 

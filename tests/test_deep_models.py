@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import jfcl
+from benchmarks.papers import RECIPES, reproduce
 from jfcl.core import divided
 from jfcl.data import DATASETS, Dataset
-from jfcl.experiments import RECIPES, Config, reproduce, setup
+from jfcl.experiments import Config, setup
 from jfcl.models import (
     GPT,
     LANGUAGE_MODELS,

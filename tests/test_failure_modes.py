@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jfcl.experiments.failure_modes import failure, failure_runs, paths
+from benchmarks.papers.failure_modes import failure, failure_runs, paths
 
 LR = 0.1
 

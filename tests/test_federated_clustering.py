@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jfcl
+from benchmarks.papers.federated_clustering import ifca_of_the_code, moving_average
 from jfcl import mapping
 from jfcl.core import Clients, Task
-from jfcl.experiments.papers.federated_clustering import ifca_of_the_code, moving_average
 from jfcl.methods.federated_clustering import (
     MEMORY,
     Threshold,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jfcl
+from benchmarks.papers.recipes import Bench
 from jfcl import cli, plots
 from jfcl.core import files
 from jfcl.core.plain import check_plain, open_plain
@@ -22,7 +23,6 @@ from jfcl.core.texts import csv_bytes, printable
 from jfcl.data import ClientStore
 from jfcl.experiments import Config, load_run, read_run, report, run, run_sweep
 from jfcl.experiments.comparison import MOST_DRAWN, by_name, results_csv
-from jfcl.experiments.recipes import Bench
 from jfcl.simulation.folder import RunFolder, identity
 
 OPTIONS = {"clients": 4, "clusters": 2, "rounds": 2, "model": "linear", "examples_per_client": 8}

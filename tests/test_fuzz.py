@@ -25,13 +25,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from matplotlib.figure import Figure
 
 import jfcl
 from jfcl import cli, experiments
 from jfcl.core import check_count
 from jfcl.experiments import Config, bench, load_run
-from jfcl.experiments.recipes import Outcome
 from jfcl.experiments.validation import validate
 from jfcl.methods import METHODS
 from jfcl.planning import targets
@@ -42,7 +40,6 @@ BASE = {  # what stands before the flag in question, so that as little as can be
     "compare": ["compare", "RUN"],  # a finished one
     "report": ["report", "RUN"],
     "list": ["list"],
-    "reproduce": ["reproduce", "cfl.figure3", "--quiet"],
     "bench": ["bench", "--quick", "--quiet", "--examples", "4", "--repeats", "1", "--seconds", "0.01"],
     "demo": ["demo", "--seeds", "1", "--rounds", "1"],
     "plan": ["plan", "fedavg", *TINY, "--target", "v5e:1x1"],
@@ -149,9 +146,7 @@ def judge(line: list[str], folder: Path, capsys, *, named: list[str] = ()) -> in
     """
     line = [str(folder.parent / "finished") if part == "RUN" else part for part in line]
     out = folder / "out"
-    if line[0] in ("run", "sweep", "demo", "bench", "reproduce", "compare") and not any(
-        p.startswith("--out") for p in line
-    ):
+    if line[0] in ("run", "sweep", "demo", "bench", "compare") and not any(p.startswith("--out") for p in line):
         line = [*line, f"--out={out}"]
     before = contents(folder)
     capsys.readouterr()
@@ -220,7 +215,6 @@ quiet = pytest.mark.filterwarnings("default", "error::RuntimeWarning", "ignore:.
 def names_of(action: argparse.Action, value: str) -> list[str]:
     flag = [s.removeprefix("--") for s in action.option_strings]
     other = {
-        "name": "recipe",
         "num_models": "num_clusters",
         "local_steps": "num_steps",
         "local_epochs": "num_epochs",
@@ -246,7 +240,7 @@ class Computes(BaseException):
 def no_computing(monkeypatch):
     """Whatever would compile or draw raises `Computes`."""
     from jfcl import plots
-    from jfcl.experiments import RECIPES, population, sweeps
+    from jfcl.experiments import population, sweeps
     from jfcl.experiments.run import run
 
     def computes(*args, **kwargs):
@@ -257,8 +251,6 @@ def no_computing(monkeypatch):
     monkeypatch.setattr(sweeps, "sweep", computes)
     monkeypatch.setattr(bench, "sgemm_gflops", computes)
     monkeypatch.setattr(plots, "save", computes)
-    for name, recipe in RECIPES.items():
-        monkeypatch.setitem(RECIPES, name, recipe._replace(make=computes))
 
 
 def check_all(cases: list[tuple[list[str], list[str]]], folder: Path, capsys) -> None:
@@ -299,8 +291,6 @@ def test_every_flag_refuses_what_it_cannot_take(folder, capsys, no_computing):
 @quiet
 @pytest.mark.parametrize(("command", "action"), FLAGS, ids=NAMES)
 def test_twelve_values_of_every_flag(command, action, folder, finished, capsys, monkeypatch):
-    short = experiments.RECIPES["cfl.figure3"]._replace(make=lambda *_: Outcome([{"value": 1.0}], Figure()))
-    monkeypatch.setitem(experiments.RECIPES, "cfl.figure3", short)
     if command in ("compare", "report"):
         shutil.copytree(finished, folder.parent / "finished")
     values = VALUES[kind(action)]
@@ -506,7 +496,7 @@ def test_what_is_too_large_for_the_machine_is_said_at_once(options, said, folder
     assert said in capsys.readouterr().err and not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("command", [["run", "fedavg"], ["bench"], ["demo"], ["reproduce", "cfl.figure3"]])
+@pytest.mark.parametrize("command", [["run", "fedavg"], ["bench"], ["demo"]])
 @pytest.mark.parametrize(
     "error", [RuntimeError("Unable to initialize backend 'tpux': no such\nlist"), AssertionError()]
 )

@@ -19,17 +19,17 @@ import pytest
 from matplotlib.figure import Figure
 
 import jfcl
-from jfcl import data, models
-from jfcl.cli import main
+from benchmarks.papers import RECIPES, cfl, ifca, recipes, report, reproduce
+from benchmarks.papers import federated_clustering_cifar as fc_cifar
+from benchmarks.papers import federated_clustering_mnist as fc
+from benchmarks.papers.__main__ import main
+from benchmarks.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
+from benchmarks.papers.jobs import in_processes
+from benchmarks.papers.recipes import Bench, Outcome, Recipe
+from jfcl import cli, data, models
 from jfcl.core import Clients
-from jfcl.experiments import RECIPES, Config, recipes, reproduce
+from jfcl.experiments import Config
 from jfcl.experiments.config import to_saved
-from jfcl.experiments.jobs import in_processes
-from jfcl.experiments.papers import cfl, ifca, report
-from jfcl.experiments.papers import federated_clustering_cifar as fc_cifar
-from jfcl.experiments.papers import federated_clustering_mnist as fc
-from jfcl.experiments.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
-from jfcl.experiments.recipes import Bench, Outcome, Recipe
 from jfcl.training.local import local_training
 
 
@@ -58,9 +58,9 @@ def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch, c
         patch.setattr(recipes, "run", lambda *args, **options: pytest.fail("ran again"))
         assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
     for command in ("report", "compare"):
-        assert main([command, str(tmp_path)]) == 2
+        assert cli.main([command, str(tmp_path)]) == 2
         said = " ".join(capsys.readouterr().err.split())
-        assert "holds an experiment of jfcl reproduce, and no run; its runs are in its folders" in said
+        assert "holds an experiment of a paper, and no run; its runs are in its folders" in said
     (tmp_path / "oracle" / "summary.json").unlink()  # as if stopped in the middle
     assert reproduce("toy", recipes=SMALL, out=tmp_path)["rows"] == first["rows"]
     other = r"out must be a new folder: another experiment was begun there \(rounds: 2, asked for 3\)"
@@ -133,7 +133,7 @@ def test_processes_that_fail(tmp_path):
 
 @pytest.mark.slow
 def test_jobs_that_are_interrupted_or_killed_are_resumed(tmp_path):
-    command = [sys.executable, "-m", "jfcl", "reproduce", "federated_clustering.figure5", "--rounds", "600"]
+    command = [sys.executable, "-m", "benchmarks.papers", "federated_clustering.figure5", "--rounds", "600"]
     command += ["--jobs", "2", "--out", str(tmp_path)]
 
     def begin_and_send(number):
@@ -182,15 +182,15 @@ def test_settings_can_be_changed(tmp_path):
 def test_entries_of_a_setting_on_the_command_line(tmp_path, capsys):
     def refused(name, *entries):
         flags = [flag for entry in entries for flag in ("--set", entry)]
-        assert main(["reproduce", name, *flags, "--quiet", "--out", str(tmp_path / "none")]) == 2
+        assert main([name, *flags, "--quiet", "--out", str(tmp_path / "none")]) == 2
         assert not (tmp_path / "none").exists()
         return " ".join(capsys.readouterr().err.split())
 
     table = "federated_clustering.figure7"
-    assert main(["reproduce", table, "--set", "rounds=2", "--set", "seeds=1", "--quiet", "--out", str(tmp_path)]) == 0
+    assert main([table, "--set", "rounds=2", "--set", "seeds=1", "--quiet", "--out", str(tmp_path)]) == 0
     setting = json.loads((tmp_path / "setting.json").read_text())
     assert len(setting.pop("sha256")) == 64 and setting == {"name": table, "rounds": 2, "seeds": 1}
-    assert "--set must be ENTRY=VALUE, such as panels=c, got 'rounds'" in refused(table, "rounds")
+    assert "--set takes ENTRY=VALUE, such as panels=c, and not 'rounds'" in refused(table, "rounds")
     assert "unknown entry of --set 'round': did you mean 'rounds'" in refused(table, "round=2")
     assert "seeds must be an integer, at least 1, got 'two'" in refused(table, "seeds=two")
     sizes = "mnist must be a list of entries of [[4800, 50], [2400, 100], [1200, 200]], got [[4800, 51]]"
@@ -488,10 +488,12 @@ def test_distances_to_the_truth():
 
 
 def test_the_command_line(capsys):
-    assert main(["list", "recipes"]) == 0
+    assert main(["--list"]) == 0
     assert "byzantine_cfl.table1" in capsys.readouterr().out
-    assert main(["reproduce", "cfl.figure4"]) == 2
+    assert main(["cfl.figure4"]) == 2
     assert "unknown recipe 'cfl.figure4'" in capsys.readouterr().err
+    assert cli.main(["reproduce", "cfl.figure3"]) == 2
+    assert "python -m benchmarks.papers NAME" in capsys.readouterr().err
 
 
 _FEW = {"rounds": 2, "examples_per_client": 20, "seeds": 1, "local_epochs": 1, "batch_size": 10, "lr": 0.1}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jfcl.experiments.recipes import RECIPES
+from benchmarks.papers.recipes import RECIPES
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "reproduce"
 RESULTS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}

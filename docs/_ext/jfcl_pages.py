@@ -44,7 +44,7 @@ MODULES = {
         "jfcl.parameter_tree": "the record of all splits of CFL; newcomers",
         "jfcl.plots": "figures of records and trees",
         "jfcl.theory": "the bounds of the papers",
-        "jfcl.experiments": "runs from configurations, results, the experiments of the papers",
+        "jfcl.experiments": "runs from configurations, and their results",
         "jfcl.experiments.trackers": "TensorBoard, Weights & Biases, MLflow",
     },
     "Kernels": {"jfcl.kernels": "arrays in, arrays out; usable without the rest of the library"},

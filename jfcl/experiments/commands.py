@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
-from jfcl.experiments import RECIPES, bench, jobs, plan, read_run, report, reproduce, run, sweeps, trackers
+from jfcl.experiments import bench, plan, read_run, report, run, sweeps, trackers
 from jfcl.experiments.compare import unused_folder, write_comparison
 from jfcl.experiments.comparison import (
     by_name,
@@ -38,7 +37,7 @@ from jfcl.experiments.config import Config, all_options, default_precision, of_p
 from jfcl.experiments.config_file import read_config
 from jfcl.experiments.own import find_method
 from jfcl.experiments.privacy import privacy_text
-from jfcl.experiments.tables import bench_table, list_tables, lists, results_table, rows_table
+from jfcl.experiments.tables import bench_table, list_tables, lists, results_table
 from jfcl.experiments.used import as_used
 from jfcl.experiments.validation import check_values, validate
 from jfcl.mapping import hosts
@@ -321,48 +320,6 @@ def command_list(args: argparse.Namespace, console: Console) -> None:
         console.print(table, "")
 
 
-def _entries(given: list[str], known: Iterable[str]) -> dict[str, Any]:
-    """Returns the `known` entries in the arguments `--set ENTRY=VALUE`; a value that is no JSON is a text."""
-    entries = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        check(equals, "--set", text, "ENTRY=VALUE, such as panels=c")
-        check_choice("entry of --set", name, known)
-        try:
-            entries[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            entries[name] = value
-    return entries
-
-
-def command_reproduce(args: argparse.Namespace, console: Console) -> None:
-    """`jfcl reproduce`."""
-    _check_out(args.out)
-    if args.jobs > 1:
-        jobs.share_gpu()
-    _start_devices(None, mapping.num_cores())
-    changes = {"rounds": args.rounds, "seeds": args.seeds, "examples_per_client": args.examples_per_client}
-    check_choice("recipe", args.name, RECIPES)
-    changes |= _entries(args.set, RECIPES[args.name].full)
-    result = reproduce(
-        args.name,
-        full=args.full,
-        out=args.out,
-        data_dir=args.data_dir,
-        progress=not args.quiet,
-        jobs=args.jobs,
-        **changes,
-    )
-    console.print(rows_table(result["rows"], result["title"]))
-    if result["notes"]:
-        console.print(result["notes"], markup=False)
-    console.print(f"{result['size']} setting: {', '.join(f'{k} {v}' for k, v in result['setting'].items())}")
-    console.print(f"{result['seconds']:.0f} s on {result['device']}")
-    out = args.out or f"runs/reproduce/{result['name']}-{result['size']}"
-    kept = "result.json, figure.png, and the runs" if any(Path(out).glob("*/")) else "result.json, figure.png"
-    console.print(f"kept in {out}: {kept}", markup=False)
-
-
 def command_bench(args: argparse.Namespace, console: Console) -> None:
     """`jfcl bench`."""
     # Read and check the options.
@@ -419,7 +376,6 @@ COMMANDS = {
     "compare": command_compare,
     "report": command_report,
     "list": command_list,
-    "reproduce": command_reproduce,
     "bench": command_bench,
     "demo": command_demo,
 }

@@ -257,7 +257,6 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     listing = commands.add_parser("list", help="methods, data sets, models, ... in one line each", allow_abbrev=False)
     listing.add_argument("what", nargs="?", metavar="WHAT", help=", ".join(lists()))
-    _add_reproduce(commands)
     _add_bench(commands)
     demo = commands.add_parser("demo", help="IFCA against FedAvg, local training and the oracle on rotated digits")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for results [runs/demo]")
@@ -292,38 +291,6 @@ def _sweep_parser(parser: argparse.ArgumentParser, method: str | None) -> argpar
 
 
 PARSERS = {"run": run_parser, "plan": _plan_parser, "sweep": _sweep_parser}
-
-
-def _add_reproduce(commands: argparse._SubParsersAction) -> None:
-    again = commands.add_parser(
-        "reproduce",
-        help="an experiment of one of the papers, with the numbers of the paper and ours",
-        description="Run an experiment of a paper: a table with the numbers of the paper and ours, and its figure."
-        " Finished runs in --out are not repeated.",
-        allow_abbrev=False,
-    )
-    again.add_argument("name", metavar="NAME", help="'jfcl list recipes' shows them")
-    again.add_argument("--full", action="store_true", help="setting of the paper; default: one for a CPU of 2 cores")
-    again.add_argument("--rounds", type=int, metavar="N", help="another number of rounds than that of the setting")
-    again.add_argument("--seeds", type=int, metavar="N", help="another number of seeds")
-    again.add_argument("--examples-per-client", type=int, metavar="N", help="another number of examples")
-    again.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="ENTRY=VALUE",
-        help="another entry of the setting, with a value in JSON: --set 'mnist=[[4800, 50]]' --set panels=c",
-    )
-    again.add_argument("--data-dir", metavar="DIR", help=DATA_DIR)
-    again.add_argument("--out", metavar="DIR", help="folder for results [runs/reproduce/NAME-small, or -full]")
-    again.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs at a time, each in a process of its own, where a recipe has several [1]",
-    )
-    again.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

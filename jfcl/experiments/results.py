@@ -340,7 +340,7 @@ def check_no_sweep(folder: Path) -> None:
     """Raises `ValueError` for the folder of a sweep or an experiment, with what to do instead."""
     if (folder / "setting.json").exists() and not (folder / "config.json").exists():
         if not (folder / "cells").exists():
-            raise ValueError(f"{folder} holds an experiment of jfcl reproduce, and no run; its runs are in its folders")
+            raise ValueError(f"{folder} holds an experiment of a paper, and no run; its runs are in its folders")
         best = folder / "best.toml"
         how = f"run the best configuration with jfcl run --config {best} --out DIR" if best.exists() else "resume it"
         raise ValueError(f"{folder} holds a sweep, and no run; {how}")

@@ -12,7 +12,6 @@ from rich.text import Text
 from jfcl import data, kernels, models
 from jfcl.experiments.comparison import results_rows
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
-from jfcl.experiments.recipes import RECIPES
 from jfcl.methods import METHODS
 from jfcl.robust import attacks
 from jfcl.training.augment import AUGMENTATIONS
@@ -34,21 +33,6 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     for name, *cells in rows:
         table.add_row(Text(name), *cells)
     return table
-
-
-def rows_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Returns the table of a recipe: the columns are the names in `rows`."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns, title=title, **LOOK)
-    for row in rows:
-        table.add_row(*[_cell(row.get(name)) for name in columns])
-    return table
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def bench_table(found: dict[str, Any]) -> Table:
@@ -96,7 +80,6 @@ def lists() -> dict[str, dict[str, str]]:
         | {f"{name}+...": text for name, text in first_lines(kernels.PRE_AGGREGATORS).items()}
         | {"nnm+...": "as nearest_neighbour_mixing+..."}
         | {"MODULE:NAME": "an aggregator of your own: a function (updates, *, mask) -> update"},
-        "recipes": {name: recipe.title for name, recipe in RECIPES.items()},
     }
 
 

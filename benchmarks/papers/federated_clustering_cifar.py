@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfcl import data, methods, models
-from jfcl.core import Algorithm, Clients, Task
-from jfcl.experiments.papers import report
-from jfcl.experiments.papers.federated_clustering_mnist import (
+from benchmarks.papers import report
+from benchmarks.papers.federated_clustering_mnist import (
     BATCH,
     accuracy_curve,
     deal_images,
@@ -30,7 +28,9 @@ from jfcl.experiments.papers.federated_clustering_mnist import (
     tester,
     trained,
 )
-from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
+from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
+from jfcl import data, methods, models
+from jfcl.core import Algorithm, Clients, Task
 from jfcl.models.networks import Conv
 from jfcl.training.augment import crop_flip
 from jfcl.training.local import local_training

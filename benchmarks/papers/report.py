@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.papers.recipes import Bench, Row
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import deviation
 from jfcl.experiments.config import Config, common_options, method_options, methods_with
-from jfcl.experiments.recipes import Bench, Row
 
 Records = Sequence[Row]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers import report
+from benchmarks.papers.recipes import Bench, Outcome, recipe
 from jfcl.analysis import plots
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
-from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, recipe
 from jfcl.experiments.setups import malicious_clients
 
 SCENARIOS = {"byzantine": "gaussian", "noisy": "noisy_inputs", "label flip": "label_zero", "clean": None}

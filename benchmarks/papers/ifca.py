@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.papers import report
+from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl import data
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
-from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 
 STEP_SIZES = {2: (0.01, 0.1, 1.0), 4: (0.5, 1.0, 2.0)}
 DIM = 1000

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.papers import report
+from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl.analysis import parameter_tree, plots
 from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import take_clients
 from jfcl.experiments.config import Config
-from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.experiments.setups import setup
 from jfcl.kernels import theory
 

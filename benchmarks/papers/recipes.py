@@ -1,4 +1,4 @@
-"""The papers' experiments, each under a name: `jfcl reproduce NAME`.
+"""The papers' experiments, each under a name: `python -m benchmarks.papers NAME`.
 
 A recipe is a function from a setting (a dict of numbers) to the rows of a table and a picture. It does its runs through
 `Bench`, which keeps every one in its own folder: a recipe that was killed goes on where it stopped, and does
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
+from benchmarks.papers.jobs import in_processes
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, plain
 from jfcl.core.files import seal
 from jfcl.experiments.config import Config, to_saved
-from jfcl.experiments.jobs import in_processes
 from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
 from jfcl.simulation.folder import environment, finite_or_none, read_json, write_json
@@ -185,7 +185,7 @@ class Recipe(NamedTuple):
     small: dict[str, Any]
 
 
-RECIPES: dict[str, Recipe] = {}  # by name; the modules of `jfcl.experiments.papers` fill it
+RECIPES: dict[str, Recipe] = {}  # by name; the modules of `benchmarks.papers` fill it
 
 
 def recipe(
@@ -239,7 +239,7 @@ def reproduce(
 
     Example:
       >>> import tempfile
-      >>> from jfcl.experiments import reproduce
+      >>> from benchmarks.papers import reproduce
       >>> result = reproduce("federated_clustering.figure7", rounds=2, seeds=1, out=tempfile.mkdtemp())
       >>> result["setting"]["rounds"], len(result["rows"])
       (2, 4)

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.papers import report
+from benchmarks.papers.failure_modes import failure, failure_runs, paths
+from benchmarks.papers.recipes import Bench, Outcome, recipe
 from jfcl import data, methods, models
 from jfcl.analysis import plots
 from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.experiments.config import Config
-from jfcl.experiments.failure_modes import failure, failure_runs, paths
-from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, recipe
 from jfcl.kernels import threshold_clustering
 from jfcl.training.local import LocalTraining, local_training
 

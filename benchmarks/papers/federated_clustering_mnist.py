@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.papers import report
+from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl import data, mapping, methods, models
 from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check_choice, client_keys, num_bytes, stack_clients
 from jfcl.data import HETEROGENEITY
-from jfcl.experiments.papers import report
-from jfcl.experiments.recipes import Bench, Outcome, Row, recipe
 from jfcl.methods.federated_clustering import gradient, model_keys
 from jfcl.methods.personal import initial_state
 from jfcl.methods.round import round_metrics

@@ -1,4 +1,4 @@
-"""Parts of a recipe in processes of their own, several at a time: `jfcl reproduce --jobs N`.
+"""Parts of a recipe in processes of their own, several at a time: `--jobs N`.
 
 On a CPU every process has its share of the cores. On a GPU the processes share its memory, and one compiles while
 another computes.

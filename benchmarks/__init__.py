@@ -1,0 +1,1 @@
+"""Scripts that measure and compare, run from the repository; `benchmarks.papers` runs the papers' experiments."""

@@ -1,0 +1,19 @@
+"""The papers' experiments, a file for each paper: `python -m benchmarks.papers NAME`, from the repository.
+
+Importing them fills `RECIPES`. They are not installed with jfcl: beside ordinary runs they hold what only a
+reproduction needs, such as the algorithms of the authors' code where they differ from the paper's text.
+"""
+
+from benchmarks.papers import (
+    byzantine_cfl,
+    cfl,
+    federated_clustering,
+    federated_clustering_cifar,
+    federated_clustering_mnist,
+    ifca,
+)
+from benchmarks.papers.recipes import RECIPES, Recipe, reproduce
+
+__all__ = ["RECIPES", "Recipe", "reproduce"]
+__all__ += ["byzantine_cfl", "cfl", "federated_clustering", "federated_clustering_cifar", "federated_clustering_mnist"]
+__all__ += ["ifca"]
