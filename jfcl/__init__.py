@@ -8,9 +8,8 @@ import sys
 
 from jfcl import data, kernels, mapping, models, testing
 from jfcl._version import __version__
-from jfcl.analysis import metrics, parameter_tree, plots
+from jfcl.analysis import metrics, plots
 from jfcl.analysis.metrics import cluster_recovery, evaluate
-from jfcl.analysis.parameter_tree import assign_newcomer
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
@@ -37,6 +36,8 @@ from jfcl.methods import (
     oracle,
     with_restarts,
 )
+from jfcl.methods.cfl import parameter_tree
+from jfcl.methods.cfl.parameter_tree import assign_newcomer
 from jfcl.planning import targets
 from jfcl.planning.plan import plan
 from jfcl.robust import attacks, privacy

@@ -23,7 +23,7 @@ from test_cfl import (
 
 import jfcl
 from jfcl.analysis.metrics import cluster_recovery
-from jfcl.analysis.parameter_tree import enrol
+from jfcl.methods.cfl.parameter_tree import enrol
 from jfcl.methods.cfl.rounds import keep_finite
 from jfcl.robust.attacks import UPDATE_ATTACKS
 

@@ -16,7 +16,7 @@ from sklearn.metrics import (
 )
 
 import jfcl
-from jfcl.analysis.metrics import cluster_recovery, evaluate, per_cluster, rounds_to_recovery, summarize
+from jfcl.analysis.metrics import cluster_recovery, evaluate, rounds_to_recovery, summarize
 from jfcl.core import Clients, Task
 from jfcl.mapping.axis import chunked, client_mesh, sharded
 from jfcl.testing import count_compilations
@@ -106,15 +106,6 @@ def test_summary():
     assert result["worst_client_accuracy"] == pytest.approx(0.1)
     assert result["worst_decile_accuracy"] == pytest.approx(0.3)  # the two worst of twenty
     assert result["loss"] == pytest.approx(0.5)
-
-
-def test_per_cluster():
-    result = per_cluster(
-        {"loss": np.array([1.0, 2.0, 4.0]), "accuracy": np.array([0.0, 0.5, 1.0])}, np.array([3, 1, 1])
-    )
-    assert result == {1: {"clients": 2, "loss": 3.0, "accuracy": 0.75}, 3: {"clients": 1, "loss": 1.0, "accuracy": 0.0}}
-    empty = per_cluster({"loss": np.array([np.nan, 2.0, np.nan])}, np.array([0, 0, 1]))
-    assert empty[0] == {"clients": 2, "loss": 2.0} and np.isnan(empty[1]["loss"])
 
 
 labels = st.lists(st.integers(0, 3), min_size=1, max_size=9)

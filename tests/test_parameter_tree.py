@@ -37,9 +37,9 @@ def test_updates_hidden_otherwise_are_refused(of_run, of_newcomers, tmp_path):
 
 def test_newcomers_with_other_inputs_are_refused():
     late = jfcl.data.from_arrays([(np.zeros((5, 7), np.float32), np.zeros(5, np.float32))])
-    for state in (STATE, run(eps_2=1e9)):  # with splits, and without any
-        with pytest.raises(ValueError, match=r"examples of the shapes that the run's model takes, got .*\(1, 5, 7\)"):
-            jfcl.assign_newcomer(TASK, TRAINING, state, late, key=jax.random.key(1))
+    task = TASK._replace(input_shape=(3,))
+    with pytest.raises(ValueError, match=r"newcomers: inputs have shape \(7,\)"):
+        jfcl.assign_newcomer(task, TRAINING, STATE, late, key=jax.random.key(1))
 
 
 def test_nodes():
@@ -189,7 +189,7 @@ def test_a_tree_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr("jfcl.core.files.os.fsync", full)
         parameter_tree.save_tree(file, STATE)
-    np.testing.assert_array_equal(parameter_tree.load_splits(file).cluster, STATE.cluster)
+    np.testing.assert_array_equal(parameter_tree.load_tree(file).cluster, STATE.cluster)
     assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
 
@@ -199,10 +199,9 @@ NAMED = jfcl.models.task(lambda key: {"v": jnp.zeros(3)}, lambda p, x: x @ p["v"
 
 def test_bad_input_is_named(tmp_path):
     parameter_tree.save_tree(tmp_path / "tree.npz", STATE)
-    with pytest.raises(ValueError, match=r"of this task's model: \['w'\] is \(6, 3\) there, \(6, 4\) here"):
-        parameter_tree.load_tree(tmp_path, OTHER)
-    with pytest.raises(ValueError, match=r"of this task's model, which differs in \['v'\], \['w'\]"):
-        parameter_tree.load_tree(tmp_path, NAMED)
+    for other in (OTHER, NAMED):
+        with pytest.raises(ValueError, match="file must be of this task's model"):
+            parameter_tree.load_tree(tmp_path, other)
     with pytest.raises(ValueError, match="file must be a parameter tree"):
         parameter_tree.load_tree(tmp_path / "no.npz", TASK)
     whole = (tmp_path / "tree.npz").read_bytes()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cycler import cycler
+from cycler import Cycler, cycler
 
-from jfcl.analysis.figure_files import png, save  # noqa: F401 (plots.png, plots.save)
 from jfcl.analysis.metrics import contingency, deviation
-from jfcl.analysis.parameter_tree import Node
+from jfcl.core import check
+from jfcl.core.files import write_whole
 from jfcl.core.texts import printable
-from jfcl.kernels.theory import SplitProbability, max_noise
 
 if TYPE_CHECKING:  # matplotlib takes as long to import as JAX: it is imported where a figure is made
-    from matplotlib.axes import Axes  # noqa: F401 (plots.Axes)
+    from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -27,6 +28,10 @@ Records = Sequence[dict[str, Any]]
 # vermilion, purple, sky blue, black, yellow. Lines also differ in their dashes, for prints without colours.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 MOST_POINTS = 2_000  # of a curve, a few for each pixel
+FORMATS = (".png", ".pdf", ".svg")
+COLUMN = 3.25  # inches, of a paper with two columns
+MOST_LETTERS = 36  # of names side by side in a column
+MOST_PIXELS = 60_000  # on a side of a picture; matplotlib refuses 2^16
 LINES = cycler(color=PALETTE) + cycler(linestyle=("-", "--", "-.", ":") * 2)
 
 
@@ -40,6 +45,82 @@ def new_figure(width: float, height: float, *, layout: str | None = None) -> Fig
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout=layout)
+
+
+def _axes(style: Cycler, width: float = 6) -> tuple[Figure, Axes]:
+    """Returns a figure with one frame, in which the lines have a style."""
+    figure = new_figure(width, 3.8)
+    axes = figure.subplots()
+    axes.set_prop_cycle(style)
+    return figure, axes
+
+
+def png(figure: Figure) -> bytes:
+    """Returns `figure` as the content of a PNG file.
+
+    Example:
+      >>> png(new_figure(6, 4))[1:4]
+      b'PNG'
+    """
+    return _content(figure, "png")
+
+
+def _content(figure: Figure, form: str, *, whole: bool = False) -> bytes:
+    """Returns `figure` as the content of a file of one of `FORMATS`; `whole`: in its own size, with its margins."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    dpi = min(120, MOST_PIXELS / max(figure.get_size_inches()))
+    with rc_context({"pdf.fonttype": 42}):  # TrueType, as publishers ask for
+        figure.savefig(buffer, format=form, dpi=dpi, bbox_inches=None if whole else "tight")
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | Path, *, column: bool = False) -> Path:
+    """Writes `figure` as PNG, PDF or SVG, as the name of the file ends, making its folder.
+
+    Args:
+      column: write it as wide as a column of a paper with two columns, 3.25 inches, with texts of 6 to 8 points. The
+        figure is changed.
+
+    Raises:
+      ValueError: another ending.
+
+    Example:
+      >>> import tempfile
+      >>> save(new_figure(6, 4), Path(tempfile.mkdtemp()) / "plots" / "empty.pdf").name
+      'empty.pdf'
+    """
+    path = Path(path)
+    check(path.suffix in FORMATS, "path", path.name, f"a name that ends in one of {', '.join(FORMATS)}")
+    if column:
+        _fit_column(figure)
+    write_whole(path, _content(figure, path.suffix[1:], whole=column))  # and its folder
+    return path
+
+
+def _fit_column(figure: Figure) -> None:
+    """Gives a figure the width of a column, thin lines, and texts that can be read there."""
+    from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter
+
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(COLUMN, COLUMN * min(height / width, 0.75))
+    figure.set_layout_engine("constrained")
+    for axes in figure.axes:
+        axes.tick_params(labelsize=7)
+        names = [text.get_text() for text in axes.get_xticklabels()]
+        if isinstance(axes.xaxis.get_major_formatter(), FixedFormatter) and sum(map(len, names)) > MOST_LETTERS:
+            axes.tick_params(axis="x", rotation=45)
+    for text in figure.findobj(Text):
+        text.set_fontsize(8 if text.get_fontsize() > 8 else 6)
+    for text in (text for legend in figure.findobj(Legend) for text in legend.get_texts()):
+        text.set_fontsize(6.5)
+    for line in figure.findobj(Line2D):
+        line.set_linewidth(min(line.get_linewidth(), 1.0))
+        line.set_markersize(min(line.get_markersize(), 3.0))
 
 
 def cluster_colors(count: int) -> Colormap:
@@ -103,9 +184,7 @@ def curves(runs: Mapping[str, Records], metric: str = "accuracy", *, label: str 
       >>> figure.axes[0].get_ylabel()
       'mean client accuracy'
     """
-    figure = new_figure(6, 3.8)
-    axes = figure.subplots()
-    axes.set_prop_cycle(LINES)
+    figure, axes = _axes(LINES)
     for name, records in runs.items():
         rounds, values = _by_round(records, metric)
         (line,) = axes.plot(rounds, values.mean(axis=1), label=name, marker="." if len(rounds) < 30 else None)
@@ -125,9 +204,7 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
       >>> len(bars({"ifca": records}).axes[0].patches)
       2
     """
-    figure = new_figure(max(1.6 + 1.1 * len(runs), 4.4), 3.8)  # the legend has its width
-    axes = figure.subplots()
-    axes.set_prop_cycle(color=PALETTE)
+    figure, axes = _axes(cycler(color=PALETTE), max(1.6 + 1.1 * len(runs), 4.4))  # the legend has its width
     width, tallest = 0.8 / len(metrics), 0.0
     for j, metric in enumerate(metrics):
         last = [_by_round(records, metric)[1][-1] for records in runs.values()]
@@ -239,9 +316,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
       >>> figure.axes[0].lines[0].get_ydata().tolist()
       [0.7, 0.8, 0.9]
     """
-    figure = new_figure(6, 3.8)
-    axes = figure.subplots()
-    axes.set_prop_cycle(LINES)
+    figure, axes = _axes(LINES)
     for name, values in runs.items():
         values = np.sort(np.asarray(values, np.float64).reshape(-1))
         values = values[np.isfinite(values)]
@@ -252,7 +327,7 @@ def client_accuracies(runs: Mapping[str, np.ndarray]) -> Figure:
     return figure
 
 
-def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figure:
+def tree(nodes: Sequence[Any], true_cluster: np.ndarray | None = None) -> Figure:
     """Plots a parameter tree (CFL's figure 4), rounds downwards: each cluster is a bar of its clients' true clusters.
 
     Args:
@@ -260,6 +335,7 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
       true_cluster: `[N]`; without it, bars show the number of clients only.
 
     Example:
+      >>> from jfcl.parameter_tree import Node
       >>> root = Node(-1, (1, 2), 0, 0, np.arange(3), -0.5, 1)
       >>> leaves = [Node(0, (), 0, 5, np.array([0, 2]), np.nan, -1), Node(0, (), 1, 5, np.array([1]), np.nan, -1)]
       >>> len(tree([root, *leaves]).axes)
@@ -295,38 +371,6 @@ def tree(nodes: Sequence[Node], true_cluster: np.ndarray | None = None) -> Figur
     axes.yaxis.set_major_locator(_whole_numbers())
     axes.set_ylabel("round of the split")
     axes.set_title("clients in each cluster; α: largest similarity across its split", fontsize=9)
-    return figure
-
-
-def split_probability(probability: SplitProbability, num_clusters: Sequence[int], noise: Any) -> Figure:
-    """Plots CFL's figure 3: where the theorem guarantees a correct split, and how often it is correct beyond.
-
-    Args:
-      probability: from `jfcl.theory.split_probability`, `[A, G]` arrays.
-      num_clusters: `[A]`, ascending.
-      noise: `[G]`, ascending.
-
-    Example:
-      >>> import jax
-      >>> from jfcl import theory
-      >>> found = theory.split_probability(jax.random.key(0), [2, 3], [0.1, 1.0], num_trials=5)
-      >>> split_probability(found, [2, 3], [0.1, 1.0]).axes[0].get_ylabel()
-      'noise $\\\\gamma_{max}$'
-    """
-    figure = new_figure(9, 3.8, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    k = np.linspace(min(num_clusters), max(num_clusters), 200)
-    for axes, values, title in zip(
-        panels, (probability.correct, probability.gap), ("correct split", "gap > 0"), strict=True
-    ):
-        shown = axes.pcolormesh(
-            num_clusters, noise, np.asarray(values).T, vmin=0, vmax=1, cmap="Blues", shading="nearest"
-        )
-        axes.plot(k, max_noise(k), color=PALETTE[1], lw=2, label="guaranteed below")
-        axes.set(xlabel="clusters $k$", title=f"P[{title}]")
-    panels[0].set_ylabel(r"noise $\gamma_{max}$")
-    panels[0].legend(loc="upper right")
-    figure.colorbar(shown, ax=panels)
     return figure
 
 
@@ -381,29 +425,25 @@ def heatmap(
     from matplotlib.patches import Rectangle
 
     values = np.where(np.isfinite(values), values, np.nan).astype(np.float64)
-    (rows, row_values), (columns, column_values) = axes.items()
+    rows, columns = axes
     figure = new_figure(2.6 + 0.75 * values.shape[1], 1.6 + 0.45 * values.shape[0])
     panel = figure.subplots()
     colours = colormaps["cividis" if more_is_better else "cividis_r"].with_extremes(bad="0.9")
     image = panel.imshow(np.ma.masked_invalid(values), cmap=colours, aspect="auto")
+    middle = {"ha": "center", "va": "center"}
     for (i, j), value in np.ndenumerate(values):
         if np.isfinite(value):
             shade = np.mean(colours(image.norm(value))[:3])
-            panel.text(
-                j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, color="black" if shade > 0.5 else "white"
-            )
+            panel.text(j, i, f"{value:.3g}", fontsize=8, color="black" if shade > 0.5 else "white", **middle)
         else:
-            panel.text(j, i, "diverged", ha="center", va="center", fontsize=7, color="0.4")
+            panel.text(j, i, "diverged", fontsize=7, color="0.4", **middle)
     if np.isfinite(values).any():
         best = (np.nanargmax if more_is_better else np.nanargmin)(values)
         i, j = np.unravel_index(best, values.shape)
         panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#d7301f", lw=2.5))
-    panel.set_xticks(range(len(column_values)), [_short(value) for value in column_values])
-    panel.set_yticks(range(len(row_values)), [_short(value) for value in row_values])
+    texts = ([f"{v:g}" if isinstance(v, float) else str(v) for v in names] for names in axes.values())
+    panel.set_yticks(range(values.shape[0]), next(texts))
+    panel.set_xticks(range(values.shape[1]), next(texts))
     panel.set(xlabel=columns, ylabel=rows)
     figure.colorbar(image, ax=panel, label=label)
     return figure
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.analysis import parameter_tree
-from jfcl.analysis.parameter_tree import load_splits
 from jfcl.core import PyTree, plain
 from jfcl.experiments.results import check_no_sweep, check_summary, is_number, read_records
 from jfcl.experiments.setups import load_params
 from jfcl.methods import METHODS
+from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
 from jfcl.simulation.results import summarize_records
 
@@ -172,7 +171,7 @@ def _tree(run: PartialRun) -> Tree:
     file = run.folder / "tree.npz"
     read_verified(run.folder, run.summary, file.name)
     try:
-        state = load_splits(file)
+        state = parameter_tree.load_tree(file)
         nodes, updates = parameter_tree.nodes(state), np.zeros((0, 0))
         compared = nodes[0].clients
         if nodes[0].split >= 0:

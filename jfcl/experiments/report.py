@@ -13,7 +13,6 @@ import numpy as np
 
 from jfcl._version import __version__
 from jfcl.analysis import plots
-from jfcl.analysis.parameter_tree import Node
 from jfcl.core import check, files
 from jfcl.core.plain import check_path
 from jfcl.experiments import html_page as html
@@ -32,6 +31,7 @@ from jfcl.experiments.comparison import (
 )
 from jfcl.experiments.partial import PartialRun, Tree, clusters_by_round, first_seed, planned_rounds, read_partial
 from jfcl.experiments.privacy import privacy_text
+from jfcl.methods.cfl.parameter_tree import Node
 
 MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as many rows, evenly spaced
 MOST_BYTES = 2**28  # of models that are compared

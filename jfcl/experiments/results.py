@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.analysis import parameter_tree, plots
+from jfcl.analysis import plots
 from jfcl.core import PyTree, Task, check, check_choice, check_count, client_ids, joined, mixture_task, plain
 from jfcl.core.texts import csv_bytes
 from jfcl.data import read_rows
@@ -23,7 +23,7 @@ from jfcl.experiments.config import Config, check_options, from_saved, of_popula
 from jfcl.experiments.privacy import privacy_of
 from jfcl.experiments.setups import Setup, load_params, setup
 from jfcl.mapping import hosts
-from jfcl.methods.cfl import CFLState
+from jfcl.methods.cfl import CFLState, parameter_tree
 from jfcl.simulation import folder as runs
 from jfcl.simulation.folder import RunFolder, finite_or_none, saved_config
 from jfcl.simulation.loop import History

@@ -257,7 +257,7 @@ def split_probability(
       num_trials: for every pair.
 
     Returns:
-      `SplitProbability` of `[A, G]` arrays. `jfcl.plots.split_probability` draws it.
+      `SplitProbability` of `[A, G]` arrays.
 
     Raises:
       ValueError: a value outside its range.

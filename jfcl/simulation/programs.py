@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from jfcl.analysis import metrics, parameter_tree
+from jfcl.analysis import metrics
 from jfcl.mapping.jitted import jitted
+from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation import evaluation, grid_rows, on_device, streamed
 
 

@@ -16,10 +16,6 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics
-from jfcl.analysis.tree_file import check_model, check_no_personal, check_state
-from jfcl.analysis.tree_file import load_splits as load_splits
-from jfcl.analysis.tree_file import load_tree as load_tree
-from jfcl.analysis.tree_file import save_tree as save_tree
 from jfcl.core import (
     Clients,
     PyTree,
@@ -27,12 +23,11 @@ from jfcl.core import (
     check,
     check_choice,
     check_clients,
+    check_examples,
     client_keys,
     is_finite,
     max_examples,
-    named_leaves,
     num_clients,
-    shape_struct,
     trained_part,
 )
 from jfcl.kernels import OPERATORS
@@ -42,6 +37,9 @@ from jfcl.methods.cfl.privacy import hide
 from jfcl.methods.cfl.sides import Sides
 from jfcl.methods.cfl.splits import sketch
 from jfcl.methods.cfl.state import CFLState
+from jfcl.methods.cfl.tree_file import check_model, check_newcomers, check_state
+from jfcl.methods.cfl.tree_file import load_tree as load_tree
+from jfcl.methods.cfl.tree_file import save_tree as save_tree
 from jfcl.methods.round import initial_optimizers
 from jfcl.robust.aggregate import where_rows
 from jfcl.training import local
@@ -128,11 +126,9 @@ def models(state: CFLState) -> PyTree:
       ((1, 4, 10), [0])
     """
     found = nodes(state)
-    inner = jnp.asarray([n.split >= 0 for n in found])
-    slot, split = jnp.asarray([n.slot for n in found]), jnp.asarray([max(n.split, 0) for n in found])
-
-    before = jax.tree.map(lambda p: p[split], state.tree.model)
-    return where_rows(inner, before, jax.tree.map(lambda p: p[slot], state.params))
+    slot, split = (jnp.asarray([getattr(node, name) for node in found]) for name in ("slot", "split"))
+    before = jax.tree.map(lambda p: p[jnp.maximum(split, 0)], state.tree.model)
+    return where_rows(split >= 0, before, jax.tree.map(lambda p: p[slot], state.params))
 
 
 def path(state: CFLState, cluster: int) -> list[int]:
@@ -246,10 +242,9 @@ def assign_newcomer(
       [1]
     """
     check_state(state)
-    check_no_personal(state)
-    check_model(task, state.params)
+    check_newcomers(task, state)
     check_clients(newcomers, name="newcomers")
-    _check_examples(task, newcomers)
+    check_examples(newcomers, task, name="newcomers")
     if privacy is not None:
         check_choice("privacy", privacy, OPERATORS)
     tree = state.tree
@@ -388,20 +383,17 @@ def enrol(
       [0, 1, 0, 0, 0, 1, 1, 1]
     """
     check_state(state)
-    check_no_personal(state)
-    whole = isinstance(state.sides, Sides)
+    check_newcomers(task, state)
     accepted = "the state of a run that splits clusters, as history.state has it (that of load_tree is not complete)"
-    check(whole, "state", "a state without sides", accepted)
+    check(isinstance(state.sides, Sides), "state", "a state without sides", accepted)
     check_clients(clients)
-    _check_examples(task, clients)
+    check_examples(clients, task)
     count = num_clients(clients)
     cluster, placed = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
     if state.tree.updates.shape[2] > 0:
         options = {"privacy": privacy, "privacy_seed": privacy_seed, "client_axis": client_axis}
         cluster = assign_newcomer(task, training, state, clients, key=key, **options).cluster
         placed = jnp.full(count, state.round)
-    else:
-        check_model(task, state.params)
 
     def behind(x, axis=0, fill=0):
         """Returns `x` with rows of `fill` behind."""
@@ -424,14 +416,3 @@ def enrol(
         ),
         heard=jax.tree.map(behind, state.heard) if isinstance(state.heard, LastUpdates) else state.heard,
     )
-
-
-def _check_examples(task: Task, clients: Clients) -> None:
-    """Checks that the task's loss takes the examples of `clients`, or raises `ValueError`."""
-    batch = jax.tree.map(lambda x: shape_struct(x, x.shape[1:]), clients.examples)
-    try:
-        jax.eval_shape(task.loss, jax.eval_shape(task.init, jax.random.key(0)), batch)
-    except Exception as error:  # of flax or jax, for shapes that do not fit
-        about = {name: x.shape for name, x in named_leaves(clients.examples).items()}
-        message = f"clients must have examples of the shapes that the run's model takes, got {about}: {error}"
-        raise ValueError(message) from error
