@@ -186,7 +186,7 @@ def test_test_labels_follow_the_clients_training_labels(partition):
     assert shared == sum(round(0.3 * c) for c in np.bincount(load("digits").train["y"]))
 
 
-@pytest.mark.parametrize("partition", ["iid", "power_law", "exponential"])
+@pytest.mark.parametrize("partition", ["iid", "power_law"])
 def test_labels_that_are_frequent_by_chance_are_not_so_in_the_test_data(partition):
     """Otherwise a model that learns its client's chances would be tested on them: local models seem better than are."""
     fed = build(tagged(n=4000, n_test=4000, size=1), num_clients=100, partition=partition)

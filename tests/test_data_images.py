@@ -198,7 +198,7 @@ def check_case(seed, tmp_path):
         else:
             data = from_frame(pd.DataFrame({name: list(values) for name, values in columns.items()}), **options)
         shared = {"num_clients": 4, "num_clusters": clusters, "heterogeneity": heterogeneity, "seed": seed}
-        partition = str(rng.choice(["iid", "stratified", "inner_dirichlet", "power_law"]))
+        partition = str(rng.choice(["iid", "stratified", "dirichlet", "power_law"]))
         if entry == "store":
             stores = generate_store(tmp_path / str(seed), data, examples_per_client=4, **shared)
             return [(store.gather(np.arange(4)), store.cluster) for store in stores]

@@ -18,11 +18,7 @@ from jfcl.data import (
     by_sizes,
     by_writer,
     dirichlet,
-    exponential,
     iid,
-    inner_dirichlet,
-    label_skew,
-    linear,
     pathological,
     power_law,
     power_law_sizes,
@@ -104,8 +100,6 @@ def test_dirichlet_law(labels, clients, alpha, least, seed):
 def test_the_largest_alpha_gives_equal_shares():
     labels = np.arange(1000) % 10
     assert {len(part) for part in dirichlet(labels, 10, alpha=1.7e308, seed=0)} == {100}
-    counts = [np.bincount(labels[part], minlength=10) for part in inner_dirichlet(labels, 10, alpha=1.7e308, seed=0)]
-    assert np.max(counts) <= 30  # draws about 10 of each
 
 
 @given(
@@ -140,52 +134,6 @@ def test_pathological_law(labels, clients, per_client, seed):
             assert len(held) >= clients // len(values)
 
 
-@given(
-    labels=labelled,
-    clients=st.integers(1, 30),
-    alpha=st.sampled_from([1e-300, 1e-12, 1e-3, 0.1, 1.0, 1e6]),
-    each=st.none() | st.integers(1, 20),
-    seed=seeds,
-)
-def test_inner_dirichlet_law(labels, clients, alpha, each, seed):
-    clients, each = fitting(len(labels), clients, each)
-    parts = inner_dirichlet(labels, clients, alpha=alpha, seed=seed, examples_per_client=each)
-    assert_equal_parts(parts, clients, len(labels), each)
-    sizes = np.random.default_rng(seed).multinomial(len(labels) - clients, np.full(clients, 1 / clients)) + 1
-    parts = inner_dirichlet(labels, clients, alpha=alpha, seed=seed, sizes=sizes)
-    assert_partition(parts, clients, len(labels))
-    assert [len(part) for part in parts] == sizes.tolist()
-
-
-def test_inner_dirichlet_draws_label_by_label():
-    """The definition, one place after the other, on the same random numbers."""
-    rng = np.random.default_rng(0)
-    share, left = rng.dirichlet(np.full(4, 0.3), size=6), np.array([30, 9, 14, 7])
-    share[2] = [0, 0, 0, 1]  # the label of client 2 runs out
-    client, u = rng.permutation(np.repeat(np.arange(6), 10)), rng.random(60)
-    expected, rest = [], left.astype(float)
-    for i, number in zip(client, u, strict=True):
-        weight = [share[i][j] if rest[j] > 0 else 0.0 for j in range(4)]
-        weight = rest if sum(weight) == 0 else weight
-        bounds = np.cumsum(weight) / np.sum(weight)
-        j = next(j for j in range(4) if number < bounds[j])
-        rest[j] -= 1
-        expected.append(j)
-    assert rest.sum() == 0
-    assert label_skew._draw(share, left, client, u).tolist() == expected
-
-
-def test_inner_dirichlet_proportions_have_the_right_moments():
-    # With many more examples than places, proportions are as drawn: Var = p (1 - p) / (K alpha + 1).
-    k, labels = 5, np.repeat(np.arange(5), 20_000)
-    for alpha in (0.1, 1.0, 10.0):
-        parts = inner_dirichlet(labels, 400, alpha=alpha, seed=1, examples_per_client=50)
-        shares = np.array([np.bincount(labels[part], minlength=k) for part in parts]) / 50
-        dirichlet_variance = (1 / k) * (1 - 1 / k) / (k * alpha + 1)
-        sampling = ((1 / k) * (1 - 1 / k) - dirichlet_variance) / 50  # of the 50 draws
-        np.testing.assert_allclose(shares.var(), dirichlet_variance + sampling, rtol=0.1)
-
-
 @given(data=st.data(), labels=labelled, seed=seeds)
 def test_distribution_law(data, labels, seed):
     clients = data.draw(st.integers(1, min(8, len(labels))))
@@ -213,22 +161,6 @@ def test_a_distribution_of_counts_is_exact():
     assert [np.bincount(labels[part], minlength=5).tolist() for part in parts] == counts.tolist()
 
 
-@given(
-    n=st.integers(1, 500), clients=st.integers(1, 40), exponent=st.floats(0, 800), least=st.integers(1, 5), seed=seeds
-)
-def test_linear_and_exponential_law(n, clients, exponent, least, seed):
-    least = min(least, n)
-    clients = 1 + clients % (n // least)
-    rank, rest = np.arange(1, clients + 1), n - clients * least
-    for parts, weight in [
-        (linear(n, clients, seed=seed, min_size=least), rank),
-        (exponential(n, clients, exponent=exponent, seed=seed, min_size=least), np.exp(exponent * (rank - clients))),
-    ]:
-        assert_partition(parts, clients, n, least=least)
-        sizes = np.sort([len(part) for part in parts])
-        np.testing.assert_array_less(np.abs(sizes - least - rest * weight / weight.sum()), 1)
-
-
 @given(writer=st.lists(st.integers(-1, 6), min_size=1, max_size=60), seed=seeds)
 def test_by_writer_law(writer, seed):
     writer = np.array(writer)
@@ -249,10 +181,7 @@ def test_partitions_follow_their_seed():
         "dirichlet": lambda seed: dirichlet(labels, 9, seed=seed),
         "power_law": lambda seed: power_law(300, 9, seed=seed),
         "pathological": lambda seed: pathological(labels, 9, seed=seed),
-        "inner_dirichlet": lambda seed: inner_dirichlet(labels, 9, seed=seed),
         "distribution": lambda seed: by_distribution(labels, 9, distribution=np.ones((9, 7)), seed=seed),
-        "linear": lambda seed: linear(300, 9, seed=seed),
-        "exponential": lambda seed: exponential(300, 9, exponent=0.2, seed=seed),
         "writer": lambda seed: by_writer(labels, num_clients=3, seed=seed),
     }
     for name, make in makers.items():
@@ -299,8 +228,6 @@ def test_power_law_has_its_exponent():
         (lambda: dirichlet(np.zeros(10, int), 2, alpha=np.nan, seed=0), "alpha must be positive"),
         (lambda: dirichlet(np.zeros(10, int), 4, min_size=3, seed=0), "at most 3"),
         (lambda: power_law_sizes(10, 2, exponent=-1.0, seed=0), "exponent must be at least 0"),
-        (lambda: linear(10, 4, min_size=3, seed=0), "num_clients must be at most 3"),
-        (lambda: exponential(10, 2, exponent=np.inf, seed=0), "exponent must be at least 0"),
         (
             lambda: pathological(np.zeros(10, int), 2, seed=0),
             "labels_per_client must be at most 1, the number of labels",
@@ -310,13 +237,6 @@ def test_power_law_has_its_exponent():
             "label 1 has 1 examples for the 2",
         ),
         (lambda: pathological(np.zeros(3, int), 4, labels_per_client=1, seed=0), "num_clients must be at most 3"),
-        (lambda: inner_dirichlet(np.zeros(10, int), 2, alpha=0, seed=0), "alpha must be positive"),
-        (
-            lambda: inner_dirichlet(np.zeros(10, int), 2, sizes=[6, 5], seed=0),
-            "sizes must be at most 10 in all, got 11",
-        ),
-        (lambda: inner_dirichlet(np.zeros(10, int), 2, sizes=[6], seed=0), r"sizes must be .2. positive integers"),
-        (lambda: inner_dirichlet([0, 1], 3, seed=0), "num_clients must be at most 2"),
         (lambda: by_distribution([0, 1], 2, distribution=[[1, 0]], seed=0), r"of shape \(2, 2\): a row per client"),
         (lambda: by_distribution([0, 2], 2, distribution=np.eye(2), seed=0), r"labels must be in 0\.\.1"),
         (lambda: by_distribution([0, 1], 2, distribution=[[1, 1], [0, 0]], seed=0), r"leaves clients \[1\] without"),

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 
 from jfcl.core import check_clients
-from jfcl.data import blobs, fc_regression, ifca_regression, synthetic, xor_toy
+from jfcl.data import blobs, fc_regression, ifca_regression, synthetic
 
 
 def pooled(fed, cluster):
@@ -76,24 +75,6 @@ def test_fc_regression_is_underdetermined_alone_and_determined_together():
     assert np.linalg.norm(found - fed.truth[0]) > 1
 
 
-def accuracy(x, y):
-    return LogisticRegression(C=1e4).fit(x, y).score(x, y)
-
-
-@pytest.mark.parametrize(("kind", "together"), [("xor", 0.8), ("opposite", 0.6)])
-def test_toy_clusters_are_separable_alone_and_not_together(kind, together):
-    fed = xor_toy(kind=kind, num_clients=10, spread=0.2, seed=3)
-    x, y = fed.train.examples["x"], fed.train.examples["y"]
-    assert y.dtype == np.int32 and set(y.ravel().tolist()) == {0, 1}
-    for k in (0, 1):
-        own = fed.cluster == k
-        assert accuracy(x[own].reshape(-1, 2), y[own].ravel()) > 0.99
-    assert accuracy(x.reshape(-1, 2), y.ravel()) < together
-    # What a quadratic model can do tells the two apart: XOR is learnable, opposite labels are not.
-    product = np.prod(x, axis=-1, keepdims=True).reshape(-1, 1)
-    assert (accuracy(product, y.ravel()) > 0.99) == (kind == "xor")
-
-
 def test_blobs_are_scikit_learns():
     fed = blobs(std=0.5, seed=1)
     assert fed.train.examples["x"].shape == (90, 1, 10) and fed.truth.shape == (10, 10) and fed.test is None
@@ -104,7 +85,7 @@ def test_blobs_are_scikit_learns():
     np.testing.assert_allclose((points - fed.truth[fed.cluster]).std(), 0.5, rtol=0.1)
 
 
-@pytest.mark.parametrize("make", [ifca_regression, fc_regression, xor_toy, blobs])
+@pytest.mark.parametrize("make", [ifca_regression, fc_regression, blobs])
 def test_synthetic_problems_follow_their_seed(make):
     one, same, other = make(seed=1), make(seed=1), make(seed=2)
     np.testing.assert_array_equal(one.train.examples["x"], same.train.examples["x"])
@@ -125,14 +106,10 @@ def test_synthetic_problems_follow_their_seed(make):
         (lambda: ifca_regression(radius=np.nan), "radius must be at least 0 and finite"),
         (lambda: fc_regression(clients_per_cluster=0), "clients_per_cluster must be an integer, at least 1"),
         (lambda: fc_regression(examples_per_client=0), "examples_per_client must be an integer, at least 1"),
-        (lambda: xor_toy(kind="nor"), "unknown kind 'nor': did you mean 'xor'"),
-        (lambda: xor_toy(num_clients=1), "num_clusters must be at most 1, the number of clients, got 2"),
-        (lambda: xor_toy(spread=-0.1), "spread must be at least 0"),
         (lambda: blobs(num_points=5), "num_clusters must be at most 5, the number of clients, got 10"),
         (lambda: blobs(std=-1.0), "std must be at least 0"),
         (lambda: ifca_regression(seed=-1), "seed must be an integer, at least 0, got -1"),
         (lambda: fc_regression(seed=2**63), "seed must be an integer, at least 0 and at most"),
-        (lambda: xor_toy(seed=0.5), "seed must be an integer, at least 0, got 0.5"),
         (lambda: blobs(seed=2**32), "seed must be an integer, at least 0 and at most 4294967295"),
     ],
 )

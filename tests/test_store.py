@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfcl
-from jfcl.data import ClientStore, generate_store, open_stores, synthetic_store
+from jfcl.data import ClientStore, generate_store, open_stores
 
 
 def loop_gather(people, ids, length):
@@ -279,15 +279,14 @@ def test_bad_rows_and_ids(tmp_path, folder):
 def test_one_deal_is_what_build_makes(tmp_path, heterogeneity):
     options = {"num_clients": 20, "num_clusters": 4, "heterogeneity": heterogeneity, "examples_per_client": 30}
     fed = jfcl.data.build("digits", reuse="cluster", seed=3, **options)
-    for layout in ("index", "rows"):
-        train, test = generate_store(tmp_path / layout, "digits", layout=layout, seed=3, **options)
-        assert train.arrays["x"].dtype == train.arrays["y"].dtype == np.uint8
-        for store, wanted in ((train, fed.train), (test, fed.test)):
-            found = store.gather(np.arange(20))
-            np.testing.assert_array_equal(found.size, wanted.size)
-            np.testing.assert_array_equal(found.examples["x"], wanted.examples["x"])
-            np.testing.assert_array_equal(found.examples["y"], wanted.examples["y"])
-            np.testing.assert_array_equal(store.cluster, fed.cluster)
+    train, test = generate_store(tmp_path / "p", "digits", seed=3, **options)
+    assert train.arrays["x"].dtype == train.arrays["y"].dtype == np.uint8
+    for store, wanted in ((train, fed.train), (test, fed.test)):
+        found = store.gather(np.arange(20))
+        np.testing.assert_array_equal(found.size, wanted.size)
+        np.testing.assert_array_equal(found.examples["x"], wanted.examples["x"])
+        np.testing.assert_array_equal(found.examples["y"], wanted.examples["y"])
+        np.testing.assert_array_equal(store.cluster, fed.cluster)
 
 
 def test_dealt_again_and_again(tmp_path):
@@ -320,20 +319,6 @@ def test_ragged_partitions_and_turns_that_bytes_cannot_hold(tmp_path):
     assert train.gather([0, 1]).examples["x"].shape[1] == train.max_size == train.sizes().max()
 
 
-@pytest.mark.parametrize("name, options", [("ifca_regression", {"dim": 3}), ("fc_regression", {}), ("xor_toy", {})])
-def test_synthetic_populations_in_blocks(tmp_path, name, options):
-    train, test = synthetic_store(tmp_path / "p", name, num_clients=10, block=4, **options)
-    count = {"clients_per_cluster": 3} if name == "fc_regression" else {"num_clients": 10}
-    fed = getattr(jfcl.data, name)(**count, **options)
-    assert train.cluster.tolist() == fed.cluster[:10].tolist()
-    if name != "xor_toy":  # whose clients are not drawn one by one
-        for store, wanted in ((train, fed.train), (test, fed.test)):
-            for field, values in store.gather(np.arange(10)).examples.items():
-                np.testing.assert_array_equal(values, wanted.examples[field][:10])
-    x = train.gather(np.arange(10)).examples["x"]
-    assert len(np.unique(x[:, 0, 0])) == 10
-
-
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -343,19 +328,12 @@ def test_synthetic_populations_in_blocks(tmp_path, name, options):
         ({"heterogeneity": "rotated"}, "did you mean 'rotation'"),
         ({"num_clusters": 2}, "heterogeneity must be given for num_clusters=2, one of rotation"),
         ({"partition": "writer"}, "unknown partition 'writer'"),
-        ({"layout": "index_"}, "did you mean 'index'"),
     ],
 )
 def test_bad_populations_leave_nothing(tmp_path, options, said):
     options = {"num_clients": 100, "examples_per_client": 10} | options
     with pytest.raises(ValueError, match=said):
         generate_store(Path(tmp_path / "p"), "digits", **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_synthetic_population_of_no_clusters_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="num_clusters must be an integer, at least 1, got 0"):
-        synthetic_store(tmp_path / "p", "ifca_regression", num_clients=6, dim=3, num_clusters=0)
     assert list(tmp_path.iterdir()) == []
 
 

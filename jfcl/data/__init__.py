@@ -4,7 +4,7 @@ from jfcl.data.arrays import from_arrays, from_torch
 from jfcl.data.build import Federation, build
 from jfcl.data.columns import from_frame, from_huggingface
 from jfcl.data.dataset import Dataset
-from jfcl.data.generate import generate_store, open_stores, synthetic_store
+from jfcl.data.generate import generate_store, open_stores
 from jfcl.data.heterogeneity import HETEROGENEITY
 from jfcl.data.hold_out import hold_out
 from jfcl.data.partition import (
@@ -14,10 +14,7 @@ from jfcl.data.partition import (
     by_sizes,
     by_writer,
     dirichlet,
-    exponential,
     iid,
-    inner_dirichlet,
-    linear,
     pathological,
     power_law,
     power_law_sizes,
@@ -25,7 +22,7 @@ from jfcl.data.partition import (
 )
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
-from jfcl.data.synthetic import blobs, fc_regression, ifca_regression, xor_toy
+from jfcl.data.synthetic import blobs, fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds
@@ -44,7 +41,6 @@ __all__ = [
     "by_sizes",
     "by_writer",
     "dirichlet",
-    "exponential",
     "fc_regression",
     "from_arrays",
     "from_frame",
@@ -55,8 +51,6 @@ __all__ = [
     "hold_out",
     "ifca_regression",
     "iid",
-    "inner_dirichlet",
-    "linear",
     "load",
     "open_stores",
     "pathological",
@@ -64,7 +58,5 @@ __all__ = [
     "power_law_sizes",
     "read_rows",
     "stratified",
-    "synthetic_store",
     "tokenize",
-    "xor_toy",
 ]

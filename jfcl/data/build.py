@@ -96,12 +96,11 @@ def build(
       heterogeneity: a name in `HETEROGENEITY`: how clusters differ. "none" is for one cluster, or for clusters that
         differ by their `distribution` of labels.
       partition: a name in `PARTITIONS`: how a pool of examples is divided among clients. `labels_per_client` is for
-        "label" and "pathological", `alpha` for "dirichlet" and "inner_dirichlet", `exponent` for "power_law" and
-        "exponential", `min_size` for these, "linear" and "dirichlet".
+        "label" and "pathological", `alpha` for "dirichlet", `exponent` for "power_law", `min_size` for both of these.
       distribution: `[N, num_classes]` for "distribution": the clients' shares in the examples of each label, among
         the clients that divide the same examples (those of a cluster, where `reuse` is "cluster").
-      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified",
-        "inner_dirichlet"), at most ("writer"), or on average (others). `None`: all examples are used.
+      examples_per_client: the number of each client's training examples: exactly ("iid", "stratified"),
+        at most ("writer"), or on average (others). `None`: all examples are used.
       test_fraction: the share held out where there is no official test split, in `(0, 1)`. Where clients are writers,
         it is held out of the examples of each writer that has none in the official test split. A writer with one
         example, which leaves none to be tested on, is no client; `description` counts and names such writers.

@@ -1,6 +1,6 @@
-"""Populations of any size: a data set divided among clients repeatedly, or a synthetic problem drawn in blocks.
+"""Populations of any size: a data set divided among clients repeatedly, as often as they need.
 
-Only the data set is held in memory as a whole; `jfcl.data.store_files` describes the files.
+Only the data set is held in memory as a whole; `jfcl.data.store` describes the files.
 """
 
 from __future__ import annotations
@@ -13,30 +13,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import track
 
-from jfcl.core import check, check_at_most_clients, check_choice, check_count
+from jfcl.core import check, check_count
 from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
-from jfcl.data.split import (
-    Examples,
-    Pool,
-    Split,
-    SplitPlan,
-    divide,
-    divide_test,
-    of_cluster,
-    split_dataset,
-    take,
-    transform_of,
-)
+from jfcl.data.split import Examples, Split, divide, divide_test, of_cluster, split_dataset, take, transform_of
 from jfcl.data.store import ClientStore
-from jfcl.data.synthetic import fc_regression, ifca_regression, xor_toy
 
-LAYOUTS = ("index", "rows")
-SYNTHETIC = {"ifca_regression": ifca_regression, "fc_regression": fc_regression, "xor_toy": xor_toy}
 BLOCK = 4096  # examples that are transformed at once
 LEVELS = (1.0, 16.0, 255.0)  # steps per unit at which inputs are tried as bytes: tokens, digits, pixels
 
@@ -51,7 +37,6 @@ def generate_store(
     heterogeneity: str = "none",
     partition: str = "iid",
     test_fraction: float = 0.2,
-    layout: str = "index",
     seed: int = 0,
     labels_per_client: int = 2,
     alpha: float = 0.5,
@@ -68,22 +53,19 @@ def generate_store(
     client's test data. Where one division is enough, the clients are those of `jfcl.data.build(..., reuse="cluster")`.
 
     Args:
-      path: a folder that is not there yet, for two stores, `train` and `test`.
+      path: a folder that is not there yet, for two stores, `train` and `test`. Each holds every cluster's data set
+        once, and clients as rows of it.
       dataset: a `Dataset`, or a name for `load(name, data_dir)`.
       num_clients: `N`, of any size.
       examples_per_client: training examples of each; on average, where `partition` makes sizes differ.
       num_clusters, heterogeneity, partition, test_fraction, seed, labels_per_client, alpha, exponent, min_size: as in
-        `jfcl.data.build`; `partition` may be neither "writer" nor
-        "distribution".
+        `jfcl.data.build`; `partition` may be neither "writer" nor "distribution".
       about: further JSON values for `store.about["made"]`.
-      layout: "index": each cluster's data set is kept once, clients as rows of it. "rows": every client's examples are
-        written in full.
       progress: show a progress bar.
 
     Returns:
       `(train, test)`, of the same clients; the test examples of a division are divided as those of `jfcl.data.build`.
-      Inputs are kept as bytes where that is exact. Cost for each million clients of 20 digits: half a minute and 72 MB;
-      with layout "rows" five times as long and 1.6 GB.
+      Inputs are kept as bytes where that is exact. Cost for each million clients of 20 digits: half a minute and 72 MB.
 
     Raises:
       ValueError: an unknown name, more clusters than clients, more `examples_per_client` than a cluster has examples,
@@ -98,7 +80,6 @@ def generate_store(
       >>> len(train), train.gather([5, 999]).examples["x"].shape, train.arrays["x"].shape
       (1000, (2, 20, 8, 8, 1), (5752, 8, 8, 1))
     """
-    check_choice("layout", layout, LAYOUTS)
     check_count("num_clients", num_clients)
     check_count("examples_per_client", examples_per_client)
     options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
@@ -116,8 +97,7 @@ def generate_store(
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
-    values = 0 if heterogeneity in SELECTIVE else num_clusters * dataset.train["x"].size // 2  # at least, without tests
-    _check_room(Path(path), values, num_clients, examples_per_client)
+    _check_room(Path(path), split, num_clients)
     known = {
         "num_classes": dataset.num_classes,
         "num_clusters": num_clusters,
@@ -127,30 +107,35 @@ def generate_store(
         "made": {"dataset": dataset.name} | made | options | (about or {}),
     }
     splits = [of_cluster(split, k) for k in range(num_clusters)]
-    fewest, k = min((len(own.train.rows), k) for k, own in enumerate(splits))
+    fewest, k = min((len(part.train.rows), k) for k, part in enumerate(splits))
     accepted = f"at most {fewest}, the training examples of cluster {k}"
     check(examples_per_client <= fewest, "examples_per_client", examples_per_client, accepted)
 
-    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
-    sizes = np.bincount(cluster)
     console = Console(stderr=True)
-    bar = Progress(console=console, transient=True, disable=not (progress and console.is_interactive))
-    with new_folder(Path(path)) as folder, bar:
-        line = bar.add_task("building the store", total=2 * num_clients)
-        for is_test, part in enumerate(("train", "test")):
-            streams = [_deals(own, k, int(sizes[k]), is_test) for k, own in enumerate(splits)]
-            rows = (next(streams[k]) for k in cluster)  # computed client by client
-            plan = SplitPlan(_counted(rows, bar, line), cluster, transform_of(split))
-            _write(folder / part, plan, [own.test if is_test else own.train for own in splits], layout, known)
+    bar = {"console": console, "transient": True, "disable": not (progress and console.is_interactive)}
+    with new_folder(Path(path)) as folder:
+        for part in ("train", "test"):
+            _write(folder, part, splits, num_clients, known, bar)
     return open_stores(path)
 
 
-def _counted(parts: Iterator[np.ndarray], bar: Progress, line: TaskID) -> Iterator[np.ndarray]:
-    """Yields `parts`, and moves the bar after every 1,024 of them."""
-    for i, part in enumerate(parts):
-        if i % 1024 == 1023:
-            bar.advance(line, 1024)
-        yield part
+def _write(
+    folder: Path, part: str, splits: list[Split], num_clients: int, known: dict[str, Any], bar: dict[str, Any]
+) -> None:
+    """Writes the store `part` of a population: the pool of every cluster, transformed, and clients as rows of it."""
+    cluster = (np.arange(num_clients) % len(splits)).astype(np.int32)
+    pools, transform, sizes = [getattr(split, part) for split in splits], transform_of(splits[0]), np.bincount(cluster)
+
+    def base() -> Iterator[Examples]:
+        for k, pool in enumerate(pools):
+            for first in range(0, len(pool.rows), BLOCK):
+                yield transform(take(pool.examples, pool.rows[first : first + BLOCK]), k)
+
+    starts = np.concatenate([[0], np.cumsum([len(pool.rows) for pool in pools])])
+    streams = [_deals(split, k, int(sizes[k]), part == "test") for k, split in enumerate(splits)]
+    rows = (starts[k] + np.searchsorted(pools[k].rows, next(streams[k])) for k in cluster.tolist())
+    rows = track(rows, f"building the {part} store", total=num_clients, **bar)
+    ClientStore.create_indexed(folder / part, base(), rows, stored=_compact(base()), cluster=cluster, **known)
 
 
 def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
@@ -166,28 +151,12 @@ def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Itera
             return
 
 
-def _write(folder: Path, plan: SplitPlan, pools: list[Pool], layout: str, about: dict[str, Any]) -> None:
-    """Writes a plan as a store: each cluster's pool once and clients as rows of it, or every client's examples."""
-
-    def base() -> Iterator[Examples]:
-        for k, pool in enumerate(pools):
-            for first in range(0, len(pool.rows), BLOCK):
-                yield plan.transform(take(pool.examples, pool.rows[first : first + BLOCK]), k)
-
-    about = {"stored": _compact(base()), "cluster": plan.cluster, **about}
-    clients = zip(plan.cluster.tolist(), plan.rows, strict=True)
-    if layout == "index":
-        starts = np.concatenate([[0], np.cumsum([len(pool.rows) for pool in pools])])
-        rows = (starts[k] + np.searchsorted(pools[k].rows, part) for k, part in clients)
-        ClientStore.create_indexed(folder, base(), rows, **about)
-    else:
-        ClientStore.create(folder, (plan.transform(take(pools[k].examples, part), k) for k, part in clients), **about)
-
-
-def _check_room(path: Path, values: int, num_clients: int, examples_per_client: int) -> None:
-    """Raises `ValueError` for a store larger than the disk, at a byte for each of its base's `values` and each row."""
+def _check_room(path: Path, split: Split, num_clients: int) -> None:
+    """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
     there = next(folder for folder in path.absolute().parents if folder.exists())
-    needed, free = values + num_clients * (8 + examples_per_client), shutil.disk_usage(there).free
+    copies = 0 if split.heterogeneity in SELECTIVE else split.num_clusters
+    values = copies * split.dataset.train["x"].size // 2  # at least, without tests
+    needed, free = values + num_clients * (8 + split.examples_per_client), shutil.disk_usage(there).free
     if needed > free:
         raise ValueError(
             f"num_clients: a store of {num_clients} clients needs {needed / 1e9:.1f} GB in {there}, of which"
@@ -195,62 +164,8 @@ def _check_room(path: Path, values: int, num_clients: int, examples_per_client: 
         )
 
 
-def synthetic_store(
-    path: str | Path, name: str, *, num_clients: int, seed: int = 0, block: int = 1024, **options: Any
-) -> tuple[ClientStore, ClientStore]:
-    """Draws a population of one of the papers' synthetic problems, block by block.
-
-    Args:
-      path: a folder that is not there yet, for two stores, `train` and `test`.
-      name: "ifca_regression", "fc_regression" or "xor_toy", of `jfcl.data`.
-      num_clients: `N`, of any size. The clients of the regressions are those of the function; those of "xor_toy" depend
-        on `block`.
-      block: the number of clients drawn at once.
-      options: of that function, except for the number of clients.
-
-    Returns:
-      `(train, test)`, of the same clients.
-
-    Raises:
-      ValueError: an unknown name, and the errors of the function.
-
-    Example:
-      >>> import tempfile
-      >>> train, _ = synthetic_store(tempfile.mkdtemp() + "/p", "ifca_regression", num_clients=50, dim=3)
-      >>> train.gather([49]).examples["x"].shape
-      (1, 100, 3)
-    """
-    check_choice("name", name, SYNTHETIC)
-    check_count("num_clients", num_clients)
-    check_count("block", block)
-    num_clusters = 2 if name == "xor_toy" else options.get("num_clusters", 4 if name == "fc_regression" else 2)
-    check_count("num_clusters", num_clusters)
-    check_at_most_clients("num_clusters", num_clusters, num_clients)
-    block = -(-max(block, num_clusters) // num_clusters) * num_clusters  # whole clusters: client i is in i mod K
-    count = {"clients_per_cluster": block // num_clusters} if name == "fc_regression" else {"num_clients": block}
-    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
-
-    def clients(part: str) -> Iterator[dict[str, np.ndarray]]:
-        for first in range(0, num_clients, block):
-            made = SYNTHETIC[name](**count, **options, seed=seed, first_client=first)
-            data = getattr(made, part)
-            for i in range(min(block, num_clients - first)):
-                yield {field: values[i, : data.size[i]] for field, values in data.examples.items()}
-
-    about = {
-        "num_classes": 2 if name == "xor_toy" else None,
-        "num_clusters": num_clusters,
-        "description": f"{name}: {num_clients} clients, {num_clusters} clusters",
-        "made": {"dataset": name, "num_clients": num_clients, "seed": seed} | options,
-    }
-    with new_folder(Path(path)) as folder:
-        for part in ("train", "test"):
-            ClientStore.create(folder / part, clients(part), cluster=cluster, **about)
-    return open_stores(path)
-
-
 def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
-    """Opens the `(train, test)` of `generate_store` or `synthetic_store` in `path`.
+    """Opens the `(train, test)` of `generate_store` in `path`.
 
     Example:
       >>> import tempfile
@@ -266,7 +181,9 @@ def open_stores(path: str | Path) -> tuple[ClientStore, ClientStore]:
 def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
     """Returns the smallest types that hold every value of the examples exactly, for `ClientStore.create`."""
 
-    def is_exact(x, per_unit):
+    def is_exact(x: np.ndarray, per_unit: float) -> bool:
+        if x.dtype.kind != "f" or x.min() < 0 or x.max() * per_unit > 255:
+            return False
         stored = np.rint(x * per_unit).astype(np.uint8)
         return np.array_equal(np.divide(stored, x.dtype.type(per_unit), dtype=x.dtype), x)
 
@@ -275,7 +192,6 @@ def _compact(parts: Iterator[dict[str, np.ndarray]]) -> dict[str, tuple]:
         for name, values in part.items():
             whole = values.dtype.kind in "iu" and values.min(initial=0) >= 0 and largest.get(name, 0) >= 0
             largest[name] = max(largest.get(name, 0), int(values.max(initial=0))) if whole else -1
-        x = part["x"]
-        levels = {p for p in levels if x.dtype.kind == "f" and x.min() >= 0 and x.max() * p <= 255 and is_exact(x, p)}
+        levels = {level for level in levels if is_exact(part["x"], level)}
     stored: dict[str, tuple] = {name: (np.min_scalar_type(most).name,) for name, most in largest.items() if most >= 0}
     return stored | ({"x": ("uint8", max(levels))} if levels else {})

@@ -2,17 +2,20 @@
 
 A partition has the signature `f(labels, num_clients, *, seed, **options)`. `labels` is `[n]` integers, one for each
 example (for `by_writer`, its writer); partitions that do not depend on labels also take the number `n`. It returns a
-list of `N` disjoint `np.int64` arrays of indices in `0 .. n-1`, none empty. The result is a function of the arguments
-alone; `seed` is an integer or a sequence of integers, for `np.random.default_rng`.
+list of `N` disjoint, sorted `np.int64` arrays of indices in `0 .. n-1`, none empty. The result is a function of the
+arguments alone; `seed` is an integer or a sequence of integers, for `np.random.default_rng`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jfcl.core import check, check_count
-from jfcl.data.label_skew import by_distribution, by_label, dirichlet, inner_dirichlet, pathological
-from jfcl.data.parts import Seed, as_labels, check_enough, count_of, equal_sizes, parts_of, sizes_like, sorted_by
+
+Seed = int | Sequence[int]
+LARGEST = 1e290  # alpha of Dirichlet: all shares are equal long before, and beyond it their sum overflows in the draw
 
 
 def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -33,9 +36,9 @@ def iid(num_examples, num_clients: int, *, seed: Seed, examples_per_client: int 
       >>> [len(part) for part in iid(10, 3, seed=0)]
       [4, 3, 3]
     """
-    num_examples = count_of(num_examples)
+    num_examples = _count_of(num_examples)
     check_enough(num_examples, num_clients, examples_per_client)
-    return by_sizes(num_examples, equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
+    return by_sizes(num_examples, _equal_sizes(num_examples, num_clients, examples_per_client), seed=seed)
 
 
 def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int | None = None) -> list[np.ndarray]:
@@ -60,10 +63,10 @@ def stratified(labels, num_clients: int, *, seed: Seed, examples_per_client: int
       >>> [np.bincount(labels[part]).tolist() for part in stratified(labels, 2, seed=0, examples_per_client=8)]
       [[4, 2, 2], [4, 2, 2]]
     """
-    labels = as_labels(labels)
+    labels = _as_labels(labels)
     check_enough(len(labels), num_clients, examples_per_client)
     rng = np.random.default_rng(seed)
-    order = sorted_by(labels, rng)
+    order = _sorted_by(labels, rng)
     if examples_per_client is not None:
         wanted = num_clients * examples_per_client
         order = order[np.arange(wanted) * len(order) // wanted]
@@ -98,6 +101,27 @@ def by_writer(writer, num_clients: int | None = None, *, seed: Seed) -> list[np.
     return parts_of(writer, ids)
 
 
+def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
+    """Divides a random permutation into parts of the given sizes.
+
+    Args:
+      sizes: `[N]` positive integers with a sum of at most `num_examples`; the rest stays unused.
+
+    Raises:
+      ValueError: a client without examples; a sum of sizes above `num_examples`.
+
+    Example:
+      >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
+      [5, 1, 2]
+    """
+    sizes = np.asarray(sizes)
+    check(sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0, "sizes", sizes, "a vector of integers")
+    check(sizes.min() >= 1, "sizes", sizes, "positive: every client needs an example")
+    check(sizes.sum() <= num_examples, "sizes", int(sizes.sum()), f"at most {num_examples} in all")
+    order = np.random.default_rng(seed).permutation(num_examples)[: sizes.sum()]
+    return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
+
+
 def power_law_sizes(
     num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
 ) -> np.ndarray:
@@ -118,30 +142,11 @@ def power_law_sizes(
       [16, 19, 27, 48]
     """
     check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
-    check_enough(num_examples, num_clients)
+    check_count("min_size", min_size)
+    check_enough(num_examples, num_clients, min_size)
     weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    return sizes_like(weight, num_examples, seed=seed, min_size=min_size)
-
-
-def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
-    """Divides a random permutation into parts of the given sizes.
-
-    Args:
-      sizes: `[N]` positive integers with a sum of at most `num_examples`; the rest stays unused.
-
-    Raises:
-      ValueError: a client without examples; a sum of sizes above `num_examples`.
-
-    Example:
-      >>> [len(part) for part in by_sizes(10, [5, 1, 2], seed=0)]
-      [5, 1, 2]
-    """
-    sizes = np.asarray(sizes)
-    check(sizes.ndim == 1 and sizes.dtype.kind in "iu" and len(sizes) > 0, "sizes", sizes, "a vector of integers")
-    check(sizes.min() >= 1, "sizes", sizes, "positive: every client needs an example")
-    check(sizes.sum() <= num_examples, "sizes", int(sizes.sum()), f"at most {num_examples} in all")
-    order = np.random.default_rng(seed).permutation(num_examples)[: sizes.sum()]
-    return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
+    rest = num_examples - num_clients * min_size
+    return np.random.default_rng(seed).permutation(_apportioned(rest, weight) + min_size)
 
 
 def power_law(
@@ -165,76 +170,248 @@ def power_law(
       >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
       100
     """
-    num_examples = count_of(num_examples)
+    num_examples = _count_of(num_examples)
     sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
     return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
 
-def linear(
-    num_examples, num_clients: int, *, seed: Seed, min_size: int = 1, examples_seed: Seed | None = None
-) -> list[np.ndarray]:
-    """Divides the examples at random into parts of sizes that grow linearly: in proportion to 1, 2, ..., `N`.
+def by_label(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
+    """Cuts the examples, sorted by label, into `N * labels_per_client` equal shards, and deals those to clients.
+
+    A shard at the border between two labels holds both, so a client may have a few labels more than
+    `labels_per_client`. With classes of equal size, and a number of shards that divides them, it has no more.
 
     Args:
-      num_examples: `n`, or the labels `[n]`.
-      seed: of the order of the sizes among the clients.
-      min_size: the examples that every client gets first; the rest is divided in these proportions.
-      examples_seed: of the division of the examples; default: `seed`.
+      labels: `[n]` integers.
 
     Returns:
-      List of `N` sorted index arrays that together hold every example.
+      List of `N` sorted index arrays that together hold every example; sizes differ by at most
+      `labels_per_client`.
 
     Raises:
-      ValueError: fewer than `N * min_size` examples.
+      ValueError: fewer examples than shards.
 
-    Source: `LinearPartitioner` of flwr-datasets.
+    Source: McMahan et al. 2017, section 3 ("pathological non-iid").
 
     Example:
-      >>> sorted(len(part) for part in linear(64, 4, seed=0))
-      [7, 13, 19, 25]
+      >>> parts = by_label([0, 1, 2, 3] * 10, 4, labels_per_client=1, seed=0)
+      >>> sorted({int(i % 4) for i in part}.pop() for part in parts)
+      [0, 1, 2, 3]
     """
-    num_examples = count_of(num_examples)
-    check_enough(num_examples, num_clients)
-    sizes = sizes_like(np.arange(1.0, num_clients + 1), num_examples, seed=seed, min_size=min_size)
-    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
+    labels = _as_labels(labels)
+    check_count("labels_per_client", labels_per_client)
+    check_enough(len(labels), num_clients, labels_per_client)
+    rng = np.random.default_rng(seed)
+    shards = np.array_split(_sorted_by(labels, rng), num_clients * labels_per_client)
+    dealt = rng.permutation(len(shards)).reshape(num_clients, labels_per_client)
+    return [np.sort(np.concatenate([shards[s] for s in row])) for row in dealt]
 
 
-def exponential(
-    num_examples,
-    num_clients: int,
-    *,
-    exponent: float = 1.0,
-    seed: Seed,
-    min_size: int = 1,
-    examples_seed: Seed | None = None,
-) -> list[np.ndarray]:
-    """Divides the examples at random into parts of sizes in proportion to `exp(exponent * rank)`, rank 1, ..., `N`.
+def pathological(labels, num_clients: int, *, labels_per_client: int = 2, seed: Seed) -> list[np.ndarray]:
+    """Gives every client exactly `labels_per_client` labels, and divides each label equally among its clients.
 
-    With `exponent` 1, three clients have 95 % of the examples, whatever `N` is; a small one, such as 0.1, is milder.
+    In contrast to the shards of `by_label`, no client has more labels, and sizes differ: those of a label with few
+    clients are large. The clients' first labels are dealt in turn, in a random order; further ones are drawn at random.
+    With fewer clients than labels, the labels that no client has yet are dealt first.
 
     Args:
-      num_examples: `n`, or the labels `[n]`.
-      exponent: at least 0; 0 gives equal sizes.
-      seed, min_size, examples_seed: as in `linear`.
+      labels: `[n]` integers.
 
     Returns:
-      List of `N` sorted index arrays that together hold every example.
+      List of `N` sorted index arrays. They hold every example if `N * labels_per_client` is at least the number of
+      labels; else the examples of labels without a client stay unused. Cost: O(examples log examples + N * labels).
 
     Raises:
-      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
+      ValueError: more `labels_per_client` than labels; a label with fewer examples than clients.
 
-    Source: `ExponentialPartitioner` of flwr-datasets, which has exponent 1 and refuses clients without examples.
+    Source: Li, Diao, Chen, He 2022 ("Federated learning on non-iid data silos"), quantity-based label imbalance.
 
     Example:
-      >>> sorted(len(part) for part in exponential(1000, 4, seed=0))
-      [33, 88, 237, 642]
+      >>> labels = np.arange(100) % 10
+      >>> [len(np.unique(labels[part])) for part in pathological(labels, 7, labels_per_client=3, seed=0)]
+      [3, 3, 3, 3, 3, 3, 3]
     """
-    num_examples = count_of(num_examples)
-    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
-    check_enough(num_examples, num_clients)
-    weight = np.exp(-float(exponent) * np.arange(num_clients))
-    sizes = sizes_like(weight, num_examples, seed=seed, min_size=min_size)
-    return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
+    labels = _as_labels(labels)
+    check_count("labels_per_client", labels_per_client)
+    check_enough(len(labels), num_clients, labels_per_client)
+    values, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    k = len(values)
+    check(labels_per_client <= k, "labels_per_client", labels_per_client, f"at most {k}, the number of labels")
+    rng = np.random.default_rng(seed)
+    # A client holds the labels of its highest scores: 2 for a label that it is dealt, below 1 for one that is drawn.
+    score, nth = rng.random((num_clients, k)), np.arange(max(num_clients, min(k, num_clients * labels_per_client)))
+    score[nth % num_clients, rng.permutation(k)[nth % k]] = 2
+    held = rng.permutation(np.argsort(-score, axis=1, kind="stable")[:, :labels_per_client])
+    owner = np.full(len(labels), -1)
+    for j, examples in enumerate(np.split(_sorted_by(label, rng), np.cumsum(counts)[:-1])):
+        owners = np.flatnonzero((held == j).any(axis=1))
+        if len(owners) > len(examples):
+            few = ", ".join(map(str, values[counts < num_clients].tolist()))
+            raise ValueError(
+                f"labels_per_client, num_clients: label {values[j]} has {len(examples)} examples for the {len(owners)}"
+                f" clients that should have it; use at most {counts.min()} clients, or leave out the examples of labels"
+                f" {few}"
+            )
+        if len(owners):
+            owner[examples] = np.repeat(owners, _equal_sizes(len(examples), len(owners)))
+    return parts_of(owner, range(num_clients))
+
+
+def dirichlet(labels, num_clients: int, *, alpha: float = 0.5, seed: Seed, min_size: int = 1) -> list[np.ndarray]:
+    """Divides every label's examples among clients in proportions drawn from Dirichlet(alpha, ..., alpha).
+
+    The usual recipe draws again until no client is too small, which for small `alpha` never ends. Here there is one
+    draw. Then, while a client has fewer than `min_size` examples, it gets a random one of the largest client.
+    Proportions are as drawn except for these few examples, and the division always terminates.
+
+    Args:
+      labels: `[n]` integers.
+      alpha: positive; a small one is skewed (one client holds nearly all of a label), a large one is iid.
+      min_size: the least number of examples of a client.
+
+    Returns:
+      List of `N` sorted index arrays that together hold every example. Cost: O(examples + labels * N).
+
+    Raises:
+      ValueError: `alpha` not positive and finite; fewer than `N * min_size` examples.
+
+    Source: Hsu, Qi, Brown 2019 ("Measuring the effects of non-identical data distribution").
+
+    Example:
+      >>> sum(len(part) for part in dirichlet([0, 1] * 50, 20, alpha=1e-3, seed=0))
+      100
+    """
+    labels = _as_labels(labels)
+    check(np.isfinite(alpha) and alpha > 0, "alpha", alpha, "positive and finite")
+    check_count("min_size", min_size)
+    check_enough(len(labels), num_clients, min_size)
+    rng = np.random.default_rng(seed)
+    owner = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        of_label = rng.permutation(np.flatnonzero(labels == label))
+        share = rng.dirichlet(np.full(num_clients, min(alpha, LARGEST)))
+        if not np.isfinite(share).all():  # alpha so small that the draw underflows: the limit is one client
+            share = np.eye(num_clients)[rng.integers(num_clients)]
+        cuts = np.floor(np.cumsum(share) * len(of_label) + 1e-9).astype(np.int64)
+        cuts[-1] = len(of_label)
+        owner[of_label] = np.searchsorted(cuts, np.arange(len(of_label)), side="right")
+    size = np.bincount(owner, minlength=num_clients)
+    parts = [rng.permutation(part).tolist() for part in parts_of(owner, range(num_clients))]
+    for i in np.flatnonzero(size < min_size):
+        while size[i] < min_size:
+            largest = int(size.argmax())  # above min_size, because there are N * min_size examples in all
+            parts[i].append(parts[largest].pop())
+            size[i] += 1
+            size[largest] -= 1
+    return [np.sort(np.array(part, np.int64)) for part in parts]
+
+
+def by_distribution(labels, num_clients: int, *, distribution, seed: Seed) -> list[np.ndarray]:
+    """Divides every label's examples among clients in the proportions of a table.
+
+    Args:
+      labels: `[n]` integers from 0.
+      distribution: `[N, K]` finite numbers, at least 0; column `j` has the clients' shares in the examples of label
+        `j`, up to a common factor. A table of counts that add up to the number of a label's examples gives exactly
+        these counts.
+
+    Returns:
+      List of `N` sorted index arrays: every count is within one of its share. They hold every example of the labels
+      with a positive entry in their column.
+
+    Raises:
+      ValueError: a table of another shape, or with negative or infinite entries; a client without examples.
+
+    Source: `DistributionPartitioner` of flwr-datasets.
+
+    Example:
+      >>> labels = np.array([0] * 8 + [1] * 4)
+      >>> parts = by_distribution(labels, 2, distribution=[[3, 0], [1, 1]], seed=0)
+      >>> [np.bincount(labels[part], minlength=2).tolist() for part in parts]
+      [[6, 0], [2, 4]]
+    """
+    labels = _as_labels(labels)
+    check_enough(len(labels), num_clients)
+    table = as_distribution(distribution, num_clients)
+    in_table = labels.min() >= 0 and labels.max() < table.shape[1]
+    check(in_table, "labels", [labels.min(), labels.max()], f"in 0..{table.shape[1] - 1}, a column of the table each")
+    rng = np.random.default_rng(seed)
+    owner = np.full(len(labels), -1)
+    for j in np.flatnonzero(table.any(axis=0)):
+        examples = rng.permutation(np.flatnonzero(labels == j))
+        counts = _apportioned(len(examples), table[:, j] / table[:, j].max())
+        owner[examples] = np.repeat(np.arange(num_clients), counts)
+    parts = parts_of(owner, range(num_clients))
+    none = [i for i, part in enumerate(parts) if not len(part)]
+    check(not none, "distribution", f"a table that leaves clients {none[:5]} without", "one with examples for all")
+    return parts
+
+
+def check_enough(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> None:
+    """Raises `ValueError` unless every client can have `examples_per_client` (default: 1) of the examples."""
+    each = 1 if examples_per_client is None else examples_per_client
+    check_count("examples_per_client", each)
+    check_count("num_clients", num_clients)
+    check_count("num_examples", num_examples)
+    accepted = f"at most {num_examples // each} ({num_examples} examples, at least {each} a client)"
+    check(num_clients * each <= num_examples, "num_clients", num_clients, accepted)
+
+
+def parts_of(owner: np.ndarray, owners) -> list[np.ndarray]:
+    """Returns the indices of the examples of each of `owners` (sorted integers), where `owner` `[n]` has them."""
+    order = np.argsort(owner, kind="stable")
+    first, last = (np.searchsorted(owner[order], owners, side=side) for side in ("left", "right"))
+    return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
+
+
+def as_distribution(distribution, num_clients: int, num_labels: int | None = None) -> np.ndarray:
+    """Returns a table of `by_distribution` as float64; raises `ValueError` unless it is `[N, labels]` and valid."""
+    try:
+        table = np.asarray(distribution, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("distribution must be a table of numbers, a row per client, a column per label") from None
+    columns = num_labels or (table.shape[-1] if table.ndim == 2 else 1)
+    wanted = f"of shape ({num_clients}, {columns}): a row per client, a column per label"
+    check(table.shape == (num_clients, columns), "distribution", table.shape, wanted)
+    valid = np.isfinite(table).all() and (table >= 0).all() and table.any()
+    check(valid, "distribution", table, "a table of finite numbers, at least 0, and not all 0")
+    return table
+
+
+def _as_labels(labels) -> np.ndarray:
+    labels = np.asarray(labels)
+    fits = labels.ndim == 1 and labels.dtype.kind in "iu"
+    check(fits, "labels", f"{labels.dtype} {labels.shape}", "a vector of integers")
+    return labels
+
+
+def _count_of(examples) -> int:
+    """Returns the number of examples, given that number or their labels."""
+    return examples if np.ndim(examples) == 0 else len(examples)
+
+
+def _sorted_by(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns all indices in the order of their labels, those of equal labels in random order."""
+    shuffled = rng.permutation(len(labels))
+    return shuffled[np.argsort(labels[shuffled], kind="stable")]
+
+
+def _equal_sizes(num_examples: int, num_clients: int, examples_per_client: int | None = None) -> np.ndarray:
+    """Returns `[N]` sizes: `examples_per_client`, or, where it is `None`, those of equal parts of all examples."""
+    if examples_per_client is not None:
+        return np.full(num_clients, examples_per_client)
+    return num_examples // num_clients + (np.arange(num_clients) < num_examples % num_clients)
+
+
+def _apportioned(total: int, weight: np.ndarray) -> np.ndarray:
+    """Returns integers with the sum `total`, each within one of its share in proportion to `weight`.
+
+    Shares are rounded down, and what is left goes to those of the largest remainders.
+    """
+    share = total * weight / weight.sum()
+    sizes = np.floor(share).astype(np.int64)
+    sizes[np.argsort(sizes - share, kind="stable")[: total - sizes.sum()]] += 1
+    return sizes
 
 
 PARTITIONS = {
@@ -244,12 +421,9 @@ PARTITIONS = {
     "label": (by_label, "a few labels per client (shards, McMahan et al.)"),
     "pathological": (pathological, "exactly so many labels per client (Li et al., NIID-Bench)"),
     "dirichlet": (dirichlet, "each label's shares of the clients drawn from a Dirichlet distribution"),
-    "inner_dirichlet": (inner_dirichlet, "equal sizes, each client's label proportions drawn from a Dirichlet one"),
     "distribution": (by_distribution, "each label's shares of the clients given as a table"),
     "power_law": (power_law, "random content, sizes that follow a power law"),
-    "linear": (linear, "random content, sizes that grow linearly"),
-    "exponential": (exponential, "random content, sizes that grow exponentially"),
 }
 # Those that need a classification data set.
-OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "inner_dirichlet", "distribution")
+OF_LABELS = ("stratified", "label", "pathological", "dirichlet", "distribution")
 OF_ONE_DIVISION = ("writer", "distribution")  # not for populations, which divide a data set repeatedly

@@ -21,9 +21,7 @@ import numpy as np
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.data.dataset import Dataset, check_dataset, labels_of
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, SELECTIVE
-from jfcl.data.label_skew import as_distribution
-from jfcl.data.partition import OF_LABELS, PARTITIONS
-from jfcl.data.parts import parts_of
+from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.values import plain_dataset
 

@@ -1,6 +1,6 @@
 """The papers' synthetic problems: federations with known true models, as functions of their arguments and `seed`.
 
-Client `i` is in cluster `i mod K`, except in `blobs`.
+Client `i` is in cluster `i mod K`, except in `blobs`. The data of a client do not depend on the number of clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def ifca_regression(
     reading: str = "norm",
     test_examples: int = 10,
     seed: int = 0,
-    first_client: int = 0,
 ) -> Federation:
     """Draws linear regressions with one true vector per cluster: `y = <x, theta*_k> + noise`, `x ~ N(0, I)`.
 
@@ -31,7 +30,6 @@ def ifca_regression(
         R. `reading="coordinate"` (the authors' code): its coordinates are 0 or R.
       noise: standard deviation sigma of the noise.
       test_examples: test examples per client, drawn the same way.
-      first_client: draws clients `first_client, first_client + 1, ...` of a larger population, one block of it.
 
     Returns:
       A `Federation` with `x` `[N, M, d]` and `y` `[N, M]` float32; `truth` is `theta*`, `[K, d]` float32. The vectors
@@ -49,13 +47,11 @@ def ifca_regression(
       (True, (4, 5, 50))
     """
     check_choice("reading", reading, ["norm", "coordinate"])
-    _check_scale("radius", radius)
-    rng = _generator(seed, 0)
-    theta = _binary_vectors(rng, num_clusters, dim)
+    theta = _binary_vectors(_generator(seed, 0), num_clusters, dim)
     scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
     name = f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})"
-    counts = (num_clients, examples_per_client, test_examples)
-    return _regression(name, theta * scale, np.zeros(num_clusters), counts, noise, seed, first_client)
+    counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
+    return _regression(name, theta * scale, np.zeros(num_clusters), num_clients, counts, radius, noise, seed)
 
 
 def fc_regression(
@@ -68,7 +64,6 @@ def fc_regression(
     noise: float = 0.0,
     test_examples: int = 10,
     seed: int = 0,
-    first_client: int = 0,
 ) -> Federation:
     """Draws linear regressions in which the inputs differ too: `x ~ N(k 1, I)`, `y = <x, theta*_k>`.
 
@@ -77,7 +72,6 @@ def fc_regression(
     Args:
       radius: `theta*_k` has coordinates 0 or `radius` (R = 100 in the paper), each with probability 0.5.
       noise: standard deviation of noise on `y`; none in the paper.
-      first_client: as in `ifca_regression`.
 
     Returns:
       A `Federation` of `K * clients_per_cluster` clients as from `ifca_regression`. With fewer examples than dimensions
@@ -94,77 +88,15 @@ def fc_regression(
       ((16, 9, 10), (4, 10), [0.0, 100.0])
     """
     check_count("clients_per_cluster", clients_per_cluster)
-    _check_scale("radius", radius)
     theta = radius * _binary_vectors(_generator(seed, 0), num_clusters, dim)
     name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"
-    counts = (num_clusters * clients_per_cluster, examples_per_client, test_examples)
-    return _regression(name, theta, np.arange(1, num_clusters + 1), counts, noise, seed, first_client)
-
-
-def xor_toy(
-    *,
-    num_clients: int = 20,
-    examples_per_client: int = 50,
-    kind: str = "xor",
-    spread: float = 0.3,
-    test_examples: int = 50,
-    seed: int = 0,
-    first_client: int = 0,
-) -> Federation:
-    """Draws two clusters in the plane that no single linear model fits, though one linear model fits each.
-
-    Args:
-      kind: "xor": the four corners of a square, each a Gaussian of standard deviation `spread`; cluster 0 has
-        the upper two, cluster 1 the lower two, and the labels are those of XOR, so that the vertical line
-        separates each cluster, with opposite signs, and no linear model separates both. "opposite": both
-        clusters have the left and the right point cloud, with opposite labels, so that no model fits both.
-      spread: at least 0.
-      first_client: selects other clients of the same kind; a multiple of 2.
-
-    Returns:
-      A `Federation` of two clusters, `x` `[N, M, 2]` float32, `y` `[N, M]` int32 in {0, 1}.
-
-    Raises:
-      ValueError: an unknown `kind`; fewer than 2 clients; a count below 1; a negative `spread`.
-
-    Source: CFL, figure 1 (left: "xor", right: "opposite"); the numbers are chosen here, because the paper has none.
-
-    Example:
-      >>> fed = xor_toy(num_clients=2, spread=0.0)
-      >>> x, y = fed.train.examples["x"], fed.train.examples["y"]
-      >>> [sorted({(*point, label) for point, label in zip(x[i].tolist(), y[i].tolist())}) for i in (0, 1)]
-      [[(-1.0, 1.0, 0), (1.0, 1.0, 1)], [(-1.0, -1.0, 1), (1.0, -1.0, 0)]]
-    """
-    check_choice("kind", kind, ["xor", "opposite"])
-    check_count("num_clients", num_clients)
-    check_at_most_clients("num_clusters", 2, num_clients)
-    _check_scale("spread", spread)
-    check_count("first_client", first_client, least=0)
-    check(first_client % 2 == 0, "first_client", first_client, "a multiple of 2, the number of clusters")
-    cluster = (np.arange(num_clients) % 2).astype(np.int32)
-
-    def draw(stream, examples):
-        check_count("examples per client", examples)
-        rng = _generator(seed, stream, *([first_client] if first_client else []))
-        side = rng.choice([-1.0, 1.0], (num_clients, examples))  # left or right
-        height = np.where(cluster == 0, 1.0, -1.0)[:, None] * (1.0 if kind == "xor" else 0.0)
-        center = np.stack([side, np.broadcast_to(height, side.shape)], axis=-1)
-        x = center + spread * rng.standard_normal(center.shape)
-        y = (side > 0) ^ (cluster == 1)[:, None]
-        return Clients({"x": x.astype(np.float32), "y": y.astype(np.int32)}, np.full(num_clients, examples, np.int32))
-
-    train, test = draw(1, examples_per_client), draw(2, test_examples)
-    about = f"CFL's toy problem ({kind}): {num_clients} clients of {examples_per_client} points"
-    return _federation(["xor_toy", kind, spread, seed], about, cluster, 2, train, test, num_classes=2)
+    num_clients, means = num_clusters * clients_per_cluster, np.arange(1, num_clusters + 1)
+    counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
+    return _regression(name, theta, means, num_clients, counts, radius, noise, seed)
 
 
 def blobs(
-    *,
-    num_points: int = 90,
-    num_clusters: int = 10,
-    dim: int = 10,
-    std: float = 1.0,
-    seed: int = 0,
+    *, num_points: int = 90, num_clusters: int = 10, dim: int = 10, std: float = 1.0, seed: int = 0
 ) -> Federation:
     """Draws Gaussian blobs, one point per client, by scikit-learn's `make_blobs`.
 
@@ -188,51 +120,59 @@ def blobs(
     """
     from sklearn.datasets import make_blobs
 
-    check_count("num_points", num_points)
-    check_count("num_clusters", num_clusters)
-    check_count("dim", dim)
+    for argument, value in [("num_points", num_points), ("num_clusters", num_clusters), ("dim", dim)]:
+        check_count(argument, value)
     check_count("seed", seed, least=0, most=2**32 - 1)
     check_at_most_clients("num_clusters", num_clusters, num_points)
     _check_scale("std", std)
     points, cluster, centers = make_blobs(
         num_points, dim, centers=num_clusters, cluster_std=std, random_state=seed, return_centers=True
     )
-    cluster = cluster.astype(np.int32)
     x = points.astype(np.float32)[:, None, :]
     train = Clients({"x": x, "y": np.zeros((num_points, 1), np.float32)}, np.ones(num_points, np.int32))
-    about = f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}"
-    return _federation(["blobs", std, seed], about, cluster, num_clusters, train, None, truth=centers)
+    description = f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}"
+    return _federation(["blobs", std, seed], description, cluster.astype(np.int32), train, None, centers)
 
 
-def _regression(name, theta, mean, counts: tuple[int, int, int], noise, seed, first_client) -> Federation:
+def _regression(
+    name: str,
+    theta: np.ndarray,
+    means: np.ndarray,
+    num_clients: int,
+    counts: dict[str, int],
+    radius: float,
+    noise: float,
+    seed: int,
+) -> Federation:
     """Draws `x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise` in float64, client by client.
 
-    `counts` are the numbers of clients, and of training and test examples of each.
+    `counts` has the numbers of training and test examples of each client.
     """
-    (num_clients, examples, test_examples), (num_clusters, dim) = counts, theta.shape
+    num_clusters, dim = theta.shape
     check_count("num_clients", num_clients)
-    check_count("first_client", first_client, least=0)
     check_at_most_clients("num_clusters", num_clusters, num_clients)
+    _check_scale("radius", radius)
     _check_scale("noise", noise)
-    cluster = ((first_client + np.arange(num_clients)) % num_clusters).astype(np.int32)
+    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
 
-    def draw(argument, stream, count):
+    def draw(stream: int, argument: str) -> Clients:
+        count = counts[argument]
         check_count(argument, count)
         x = np.empty((num_clients, count, dim), np.float32)
         y = np.empty((num_clients, count), np.float32)
         for i, k in enumerate(cluster):
-            rng = _generator(seed, stream, first_client + i)
-            x[i] = mean[k] + rng.standard_normal((count, dim))
+            rng = _generator(seed, stream, i)
+            x[i] = means[k] + rng.standard_normal((count, dim))
             # The target is that of the rounded inputs, so that without noise the fit is exact in float32.
             y[i] = x[i].astype(np.float64) @ theta[k] + noise * rng.standard_normal(count)
         return Clients({"x": x, "y": y}, np.full(num_clients, count, np.int32))
 
-    train, test = draw("examples_per_client", 1, examples), draw("test_examples", 2, test_examples)
-    about = f"{name}: {num_clients} clients of {examples} examples, d={dim}, K={num_clusters}"
-    return _federation([name, dim, seed], about, cluster, num_clusters, train, test, truth=theta)
+    train, test = draw(1, "examples_per_client"), draw(2, "test_examples")
+    description = f"{name}: {num_clients} clients of {train.size[0]} examples, d={dim}, K={num_clusters}"
+    return _federation([name, dim, seed], description, cluster, train, test, theta)
 
 
-def _binary_vectors(rng, count: int, dim: int) -> np.ndarray:
+def _binary_vectors(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
     """Returns `[count, dim]` float64: different, non-zero Bernoulli(0.5) vectors."""
     check_count("num_clusters", count)
     check_count("dim", dim)
@@ -260,18 +200,10 @@ def _check_scale(argument: str, value: float) -> None:
 
 
 def _federation(
-    settings: list,
-    description: str,
-    cluster: np.ndarray,
-    num_clusters: int,
-    train: Clients,
-    test: Clients | None,
-    *,
-    num_classes: int | None = None,
-    truth: np.ndarray | None = None,
+    settings: list, description: str, cluster: np.ndarray, train: Clients, test: Clients | None, truth: np.ndarray
 ) -> Federation:
     """Returns synthetic data as a `Federation`; in its hash, clients' first inputs stand in place of indices."""
     x = train.examples["x"]
     digest = split_hash(settings, cluster, [train.size, *np.ascontiguousarray(x[:, 0]).view(np.int32)])
-    truth = None if truth is None else truth.astype(np.float32)
-    return Federation(train, test, cluster, num_clusters, num_classes, x.shape[2:], digest, description, truth=truth)
+    truth = truth.astype(np.float32)
+    return Federation(train, test, cluster, len(truth), None, x.shape[2:], digest, description, truth=truth)

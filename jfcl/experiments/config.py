@@ -87,8 +87,8 @@ class Data:
       examples_per_client: training examples per client; default: all there are.
       test_fraction: share of examples held out where there is no official test set.
       partition: how the examples of a cluster are dealt to its clients; 'jfcl list partitions'.
-      alpha: concentration of --partition dirichlet and inner_dirichlet; default: 0.5.
-      exponent: exponent of --partition power_law and exponential; default: 1.
+      alpha: concentration of --partition dirichlet; default: 0.5.
+      exponent: exponent of --partition power_law; default: 1.
       labels_per_client: labels per client of --partition label and pathological; default: 2.
       distribution: csv file of --partition distribution: a row per client, a column per label.
       reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
