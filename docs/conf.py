@@ -6,7 +6,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports jfcl; no device is needed
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
+sys.path[:0] = [str(HERE.parent), str(HERE / "_ext"), str(HERE.parent / "notebooks")]
+
+from refresh import REPOSITORY  # noqa: E402
 
 from jfcl import __version__  # noqa: E402
 
@@ -18,8 +20,9 @@ extensions = [
     "myst_nb",  # pages in Markdown, and notebooks
     "sphinx.ext.autodoc",  # docstrings
     "sphinx.ext.napoleon",  # in Google's style
-    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # formulas, also without a network
     "sphinx_copybutton",
+    "sphinx_design",  # the cards of the front page
 ]
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -38,6 +41,7 @@ napoleon_custom_sections = [("Attributes", "params_style"), ("Returns", "prose")
 
 html_theme = "sphinx_book_theme"
 html_title = f"jfcl {release}"
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["jfcl.css"]
 html_theme_options = {
@@ -46,3 +50,5 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,
 }
+if not REPOSITORY.startswith("OWNER"):  # a link to it, once it has an address
+    html_theme_options |= {"repository_url": f"https://github.com/{REPOSITORY}", "use_repository_button": True}

@@ -155,7 +155,8 @@ def test_functions_and_files_are_short():
 def documents() -> Iterator[tuple[str, str, str]]:
     """Every page and notebook: its name, its Python code, and its text."""
     top = ROOT.parent
-    for file in [top / "README.md", top / "CONTRIBUTING.md", *top.glob("docs/*.md"), top / "benchmarks/README.md"]:
+    pages = [*top.glob("docs/*.md"), *top.glob("docs/*/*.md")]
+    for file in [top / "README.md", top / "CONTRIBUTING.md", *pages, top / "benchmarks/README.md"]:
         text = file.read_text()
         yield file.name, "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)), text
     for file in top.glob("notebooks/*.ipynb"):

@@ -13,18 +13,17 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def test_its_code_runs(capsys):
-    code, kernels = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     assert "num_rounds=50" in code
     exec(code.replace("num_rounds=50", "num_rounds=2").replace("restarts=5, ", ""), {})
     accuracy, identity = map(float, capsys.readouterr().out.split())
     assert 0 < accuracy <= 1 and 0 < identity <= 1
-    exec(kernels, {})
-    assert capsys.readouterr().out == "120 (200, 5000) (5000,)\n"
 
 
 def test_its_commands_parse():
-    lines = re.findall(r"^    (jfcl [^#\n]*?)(?:\s+#.*)?$", TEXT.replace("\\\n", " "), flags=re.MULTILINE)
-    assert len(lines) >= 6
+    lines = re.findall(r"^    (jfcl [^#\n]*?)(?:\s+#.*)?$|`(jfcl run [^`]*--out[^`]*|jfcl sweep [^`]*)`", TEXT, flags=re.MULTILINE)
+    lines = [block or inline for block, inline in lines]
+    assert len(lines) >= 3
     for line in lines:
         assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS
 
@@ -46,7 +45,7 @@ def test_the_page_on_cfl(capsys, tmp_path, monkeypatch):
 
 
 def test_it_is_short_and_shows_a_picture_at_once():
-    assert TEXT.count("\n") < 150
+    assert TEXT.count("\n") <= 110
     assert "\n![" in "\n".join(TEXT.splitlines()[:20])
     assert (ROOT / "CONTRIBUTING.md").read_text().count("\n") <= 80
 
@@ -57,6 +56,8 @@ def test_it_is_short_and_shows_a_picture_at_once():
 def test_links_resolve(page):
     path = ROOT / page
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if target.startswith("https://"):  # `make links` asks these
+            continue
         notebook = target.startswith("notebooks/") and (ROOT / target).exists()  # copied when the site is built
         assert notebook or (path.parent / target).exists(), target
 
