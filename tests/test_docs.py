@@ -76,6 +76,25 @@ def test_every_method_has_its_page():
         assert f"](pictures/{name}.svg)" in text, name
 
 
+def test_the_summary_of_the_reproduction_counts_its_rows():
+    text = (DOCS / "reproduction" / "index.md").read_text()
+    verdicts = ("agrees in part", "agrees", "not reproduced", "not decided", "other data", "not run")
+    counts, paper = {}, None
+    for line in text.partition("\n## ")[2].splitlines():
+        paper = line.removeprefix("## ") if line.startswith("## ") else paper or line
+        last = line.strip("|").split(" | ")[-1].strip() if line.startswith("| ") else ""
+        if verdict := next((v for v in verdicts if last.startswith(v)), None):
+            counts[paper, verdict] = counts.get((paper, verdict), 0) + 1
+    columns = ("agrees", "agrees in part", "not reproduced", "not decided", "other data", "not run")
+    for paper in ("CFL", "Byzantine CFL", "IFCA", "Federated-Clustering"):
+        row = " | ".join(str(counts.get((paper, verdict), 0)) for verdict in columns)
+        assert f"| {paper} | {row} |" in text, (paper, row)
+    total = {verdict: sum(n for (_, v), n in counts.items() if v == verdict) for verdict in verdicts}
+    words = f"**{total['agrees']} agree, {total['agrees in part']} agree in part**"
+    for page in (text, (ROOT / "README.md").read_text()):
+        assert words in page and f"Of {sum(total.values())} figures and tables" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", page.read_text())):

@@ -158,12 +158,16 @@ def documents() -> Iterator[tuple[str, str, str]]:
     pages = [*top.glob("docs/*.md"), *top.glob("docs/*/*.md")]
     for file in [top / "README.md", top / "CONTRIBUTING.md", *pages, top / "benchmarks/README.md"]:
         text = file.read_text()
-        yield file.name, "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)), text
+        yield file.name, without_magics("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))), text
     for file in top.glob("notebooks/*.ipynb"):
         cells = json.loads(file.read_text())["cells"]
         kinds = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("code", "markdown")}
-        code = re.sub(r"^\s*%.*", lambda m: m[0].replace("%", "pass  # "), "\n".join(kinds["code"]), flags=re.MULTILINE)
-        yield file.name, code, "\n".join(kinds["markdown"])
+        yield file.name, without_magics("\n".join(kinds["code"])), "\n".join(kinds["markdown"])
+
+
+def without_magics(code: str) -> str:
+    """Returns the code without the lines that are IPython's."""
+    return re.sub(r"^\s*%.*", lambda m: m[0].replace("%", "pass  # "), code, flags=re.MULTILINE)
 
 
 def names_in_code(code: str) -> set[str]:

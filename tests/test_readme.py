@@ -21,7 +21,9 @@ def test_its_code_runs(capsys):
 
 
 def test_its_commands_parse():
-    lines = re.findall(r"^    (jfcl [^#\n]*?)(?:\s+#.*)?$|`(jfcl run [^`]*--out[^`]*|jfcl sweep [^`]*)`", TEXT, flags=re.MULTILINE)
+    lines = re.findall(
+        r"^    (jfcl [^#\n]*?)(?:\s+#.*)?$|`(jfcl run [^`]*--out[^`]*|jfcl sweep [^`]*)`", TEXT, flags=re.MULTILINE
+    )
     lines = [block or inline for block, inline in lines]
     assert len(lines) >= 3
     for line in lines:

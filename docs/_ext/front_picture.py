@@ -6,10 +6,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from jfcl.plots import PALETTE
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 import jfcl
-from jfcl.plots import PALETTE
 
 NAMES = {
     "oracle": "oracle: the true clusters are given",
@@ -47,7 +47,9 @@ def draw(folder: Path) -> plt.Figure:
         y = 2.05 * (3 - k)
         for column, client in enumerate(order[cluster[order] == k][:2]):
             box(found, 2.9 * column, y, images[client], PALETTE[k])
-        found.add_patch(FancyArrowPatch((5.4, y + 0.5), (6.5, y + 0.5), arrowstyle="-|>", mutation_scale=12, color="#555555"))
+        found.add_patch(
+            FancyArrowPatch((5.4, y + 0.5), (6.5, y + 0.5), arrowstyle="-|>", mutation_scale=12, color="#555555")
+        )
         found.add_patch(FancyBboxPatch((6.8, y), 2.2, 1, boxstyle="round,pad=0.12", fc=PALETTE[k], ec=PALETTE[k]))
         found.text(7.9, y + 0.47, f"model {k + 1}", ha="center", va="center", color="white", fontsize=9, weight="bold")
     found.set_title("The clusters, and a model for each", fontsize=11)
