@@ -3,9 +3,9 @@
 from jfcl.experiments.compare import compare
 from jfcl.experiments.config import Config, from_saved
 from jfcl.experiments.report import report
-from jfcl.experiments.results import load_run, read_run
+from jfcl.experiments.results import read_run
 from jfcl.experiments.run import run
-from jfcl.experiments.serving import export_model
+from jfcl.experiments.serving import export_model, load_run
 from jfcl.experiments.setups import load_params, setup
 from jfcl.experiments.sweeps import run_sweep
 

@@ -21,10 +21,9 @@ from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
-from jfcl.experiments import bench, plan, read_run, report, run, sweeps, trackers
-from jfcl.experiments.compare import unused_folder, write_comparison
+from jfcl.experiments import bench, plan, report, run, sweeps, trackers
+from jfcl.experiments.compare import read_runs, run_differences, unused_folder, write_comparison
 from jfcl.experiments.comparison import (
-    by_name,
     clusters_notes,
     differences_notes,
     differences_text,
@@ -38,11 +37,10 @@ from jfcl.experiments.config_file import read_config
 from jfcl.experiments.own import find_method
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.tables import bench_table, list_tables, lists, results_table
-from jfcl.experiments.used import as_used
 from jfcl.experiments.validation import check_values, validate
 from jfcl.mapping import hosts
 from jfcl.planning import targets
-from jfcl.simulation.folder import saved_config, write_json
+from jfcl.simulation.folder import write_json
 from jfcl.simulation.progress import DivergedError
 
 FIRST_COMMANDS = """
@@ -286,20 +284,14 @@ def command_compare(args: argparse.Namespace, console: Console) -> None:
 
 def _compare(paths: list[str], out: str | None, console: Console, **formats: bool) -> None:
     """Prints a comparison of finished runs, and writes its files, also in these `formats`, into the folder `out`."""
-    folders = by_name(paths)
-    runs = {name: read_run(folder) for name, folder in folders.items()}
+    runs = read_runs(paths)
     # The table, and the differences that it does not show.
-    summaries = {name: summary for name, (summary, _) in runs.items()}
+    summaries = {name: run.summary for name, run in runs.items()}
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
     console.print(results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
-    configs, used = {}, {}
-    for name, folder in folders.items():
-        file, rounds = folder / "config.json", {"num_rounds": summaries[name]["num_rounds"]}  # those that were computed
-        config = saved_config(folder)
-        configs[name], used[name] = config | rounds, as_used(config, str(file)) | rounds
-    if differ := differences_text(configs, used):
+    if differ := differences_text(run_differences(runs)):
         console.print(f"they differ in {differ}", markup=False)
-    for note in [*results_notes(summaries), *differences_notes(configs)]:
+    for note in [*results_notes(summaries), *differences_notes({name: found.config for name, found in runs.items()})]:
         console.print(f"note: {note}", markup=False)
     # The files.
     files = write_comparison(runs, unused_folder(paths, out), **formats)

@@ -13,6 +13,7 @@ from jfcl.core.files import write_whole
 from jfcl.experiments.comparison import (
     MOST_DRAWN,
     by_name,
+    differences,
     judged_by,
     results_csv,
     results_rows,
@@ -20,9 +21,9 @@ from jfcl.experiments.comparison import (
     unused,
     with_name,
 )
-from jfcl.experiments.results import read_run
+from jfcl.experiments.results import Results, read_finished
+from jfcl.experiments.used import as_used
 
-Runs = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]  # by name: summary and records
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
 
@@ -59,8 +60,19 @@ def compare(
       >>> [file.name for file in compare([folder], latex=True, pdf=True)][2:]
       ['results.csv', 'results.tex', 'accuracy.pdf', 'methods.pdf']
     """
-    found = {name: read_run(folder) for name, folder in by_name(runs).items()}
-    return write_comparison(found, unused_folder(runs, out), latex=latex, pdf=pdf, svg=svg)
+    return write_comparison(read_runs(runs), unused_folder(runs, out), latex=latex, pdf=pdf, svg=svg)
+
+
+def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
+    """Reads finished runs, by their names."""
+    return {name: read_finished(folder) for name, folder in by_name(folders).items()}
+
+
+def run_differences(runs: dict[str, Results]) -> dict[str, dict[str, str]]:
+    """Returns the options in which runs differ, as they were used, and the rounds that were computed."""
+    done = {name: {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
+    used = {name: as_used(run.config, str(run.folder / "config.json")) | done[name] for name, run in runs.items()}
+    return differences({name: run.config | done[name] for name, run in runs.items()}, used)
 
 
 def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:
@@ -68,10 +80,12 @@ def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:
     return Path(out) if out else unused(with_name(runs[0]).parent / "compare")
 
 
-def write_comparison(runs: Runs, out: Path, *, latex: bool = False, pdf: bool = False, svg: bool = False) -> list[Path]:
+def write_comparison(
+    runs: dict[str, Results], out: Path, *, latex: bool = False, pdf: bool = False, svg: bool = False
+) -> list[Path]:
     """Writes the files of `compare` into `out`, and returns them."""
-    summaries = {name: summary for name, (summary, _) in runs.items()}
-    records = {plots.label(name): rows for name, (_, rows) in itertools.islice(runs.items(), MOST_DRAWN)}
+    summaries = {name: run.summary for name, run in runs.items()}
+    records = {plots.label(name): run.records for name, run in itertools.islice(runs.items(), MOST_DRAWN)}
     metric = judged_by(summary["mean"] for summary in summaries.values())
     if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
         metric = "train_loss"

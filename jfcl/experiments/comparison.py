@@ -223,31 +223,6 @@ def is_configured(config: dict[str, Any]) -> bool:
     return isinstance(config.get("method"), str) and "split_hash" in config
 
 
-def differences_text(configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None) -> str:
-    """Returns the options in which runs differ, each value with the names of its runs; arguments as of `of_runs`.
-
-    Example:
-      >>> differences_text({"a": {"restarts": 1}, "b": {"restarts": 5}, "c": {"restarts": 5}})
-      'restarts: 1 (a), 5 (b, c)'
-    """
-    texts = []
-    for option, values in of_runs(configs, used):
-        names: dict[str, list[str]] = {}
-        for run, value in zip(configs, values, strict=True):
-            names.setdefault(value, []).append(run)
-        texts.append(f"{option}: " + ", ".join(f"{value} ({', '.join(of)})" for value, of in names.items()))
-    return "; ".join(texts)
-
-
-def of_runs(
-    configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None
-) -> list[tuple[str, list[str]]]:
-    """Returns the `differences` of runs by their names, without the method where the name of every run holds it."""
-    named = all(str(config.get("method")) in run for run, config in configs.items())
-    found = differences(list(configs.values()), used and list(used.values()))
-    return [(option, values) for option, values in found if not (named and option == "method")]
-
-
 def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
     """Returns notes on runs that cannot be compared by their options alone."""
     splits = {config["split_hash"] for config in configs.values() if is_configured(config)}
@@ -258,31 +233,59 @@ def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def differences(configs: list[dict[str, Any]], used: list[dict[str, Any]] | None = None) -> list[tuple[str, list[str]]]:
-    """Returns the options in which configurations (the content of `config.json`) differ, with the value in each.
+def differences(
+    configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None
+) -> dict[str, dict[str, str]]:
+    """Returns the options in which runs differ, with the value in each run, by its name.
 
-    `used` are the configurations with the values that the runs used for those not given. An option that is given as
-    what another run uses anyway makes no difference; nor does one that no run gives, where methods have other defaults.
+    An option that is given as what another run uses anyway makes no difference; nor does one that no run gives, where
+    methods have other defaults. The method makes none where the name of every run holds it.
+
+    Args:
+      configs: the content of `config.json` of each run.
+      used: the same with the values that the runs used for options not given.
 
     Example:
-      >>> given = [{"optimizer": "sgd", "lr": 0.1, "weights": None}, {"optimizer": None, "lr": 0.2, "weights": None}]
-      >>> used = [given[0] | {"weights": "size"}, given[1] | {"optimizer": "sgd", "weights": "equal"}]
-      >>> differences(given, used)
-      [('lr', ['0.1', '0.2'])]
+      >>> given = {"optimizer": "sgd", "lr": 0.1, "weights": None}, {"optimizer": None, "lr": 0.2, "weights": None}
+      >>> used = given[0] | {"weights": "size"}, given[1] | {"optimizer": "sgd", "weights": "equal"}
+      >>> differences(dict(zip("ab", given)), dict(zip("ab", used)))
+      {'lr': {'a': '0.1', 'b': '0.2'}}
     """
-    configs, used = [dict(config) for config in configs], [dict(config) for config in used or configs]
-    for config in (*configs, *used):
-        if config.get("population") is not None or config.get("store") is not None:
-            config["clients"] = None  # without effect there
-    found, names = [], dict.fromkeys(name for config in configs for name in config)
-    for name in names:
-        # A run in Python keeps what its config names; of other options nothing is known.
-        known = [name in config or is_configured(config) for config in configs]
-        given, values = (
-            ["–" if c.get(name) is None else str(c[name]) for c in itertools.compress(some, known)]
-            for some in (configs, used)
-        )
-        if len(set(given)) > 1 and len(set(values)) > 1 and name not in NOT_COMPARED:
-            rest = iter(values)
-            found.append((name.removeprefix("num_"), [next(rest) if k else "not known" for k in known]))
+    # In a population, the number of clients has no effect.
+    alike = {name: c.get("population") is not None or c.get("store") is not None for name, c in configs.items()}
+    named = all(str(config.get("method")) in name for name, config in configs.items())
+    left_out = (*NOT_COMPARED, "method") if named else NOT_COMPARED
+
+    def texts(option: str, some: dict[str, dict[str, Any]]) -> dict[str, str]:
+        """Returns the values of an option, of the runs of which it is known."""
+        values = {
+            name: None if option == "clients" and alike[name] else config.get(option)
+            for name, config in some.items()
+            if option in configs[name] or is_configured(configs[name])  # a run in Python keeps what its config names
+        }
+        return {name: "–" if value is None else str(value) for name, value in values.items()}
+
+    found = {}
+    for option in dict.fromkeys(option for config in configs.values() for option in config if option not in left_out):
+        given, values = texts(option, configs), texts(option, used or configs)
+        if len(set(given.values())) > 1 and len(set(values.values())) > 1:
+            found[option.removeprefix("num_")] = {name: values.get(name, "not known") for name in configs}
     return found
+
+
+def differences_text(found: dict[str, dict[str, str]]) -> str:
+    """Returns `differences` as a text, each value with the names of its runs.
+
+    Example:
+      >>> differences_text({"restarts": {"a": "1", "b": "5", "c": "5"}})
+      'restarts: 1 (a), 5 (b, c)'
+    """
+    texts = []
+    for option, values in found.items():
+        runs_by_value: dict[str, list[str]] = {}
+        for name, value in values.items():
+            runs_by_value.setdefault(value, []).append(name)
+        texts.append(
+            f"{option}: " + ", ".join(f"{value} ({', '.join(names)})" for value, names in runs_by_value.items())
+        )
+    return "; ".join(texts)

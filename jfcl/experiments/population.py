@@ -21,7 +21,7 @@ from jfcl.data import ClientStore
 from jfcl.data.partition import OF_ONE_DIVISION
 from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, check_options, to_saved
 from jfcl.experiments.own import find_attack, is_on_data, is_own
-from jfcl.experiments.results import summarize_run, write_results
+from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.experiments.used import COHORT
 from jfcl.experiments.validation import validate

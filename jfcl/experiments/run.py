@@ -14,10 +14,10 @@ import numpy as np
 
 from jfcl.core import files
 from jfcl.experiments.config import Config, as_dict, of_population, to_saved
-from jfcl.experiments.partial import read_partial
 from jfcl.experiments.population import run_population
 from jfcl.experiments.report import NAME, write_report
-from jfcl.experiments.results import summarize_run, write_results
+from jfcl.experiments.result_files import summarize_run, write_results
+from jfcl.experiments.results import read_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
 from jfcl.experiments.used import eval_every
 from jfcl.experiments.validation import check_values
@@ -78,7 +78,7 @@ def run(
 def _write_report(out: str | Path, records: list[dict[str, Any]]) -> None:
     """Writes `report.html`; the run is finished also where that fails."""
     try:
-        write_report({Path(out).resolve().name: read_partial(out, records)}, Path(out) / NAME)
+        write_report({Path(out).resolve().name: read_results(Path(out), records)}, Path(out) / NAME)
     except (OSError, ValueError) as error:
         warnings.warn(f"the run in {out} is finished, but its report was not written: {error}", stacklevel=3)
 

@@ -1,13 +1,14 @@
-"""Trained models in use: the predictor of a client, the choice of a new client, files for programs without jfcl."""
+"""Trained models in use: a finished run with its models, the choice of a new client, files for other programs."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,164 @@ import numpy as np
 from jax import export
 
 from jfcl.analysis.metrics import evaluate
-from jfcl.core import Clients, PyTree, Task, check, check_choice, check_labels, named_leaves
+from jfcl.core import (
+    Clients,
+    PyTree,
+    Task,
+    check,
+    check_choice,
+    check_count,
+    check_labels,
+    joined,
+    mixture_task,
+    named_leaves,
+)
 from jfcl.core.files import write_whole
 from jfcl.core.parameters import named_parameters
+from jfcl.data import read_rows
+from jfcl.experiments.comparison import is_configured
+from jfcl.experiments.config import Config, check_options, from_saved, of_population
+from jfcl.experiments.results import read_finished
+from jfcl.experiments.setups import Setup, load_params, setup
 
 BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each
+
+
+class LoadedRun(NamedTuple):
+    """A finished run: its `config`, its `setup` (data, task, algorithm, ...), its models and the model of each client.
+
+    Attributes:
+      params: pytree of `[K, ...]`, the models of the run's first seed, as in the state of its method.
+      cluster: `[N]` int32: client `i` is served model `cluster[i]`.
+      personal: pytree of `[N, ...]`, the clients' personal parameters; `()` where the run has none.
+      weights: `[N, K]` float32, of a run with mixtures of models, those of each client; else None. `cluster` is then
+        the model of the largest weight.
+    """
+
+    config: Config
+    setup: Setup
+    params: PyTree
+    cluster: np.ndarray
+    personal: PyTree = ()
+    weights: np.ndarray | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task of the result of `model`."""
+        return self.setup.task if self.weights is None else mixture_task(self.setup.task)
+
+    def model(self, client: int) -> PyTree:
+        """Returns the model of a client of the run, its personal parameters included; one model for one example.
+
+        Of a mixture, it is all models and the client's weights, `(params, weights [K])`.
+
+        Raises:
+          ValueError: a client that is not in `0..N-1`.
+        """
+        check_count("client", client, least=0, most=len(self.cluster) - 1)
+        if self.weights is not None:
+            return jax.tree.map(jnp.asarray, (self.params, self.weights[client]))
+        one = jax.tree.map(lambda p: jnp.asarray(p[self.cluster[client]]), self.params)
+        return joined(one, jax.tree.map(lambda p: jnp.asarray(p[client]), self.personal))
+
+    def predictor(self, client: int) -> Callable[[Any], jax.Array]:
+        """Returns the compiled function `x [B, ...] -> outputs [B, ...]` of a client's model: logits, for classes.
+
+        Raises:
+          ValueError: as `model`.
+        """
+        return predictor(self.task, self.model(client))
+
+    def client(self, name: Any) -> int:
+        """Returns the client with a name in the table that the run was on: a value of its column `by`.
+
+        Raises:
+          ValueError: an unknown name, or a run without names of clients.
+        """
+        names = self.setup.federation.names
+        check(names is not None, "name", name, "a number, as the clients of this run have no names")
+        check_choice("name", name, names)
+        return names.index(name)
+
+    def read(self, frame: Any) -> dict[str, np.ndarray]:
+        """Returns rows of a frame `{"x", "y"}` as the table of the run was read; see `jfcl.data.read_rows`.
+
+        Raises:
+          ValueError: a run on other data than a table; a frame without its columns, or with other values.
+        """
+        table = self.setup.federation.table
+        check(table is not None, "folder", self.config.dataset, "that of a run on a table")
+        return read_rows(frame, table)
+
+    def choose(self, examples: dict[str, Any], *, by: str = "loss") -> int:
+        """Returns the cluster that fits the examples of a new client, the row of its model in `params`.
+
+        Args:
+          examples: `{"x": [B, ...], "y": [B, ...]}` and what else the loss reads; `{"x": [B, ...]}` for `by="inputs"`.
+          by: `"loss"`: the model of lowest mean loss on them (IFCA's choice). `"inputs"`: the cluster of the run with
+            the nearest mean input, for clients without labels. It distinguishes rotated images, not swapped labels.
+
+        Raises:
+          ValueError: an unknown `by`; examples of another shape than those of the run; a run with personal parameters,
+            of which a new client has none.
+        """
+        accepted = "a run of single models; a new client's mixture is that of the algorithm's adopt"
+        check(self.weights is None, "folder", "one with mixtures of models", accepted)
+        accepted = "a run without personal parameters, of which a new client has none"
+        check(not jax.tree.leaves(self.personal), "folder", "one with them", accepted)
+        train = self.setup.federation.train
+        return choose(self.setup.task, self.params, self.cluster, train, examples, by)
+
+
+def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
+    """Reads a finished run, with its models ready to use.
+
+    Args:
+      folder: that `jfcl run --out` made.
+      data_dir: as in the run.
+
+    Raises:
+      ValueError: no finished run, damaged files, a run of a population (its models: `load_params`), data that the run
+        was not on.
+
+    Example:
+      >>> import jfcl, tempfile
+      >>> from jfcl.experiments import Config, run
+      >>> folder = tempfile.mkdtemp()
+      >>> _ = run(Config("ifca", clients=8, clusters=2, rounds=3), out=folder)
+      >>> found = load_run(folder)
+      >>> test = found.setup.federation.test
+      >>> jfcl.evaluate(found.setup.task, found.params, test, found.cluster)["accuracy"].shape
+      (8,)
+      >>> x = test.examples["x"][0, :5]
+      >>> found.predictor(0)(x).shape, found.choose({"x": x}, by="inputs") in (0, 1)
+      ((5, 10), True)
+    """
+    run = read_finished(folder)  # verifies the files
+    accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
+    check(is_configured(run.config), "folder", str(folder), accepted)
+    config = Config(**check_options(from_saved(run.config), str(run.folder / "config.json")))
+    check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
+    # Devices, mapping and warm start do not matter for using the models, and may not exist on this machine.
+    here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)
+    parts = setup(here, data_dir=data_dir)
+    same = parts.federation.split_hash == run.config["split_hash"]
+    check(same, "data_dir", data_dir, f"where the data of {folder} are: this split of {config.dataset} is another")
+    columns, n = run.first_seed(), len(parts.federation.cluster)
+    served = np.asarray(columns.get("model", columns.get("cluster")), np.int32)
+    check(served.shape == (n,), str(run.folder / "clients.csv"), f"{served.size} rows of a seed", f"of {n} clients")
+    # The structure of what is served.
+    state = jax.eval_shape(parts.algorithm.init, jax.random.key(0), parts.federation.train)
+    like = jax.eval_shape(lambda state: parts.algorithm.serve(state, None), state)
+    parts = parts._replace(task=parts.algorithm.task or parts.task)  # kNN-Per has a task of its own
+    params = structured(load_params(folder), like.models)
+    own = structured(load_params(folder, "personal"), like.personal)
+    weights = None
+    if like.to is not None and like.to.ndim == 2:
+        shape = jax.ShapeDtypeStruct(like.to.shape, np.float32)
+        weights = structured(load_params(folder, "mixture"), {"weights": shape})["weights"]
+    return LoadedRun(config, parts, params, served, own, weights)
 
 
 def npz_bytes(tree: PyTree) -> bytes:

@@ -111,6 +111,22 @@ def nodes(state: CFLState) -> list[Node]:
     return found
 
 
+def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the updates `[n, S]` that the first split compared, and the clusters `[n]` of their clients now.
+
+    Example:
+      >>> import jax, jfcl
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> state = jfcl.cfl(task, training, max_clusters=2).init(jax.random.key(0), clients)  # no split: no updates
+      >>> first_split(state)[0].shape
+      (0, 2)
+    """
+    root = nodes(state)[0]
+    compared = root.clients if root.split >= 0 else root.clients[:0]
+    return np.asarray(state.tree.updates)[root.split][compared], np.asarray(state.cluster)[compared]
+
+
 def models(state: CFLState) -> PyTree:
     """Returns the models of all `nodes(state)`, stacked in their order: pytree of `[nodes, ...]`.
 

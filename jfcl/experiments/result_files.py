@@ -1,0 +1,121 @@
+"""The result files of a run, written at its end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfcl.analysis import plots
+from jfcl.core import PyTree, client_ids
+from jfcl.core.texts import csv_bytes
+from jfcl.experiments.config import Config
+from jfcl.experiments.privacy import privacy_of
+from jfcl.experiments.serving import npz_bytes
+from jfcl.experiments.setups import Setup
+from jfcl.mapping import hosts
+from jfcl.methods.cfl import CFLState, parameter_tree
+from jfcl.simulation import folder
+from jfcl.simulation.folder import finite_or_none
+from jfcl.simulation.loop import History
+from jfcl.simulation.results import clients_csv, summarize
+
+
+def summarize_run(config: Config, history: History, parts: Setup) -> dict[str, Any]:
+    """Returns the content of `summary.json`: plain JSON, with `None` for NaN and infinity."""
+    summary = {
+        "method": config.method,
+        "dataset": config.dataset,
+        "heterogeneity": config.heterogeneity,
+        "description": parts.federation.description,
+        "num_clients": len(parts.federation.cluster),
+        "num_clusters": parts.federation.num_clusters,
+        "split_hash": parts.federation.split_hash,
+        **({} if parts.federation.table is None else {"table": parts.federation.table}),
+        **summarize(history),
+    }
+    if config.dp_clip is not None:
+        clusters = np.asarray(history.clients["cluster"])[0]
+        clip = next(r for r in history.records if r["round"] == history.rounds).get("clip", config.dp_clip)
+        summary["privacy"] = privacy_of(config, config.clients, history.rounds, clusters, clip)
+    return finite_or_none(summary)
+
+
+def write_results(out: Path, summary: dict[str, Any], history: History, parts: Setup) -> None:
+    """Writes `clients.csv`, `params.npz`, the plots and, last, `summary.json`, which marks the run as finished.
+
+    `personal.npz` holds personal parameters, and `mixture.npz` the weights of clients' mixtures, where the run has any
+    and is not one of a population, whose state is that of the last cohort.
+    """
+    name, records, served = summary["method"], history.records, history.served
+    of_all = not hasattr(history, "rows")  # the clients of the state are those that are evaluated
+    arrays = {"params": served.models}
+    if of_all and jax.tree.leaves(served.personal):
+        arrays["personal"] = served.personal
+    if of_all and served.to is not None and served.to.ndim == 3:
+        arrays["mixture"] = {"weights": served.to}
+    contents = {f"{part}.npz": npz_bytes(_first_seed(tree)) for part, tree in arrays.items()}
+    # The table of clients, with the hostile and the excluded ones where a run has any.
+    extra = {} if parts.malicious is None else {"malicious": parts.malicious}
+    if of_all and served.excluded is not None:
+        extra["excluded_in_round"] = np.asarray(served.excluded)
+    # With several processes this one holds some of the clients only, which are then numbered in their order.
+    cluster, train = parts.federation.cluster, parts.federation.train
+    ids = list(range(len(cluster))) if hosts.several() else client_ids(train).tolist()
+    contents |= clients_csv(history, parts.seeds, ids, cluster, extra)
+    # Pictures, and the parameter trees.
+    figures = {"loss": plots.curves({name: records}, "train_loss")}
+    figures |= {of: plots.curves({name: records}, of) for of in ("accuracy", "perplexity") if of in history.clients}
+    if "accuracy" in history.clients:  # not of a regression
+        figures["clients"] = plots.client_accuracies({name: history.clients["accuracy"]})
+    if of_all and isinstance(history.state, CFLState) and history.state.active.shape[1] > 1:
+        trees, drawn, summary["path_accuracy"] = _trees(history, parts)
+        contents |= trees
+        figures |= drawn
+    if "cluster" in records[0]:
+        figures["clusters"] = plots.assignments(records, cluster)
+    contents |= {f"plots/{name}.png": plots.png(figure) for name, figure in figures.items()}
+    folder.write_results(out, contents, summary)
+
+
+def _first_seed(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), tree)
+
+
+def _trees(history: History, parts: Setup) -> tuple[dict[str, bytes], dict[str, plots.Figure], list[float] | None]:
+    """Returns `tree.npz` and its picture for every seed, and `paths.csv`: each client under each model on its path.
+
+    The files of further seeds are called `tree-SEED.npz`. With several processes, each of which holds some of the test
+    examples, there is no `paths.csv`.
+
+    Returns:
+      The files; the figures; the first seed's mean accuracy over clients by level: under the root's model, one level
+      down, ..., under their own; `None` where it is unknown.
+    """
+    contents, figures, lines, means = {}, {}, [], None
+    ids, test = client_ids(parts.federation.train).tolist(), parts.federation.test
+    for s, seed in enumerate(parts.seeds):
+        name = "tree" if s == 0 else f"tree-{seed}"
+        one = jax.tree.map(lambda x, s=s: x[s], history.state)
+        buffer = io.BytesIO()
+        parameter_tree.save_tree(buffer, one)
+        contents[f"{name}.npz"] = buffer.getvalue()
+        nodes = parameter_tree.nodes(one)
+        figures[name] = plots.tree(nodes, parts.federation.cluster)
+        if hosts.several():
+            continue
+        found = parameter_tree.evaluate_paths(parts.task, one, test, client_axis=parts.client_axis)
+        columns = {"loss": found.loss} | ({} if found.accuracy is None else {"accuracy": found.accuracy})
+        for i, path in enumerate(found.node.tolist()):
+            for level, node in enumerate(path):
+                if not level or node != path[level - 1]:  # a leaf is repeated where other paths are longer
+                    here = [nodes[node].round, *(f"{x[i, level]:.6g}" for x in columns.values())]
+                    lines.append([seed, ids[i], level, node, *here])
+        if s == 0 and found.accuracy is not None:
+            means = np.nanmean(found.accuracy[np.asarray(test.size) > 0], axis=0).tolist()
+    if lines:
+        contents["paths.csv"] = csv_bytes([["seed", "client", "level", "node", "made_in_round", *columns], *lines])
+    return contents, figures, means
