@@ -1,4 +1,4 @@
-"""What the benchmarks share besides `jfcl.experiments.bench`: peers in environments of their own, tables, JSON."""
+"""What the benchmarks share besides `jfcl.experiments.bench`: environments of peers, tables, JSON. `floor.py`: products."""
 
 from __future__ import annotations
 

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import report
+from floor import multiply_adds, sgemm_gflops
 from jax import lax
 
 import jfcl
-from jfcl.experiments.bench import MAPPINGS, measure, multiply_adds, sgemm_gflops
+from jfcl.experiments.bench import MAPPINGS, measure
 from jfcl.models import LANGUAGE_MODELS, MODELS, classification, language_model, residual
 
 NAMES = ("resnet18_gn", "resnet18_narrow", "resnet18_bn", "mobilenet_gn", "vit", "gpt")

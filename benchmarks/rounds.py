@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 from common import report, run_peer
+from floor import floor_gflop, sgemm_gflops
 
 from jfcl.experiments import bench
-from jfcl.experiments.bench import Case, floor_gflop, make_algorithm, make_arguments, measure, sgemm_gflops
+from jfcl.experiments.bench import Case, make_algorithm, make_arguments, measure
 from jfcl.mapping.axis import divide_cpu
 
 CASES = {  # and how many rounds of each are measured

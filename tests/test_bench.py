@@ -24,25 +24,32 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 TINY = {"methods": ["fedavg"], "models": ["linear"], "mappings": ["vmap"], "examples": 4, "batch_size": 2}
 
 
-@pytest.mark.parametrize("model", ["linear", "mlp", "cnn5"])
-def test_multiplications_are_those_that_xla_counts(model):
+@pytest.fixture
+def floor(monkeypatch):
+    """The module `benchmarks/floor.py`."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("floor")
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn5"])
+def test_multiplications_are_those_that_xla_counts(model, floor):
     module, batch = MODELS[model][0](10), 8
     task = bench.make_task(model)
     params, x = task.init(jax.random.key(0)), jnp.zeros((batch, *bench.INPUT_SHAPE))
     counted = jax.jit(task.apply).lower(params, x).cost_analysis()["flops"]
-    floor = 2 * batch * sum(bench.multiply_adds(module, bench.INPUT_SHAPE))
-    assert floor == pytest.approx(counted, rel=0.05)  # XLA also counts biases, activations and pooling
+    products = 2 * batch * sum(floor.multiply_adds(module, bench.INPUT_SHAPE))
+    assert products == pytest.approx(counted, rel=0.05)  # XLA also counts biases, activations and pooling
 
 
-def test_the_floor_of_a_round_by_hand():
+def test_the_floor_of_a_round_by_hand(floor):
     case = bench.Case("ifca", "mlp", clients=3, examples=50, batch=10, steps=4, clusters=5)
     first, second = 784 * 200, 200 * 10
     step = 10 * (2 * first + 3 * second)  # forward, weights; and inputs of the second layer alone
     choice = 5 * 50 * (first + second)
-    assert bench.floor_gflop(case) == pytest.approx(2 * 3 * (4 * step + choice) / 1e9)
-    assert bench.floor_gflop(case._replace(method="fedavg")) == pytest.approx(2 * 3 * 4 * step / 1e9)
-    whole = bench.floor_gflop(case._replace(method="fedavg", batch=None))
-    assert whole == pytest.approx(5 * bench.floor_gflop(case._replace(method="fedavg")))
+    assert floor.floor_gflop(case) == pytest.approx(2 * 3 * (4 * step + choice) / 1e9)
+    assert floor.floor_gflop(case._replace(method="fedavg")) == pytest.approx(2 * 3 * 4 * step / 1e9)
+    whole = floor.floor_gflop(case._replace(method="fedavg", batch=None))
+    assert whole == pytest.approx(5 * floor.floor_gflop(case._replace(method="fedavg")))
 
 
 def test_measure_stops_at_its_limits():
@@ -76,9 +83,6 @@ def test_a_sweep_has_a_row_for_every_combination():
     for row in rows:
         assert len(row["runs"]) == 2 and row["seconds"] == pytest.approx(np.median(row["runs"]))
         assert row["client_steps/s"] == pytest.approx(row["clients"] * 2 * row["rounds/s"])
-        case = bench.Case(row["method"], row["model"], row["clients"], 4, 2, 2, 2)
-        assert row["gflops"] * row["seconds"] == pytest.approx(bench.floor_gflop(case))
-        assert row["peak"] == pytest.approx(row["gflops"] / found["sgemm_gflops"])
     assert {"device", "versions", "settings"} <= set(found)
     assert json.loads(json.dumps(found["rows"])) == rows
 
@@ -113,7 +117,8 @@ def test_all_mappings_do_the_same_round():
         ({"mappings": []}, "mappings must be at least one name"),
         ({"clients": []}, "clients must be at least one number"),
         ({"clients": [10, 0]}, "clients must be an integer, at least 1, got 0"),
-        ({"local_steps": 0}, "local_steps must be an integer, at least 1, got 0"),
+        ({"local_steps": 0}, "local_steps must be an integer, at least 1"),
+        ({"local_steps": 10**6}, "local_steps must be at most 10000"),
         ({"seconds": 0}, "seconds must be positive and finite, got 0"),
         ({"methods": ["ifca"], "clients": [3], "clusters": 4}, "clusters must be at most the 3 clients there are"),
     ],
@@ -147,7 +152,7 @@ def test_the_command_keeps_results_and_never_overwrites_them(tmp_path, monkeypat
     found = json.loads(first)
     assert {row["model"] for row in found["rows"]} == {"linear"} and found["settings"]["clients"] == [3]
     out = capsys.readouterr().out
-    assert "fedavg" in out and "chunked(4)" in out and "GFLOP/s" in out and "…" not in out
+    assert "fedavg" in out and "chunked(4)" in out and found["device"] in out and "…" not in out
     assert cli.main(command) == 0
     assert (tmp_path / "b" / "bench.json").read_bytes() == first and (tmp_path / "b-2" / "bench.json").exists()
 

@@ -38,7 +38,7 @@ def results_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
 def bench_table(found: dict[str, Any]) -> Table:
     """Returns the table of `jfcl bench`: a row for each measured round."""
     title = "One round: {local_steps} local steps of batch {batch_size}, {examples} examples a client"
-    heads = ("clients", "rounds\n/s", "client-\nsteps/s", "of\npeak", "temp.\nMB", "compile\ns")
+    heads = ("clients", "rounds\n/s", "client-\nsteps/s", "temp.\nMB", "compile\ns")
     table = numbers_table(title.format(**found["settings"]), ("method", "model", "mapping"), heads)
     for row in found["rows"]:
         cells = [row["method"], row["model"], row["mapping"], f"{row['clients']:,}"]
@@ -48,7 +48,7 @@ def bench_table(found: dict[str, Any]) -> Table:
             memory = "–" if row["temporary_mb"] is None else f"{row['temporary_mb']:,.1f}"
             rounds = row["rounds/s"]
             cells += [f"{rounds:,.0f}" if rounds >= 100 else f"{rounds:.3g}", f"{row['client_steps/s']:,.0f}"]
-            cells += [f"{row['peak']:.0%}", memory, f"{row['compile_seconds']:.1f}"]
+            cells += [memory, f"{row['compile_seconds']:.1f}"]
         table.add_row(*cells)
     return table
 
