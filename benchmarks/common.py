@@ -1,4 +1,4 @@
-"""What the benchmarks share besides `jfcl.experiments.bench`: environments of peers, tables, JSON. `floor.py`: products."""
+"""What the benchmarks share besides `jfcl.experiments.bench`: environments of peers, tables and JSON of results."""
 
 from __future__ import annotations
 
