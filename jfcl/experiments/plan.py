@@ -150,8 +150,7 @@ def _facts_table(found: Plan, config: Config) -> Table:
     table.add_row("moved", f"{size_text(cost.bytes_moved)} between a chip and its memory")
     sent = [f"{count} {op} ({size_text(size)})" for op, (count, size) in cost.collectives.items()]
     table.add_row("between chips", ", ".join(sent) or "nothing")
-    steps = f"{cost.sequential_steps:,} trips of loops, {cost.instructions:,} instructions"
-    table.add_row("in sequence", steps)
+    table.add_row("in sequence", f"{cost.sequential_steps:,} trips of loops")
     unknown = list(dict.fromkeys(loop.function for loop in cost.loops if loop.trips is None))
     if unknown:
         table.add_row("counted once", f"loops with trips that depend on the data: {', '.join(unknown)}")
@@ -159,9 +158,6 @@ def _facts_table(found: Plan, config: Config) -> Table:
         total = sum(precisions.values())
         shares = [f"{name} {100 * value / total:.3g} %" for name, value in precisions.items() if value >= total / 1000]
         table.add_row(f"products of {where}", ", ".join(shares))
-    whole = sum(cost.limits.values()) or 1.0
-    due = [f"{name} {100 * value / whole:.0f} %" for name, value in cost.limits.items() if value >= whole / 100]
-    table.add_row("time is due to", ", ".join(due))
     guessed = sum(cost.guessed.values())
     if guessed > 0.02 * cost.seconds:
         largest = next(iter(cost.guessed))

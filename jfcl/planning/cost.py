@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,25 +40,24 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"opt-barrier", "optimization-barrier", "add-dependency", "domain", "async-update"}
 COPIES = ("copy-start", "slice-start", "dynamic-slice-start")
+SLICES = ("dynamic-slice", "slice", "gather")
 ADDED = "compiler: layouts and copies"  # the part of instructions that no function stands for
+
+Tally = Counter  # maps (kind, name) to a number; a loop multiplies all of them
 
 
 class Loop(NamedTuple):
     """A loop of a program.
 
     Attributes:
-      trips: how often its body runs; None where the program does not show it, which then is counted as once.
-      certain: whether it runs exactly as often, and not at most.
-      seconds: predicted, of one trip.
-      collectives: in one trip.
       function: that it comes from.
+      trips: how often its body runs, at most; None where the program does not show it, which then counts as once.
+      collectives: in one trip.
     """
 
-    trips: int | None
-    certain: bool
-    seconds: float
-    collectives: int
     function: str
+    trips: int | None
+    collectives: int
 
 
 class Cost(NamedTuple):
@@ -72,9 +71,7 @@ class Cost(NamedTuple):
       collectives: by kind, `[number, bytes]`.
       precision: by where they come from (`"training"`, `"kernels"`), the operations at each precision.
       sequential_steps: trips of innermost loops, one after the other.
-      instructions: started one after the other, trips of loops included.
       parts: predicted seconds by function, the longest first.
-      limits: predicted seconds by what takes them, the longest first.
       guessed: seconds that are guesses, by instruction; they are part of `seconds`.
       loops: in the order in which they end.
     """
@@ -86,9 +83,7 @@ class Cost(NamedTuple):
     collectives: dict[str, list[float]]
     precision: dict[str, dict[str, float]]
     sequential_steps: int
-    instructions: int
     parts: dict[str, float]
-    limits: dict[str, float]
     guessed: dict[str, float]
     loops: list[Loop]
 
@@ -118,51 +113,36 @@ def price(program: str | Program, target: Target, *, rare: bool = True) -> Cost:
     program = hlo.parse(program) if isinstance(program, str) else program
     pricing = _Pricing(program, target, max if rare else min)
     tally = pricing.computation(program.entry)
-    network = _total(tally, "network")
-    seconds = max(_total(tally, "seconds"), _total(tally, "copies")) + network
+    seconds = max(_total(tally, "seconds"), _total(tally, "copies")) + _total(tally, "network")
     flops = _total(tally, "flops")
     precision: dict[str, dict[str, float]] = {}
-    for (_, where, name), value in _those(tally, "flops"):
+    for (where, name), value in _sums(tally, "flops").items():
         precision.setdefault(where, {})[name] = value
-    limits = _grouped(tally, "seconds", 2) | ({"communication": network} if network else {})
     return Cost(
         seconds=seconds,
         flops=flops,
         mfu=flops / target.chip.bfloat16 / seconds if seconds else 0.0,
         bytes_moved=_total(tally, "bytes"),
-        collectives={key[1]: [int(tally["count", key[1]]), value] for key, value in _those(tally, "sent")},
+        collectives={kind: [int(tally["count", kind]), size] for kind, size in _sums(tally, "sent").items()},
         precision=precision,
         sequential_steps=int(_total(tally, "steps")),
-        instructions=int(_total(tally, "instructions")),
-        parts=_grouped(tally, "seconds", 1, "network"),
-        limits=dict(sorted(limits.items(), key=lambda item: -item[1])),
-        guessed=_grouped(tally, "guess", 1),
+        parts=_sums(tally, "seconds", "network"),
+        guessed=_sums(tally, "guess"),
         loops=pricing.loops,
     )
 
 
-# A tally maps (kind, ...) to a number; a loop multiplies all of them.
-Tally = Counter
+def _total(tally: Tally, *kinds: str) -> float:
+    return sum(value for (kind, _), value in tally.items() if kind in kinds)
 
 
-def _those(tally: Tally, *kinds: str) -> list[tuple[Any, float]]:
-    return [(key, value) for key, value in tally.items() if key[0] in kinds]
-
-
-def _total(tally: Tally, kind: str) -> float:
-    return sum(value for _, value in _those(tally, kind))
-
-
-def _grouped(tally: Tally, kind: str, field: int, *others: str) -> dict[str, float]:
-    """Returns the sums of a kind by one of its fields, the largest first."""
+def _sums(tally: Tally, *kinds: str) -> dict:
+    """Returns the sums of some kinds by name, the largest first."""
     sums: Counter = Counter()
-    for key, value in _those(tally, kind, *others):
-        sums[key[field]] += value
+    for (kind, name), value in tally.items():
+        if kind in kinds:
+            sums[name] += value
     return dict(sums.most_common())
-
-
-def _busy(tally: Tally) -> float:
-    return _total(tally, "seconds") + _total(tally, "network")
 
 
 class _Pricing:
@@ -185,11 +165,11 @@ class _Pricing:
     def _instruction(self, name: str, i: Instruction) -> Tally:
         if i.op == "while":
             return self._loop(name, i)
-        inner = hlo.called(self.program, i)
-        if i.op == "conditional":
-            return self.branch(map(self.computation, inner), key=_busy, default=Counter())
-        if i.op in ("call", "async-start"):
-            return sum(map(self.computation, inner), Counter())
+        if i.op in ("conditional", "call", "async-start"):
+            inner = [self.computation(each) for each in hlo.called(self.program, i)]
+            if i.op == "conditional":
+                return self.branch(inner, key=lambda tally: _total(tally, "seconds", "network"), default=Counter())
+            return sum(inner, Counter())
         if i.op in FREE or i.op.endswith("-done"):
             return Counter()
         if i.op.removesuffix("-start") in COLLECTIVES:
@@ -197,20 +177,17 @@ class _Pricing:
         if i.op in COPIES:  # beside other work
             size = sum(a.nbytes for a in self._operands(name, i)[:1])
             size = size if i.op == "copy-start" else min((a.nbytes for a in i.arrays if a.size > 1), default=0)
-            return Counter({("bytes",): size, ("copies",): size / self.chip.bandwidth})
+            return Counter({("bytes", ""): size, ("copies", ""): size / self.chip.bandwidth})
         return self._plain(name, i)
 
     def _loop(self, name: str, i: Instruction) -> Tally:
-        trips, certain = hlo.trip_count(self.program, name, i)
+        trips = hlo.trip_count(self.program, name, i)
         once = Counter(self.computation(hlo.attribute(i, "body")))
-        collectives = _total(once, "count")
-        inner_steps = _total(once, "steps")
+        collectives, inner_steps = (int(_total(once, kind)) for kind in ("count", "steps"))
         once.update(self.computation(hlo.attribute(i, "condition")))
-        self.loops.append(Loop(trips, certain, _busy(once), int(collectives), self._part(i)))
+        self.loops.append(Loop(self._part(i), trips, collectives))
         n = 1 if trips is None else trips
-        tally = Counter({key: n * value for key, value in once.items() if key[0] != "steps"})
-        tally["steps",] = n * max(inner_steps, 1)
-        return tally
+        return Counter({key: n * value for key, value in once.items()} | {("steps", ""): n * max(inner_steps, 1)})
 
     def _collective(self, name: str, i: Instruction) -> Tally:
         kind, n = i.op.removesuffix("-start"), max(self.count, 2)
@@ -221,8 +198,7 @@ class _Pricing:
             size = given
         sent = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": (n - 1) / n}.get(kind, 1)
         seconds = sent * size / self.chip.link + LATENCY
-        part = f"{self._part(i)} ({kind})"
-        return Counter({("network", part): seconds, ("sent", kind): size, ("count", kind): 1, ("instructions",): 1})
+        return Counter({("network", f"{self._part(i)} ({kind})"): seconds, ("sent", kind): size, ("count", kind): 1})
 
     def _operands(self, name: str, i: Instruction) -> list[hlo.Array]:
         known = self.program.computations[name]
@@ -233,36 +209,30 @@ class _Pricing:
 
     def _plain(self, name: str, i: Instruction) -> Tally:
         """Returns the tally of an instruction that computes."""
-        moved = _bytes_moved(self.program, name, i)
+        chip, products = self.chip, 0.0
+        tally = Counter({("bytes", ""): _bytes_moved(self.program, name, i)})
+        memory = tally["bytes", ""] / chip.bandwidth
         where = "kernels" if hlo.is_kernel(self.program, i) else "training"
-        flops: Tally = Counter()
-        for precision, value in operations(self.program, name, i, self.chip.is_tpu):
-            flops["flops", where, precision] += value
-        products = sum(value / _rate(self.chip, key[2]) for key, value in flops.items())
-        memory = moved / self.chip.bandwidth
+        for precision, count in operations(self.program, name, i, chip.is_tpu):
+            tally["flops", (where, precision)] += count
+            products += count / _rate(chip, precision)
         cycles = hlo.config(i, "estimated_cycles")
-        guess, slowdown = None, 1.0 if self.chip.is_tpu else _slowdown(i)
-        if cycles is not None and self.chip.is_tpu:
-            seconds = int(cycles) / self.chip.clock
-        elif self.chip.is_tpu:
+        if not chip.is_tpu:
+            passes = SORT_FACTOR if i.op == "sort" else 1
+            seconds = max(products / REACHED, memory * passes) * _slowdown(i) + LAUNCH
+        elif cycles is not None:
+            seconds = int(cycles) / chip.clock
+        else:
             rows = list(_rows_moved(self.program, i))
             seconds = self._guess(i, memory, sum(count for _, count in rows))
-            guess = rows[0][0] if rows else i.op
-        else:
-            seconds = max(products / REACHED, memory * (SORT_FACTOR if i.op == "sort" else 1))
-            seconds = seconds * slowdown + LAUNCH
-        limit = "convolutions with groups" if slowdown > 1 else _limit(seconds, products, memory)
-        tally = Counter({("seconds", self._part(i), limit): seconds})
-        tally.update(flops)
-        tally.update({("bytes",): moved, ("instructions",): 1})
-        if guess:
-            tally["guess", guess] = seconds
+            tally["guess", rows[0][0] if rows else i.op] = seconds
+        tally["seconds", self._part(i)] = seconds
         return tally
 
     def _guess(self, i: Instruction, memory: float, rows: float) -> float:
         """Returns the seconds of an instruction for which the TPU compiler has no estimate."""
         size, clock = max((a.size for a in i.arrays), default=1), self.chip.clock
-        if i.op == "custom-call" and "Bit" in (hlo.attribute(i, "custom_call_target") or i.attributes[:200]):
+        if i.op == "custom-call" and "Bit" in i.attributes[:200]:
             return 0.0
         if size == 1 and i.op not in ("fusion", "custom-call"):
             return SCALAR_CYCLES / clock
@@ -280,13 +250,6 @@ def _slowdown(i: Instruction) -> float:
     if i.op != "custom-call" or not _is_library_call(i) or groups is None or int(groups[1]) == 1:
         return 1.0
     return GROUPED_FILTER if "convBackwardFilter" in i.attributes else GROUPED
-
-
-def _limit(seconds: float, products: float, memory: float) -> str:
-    """Returns what an instruction's time is due to, where that explains a quarter of it."""
-    if max(products, memory) < seconds / 4:
-        return "small or padded steps"
-    return "matrix products" if products >= memory else "memory traffic"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -359,20 +322,17 @@ def _convolution(i: Instruction, left: tuple[int, ...], right: tuple[int, ...], 
     of_left, of_right, of_out = labels.groups()
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
     given = dict(field.split("=") for field in window[1].split()) if window else {}
-    spatial = sorted(c for c in of_right if c.isdigit())
-
-    def of_window(field: str, default: str) -> list[str]:
-        return given[field].split("x") if field in given else [default] * len(spatial)
-
-    fields = (("size", "1"), ("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
     pairs = 1.0
-    for c, size, stride, pad, spread, dilated in zip(spatial, *(of_window(*f) for f in fields), strict=True):
-        size, stride, spread, dilated = int(size), int(stride), int(spread), int(dilated)
+    for axis, c in enumerate(sorted(c for c in of_right if c.isdigit())):
+        fields = ("size", "stride", "lhs_dilate", "rhs_dilate", "pad")  # such as 3x3, and 1_1x1_1
+        values = [given[field].split("x")[axis] if field in given else "1" for field in fields]
+        size, stride, spread, dilated = map(int, values[:4])
+        low = int(values[4].split("_")[0]) if "pad" in given else 0
         inputs, outputs = left[of_left.index(c)], out[of_out.index(c)]
         if outputs * size > MOST_PAIRS:
             pairs *= outputs * size
             continue
-        at = np.arange(outputs)[:, None] * stride + np.arange(size) * dilated - int(pad.split("_")[0])
+        at = np.arange(outputs)[:, None] * stride + np.arange(size) * dilated - low
         pairs *= int(((at >= 0) & (at <= (inputs - 1) * spread) & (at % spread == 0)).sum())
     others = out[of_out.index("b")] * out[of_out.index("f")] if {"b", "f"} <= set(of_out) else 1
     return 2.0 * pairs * others * right[of_right.index("i")]
@@ -394,7 +354,7 @@ def _bytes_moved(program: Program, name: str, i: Instruction) -> float:
     """
     known = program.computations[name]
     operands = [known[operand].arrays for operand in i.operands if operand in known]
-    if i.op in ("dynamic-slice", "slice", "gather"):
+    if i.op in SLICES:
         return 2 * _in_memory(i.arrays)
     if i.op == "dynamic-update-slice" and len(operands) > 1:
         return 2 * _in_memory(operands[1])
@@ -415,19 +375,15 @@ def _bytes_moved(program: Program, name: str, i: Instruction) -> float:
             continue
         sliced, new = 0.0, []
         for value, use in _uses(users, parameters.get(number)):
-            if use.op in ("dynamic-slice", "slice", "gather") and use.operands[0] == value:
-                sliced += _in_all(use)
+            if use.op in SLICES and use.operands[0] == value:
+                sliced += sum(array.nbytes for array in use.arrays)
             elif use.op == "dynamic-update-slice" and use.operands[0] == value and use.name in results:
-                new.append(_in_all(inner[use.operands[1]]))
+                new.append(sum(array.nbytes for array in inner[use.operands[1]].arrays))
             else:
                 sliced = whole
         read += min(whole, sliced)
         written -= whole - sum(new) if new else 0.0  # in place
     return read + max(written, 0.0)
-
-
-def _in_all(i: Instruction) -> float:
-    return sum(array.nbytes for array in i.arrays)
 
 
 def _uses(users: dict[str, list[Instruction]], name: str | None) -> Iterator[tuple[str, Instruction]]:

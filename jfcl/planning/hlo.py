@@ -197,29 +197,27 @@ def reachable(program: Program, name: str | None) -> Iterator[Instruction]:
             yield from reachable(program, inner)
 
 
-def trip_count(program: Program, computation: str, loop: Instruction) -> tuple[int | None, bool]:
-    """Returns how often a loop runs its body, and whether that is certain.
+def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
+    """Returns how often a loop runs its body, or the most that it may; None where the program does not show it.
 
-    The compiler's own count where it notes one; else the bound of `jfcl.core.at_most`, uncertain; else the constant
-    that the condition compares the counter with, less the counter's first value. A loop that may end earlier has that
-    count, uncertain; any other has None.
+    The compiler's own count where it notes one; else the bound of `jfcl.core.at_most`; else the constant that the
+    condition compares the counter with, less the counter's first value.
     """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
-        return int(noted[1]), True
+        return int(noted[1])
     most = most_trips(loop.attributes)
     if most is not None:
-        return most, False
+        return most
     condition = attribute(loop, "condition")
     inside = list(reachable(program, condition))
     constants = [i for i in inside if i.op == "constant" and i.arrays and i.arrays[0].shape == ()]
     limits = {int(i.inside) for i in constants if re.fullmatch(r"\d+", i.inside.strip()) and int(i.inside) > 0}
     compares = [i for i in inside if i.op == "compare"]
     if len(limits) != 1 or not compares:
-        return None, False
+        return None
     count = limits.pop() + any(attribute(i, "direction") == "LE" for i in compares)
-    count -= _first_value(program.computations[computation], program.computations[condition], loop)
-    return max(count, 0), len(compares) == 1 and not any(i.op in ("and", "or") for i in inside)
+    return max(count - _first_value(program.computations[computation], program.computations[condition], loop), 0)
 
 
 def _first_value(outer: dict[str, Instruction], condition: dict[str, Instruction], loop: Instruction) -> int:
@@ -247,7 +245,7 @@ def source(program: Program, instruction: Instruction) -> str:
     "(gradient)". What the compiler adds itself, such as a change of layout, has no function: the result is "".
     """
     names = _functions(program, instruction)
-    chosen = [name for name in names if not name.startswith(("execution.", "core."))] or names
+    chosen = [name for name in names if not name.startswith(("mapping.", "core."))] or names
     backward = re.search(r'op_name="[^"]*transpose\(', instruction.attributes)
     return f"{chosen[0]}{' (gradient)' if backward else ''}" if chosen else ""
 

@@ -108,8 +108,7 @@ class Plan(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the content of `plan.json`: all but the programs."""
-        apart = ("cost", "common", "step_hlo", "init_hlo")
-        kept = {name: v for name, v in self._asdict().items() if name not in apart}
+        kept = {name: v for name, v in self._asdict().items() if name not in ("cost", "common", "step_hlo", "init_hlo")}
         kept["common_seconds_per_round"] = None if self.common is None else self.common.seconds
         kept["candidates"] = [c._asdict() for c in self.candidates]
         cost = {name: None for name in Cost._fields} if self.cost is None else self.cost._asdict()
@@ -213,34 +212,35 @@ class _Work:
     def __init__(self, chosen: Target, mesh: Mesh, clients: Clients, seeds: int, others: float, what: str, tick: Tick):
         self.target, self.mesh, self.seeds, self.tick = chosen, mesh, seeds, tick
         self.others, self.refusal = int(others), f"target {chosen.name!r} cannot compile {what}"
-        rows = -(-num_clients(clients) // mesh.size) * mesh.size
+        self.rows = -(-num_clients(clients) // mesh.size) * mesh.size
         split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        shape = lambda x: shape_struct(x, (rows, *np.shape(x)[1:]), split)  # noqa: E731
+        shape = lambda x: shape_struct(x, (self.rows, *np.shape(x)[1:]), split)  # noqa: E731
         like = Clients(clients.examples, clients.size, clients.size)  # ids are int32, as sizes are
-        self.rows, self.clients = rows, jax.tree.map(shape, like)
+        self.clients = jax.tree.map(shape, like)
         key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds) if seeds > 1 else jax.random.key(0))
         self.key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
         self.data = num_bytes(self.clients) // mesh.size
 
     def plan(self, made: dict[Any, Algorithm]) -> Plan:
         """Returns the plan of the algorithm with the fastest rounds that fit, of those made for several mappings."""
-        names = [f"a round, {self.name(axis)}" for axis in made]
-        jobs = [(algorithm.step, 3, (self.key, self.state(algorithm), self.clients)) for algorithm in made.values()]
-        rounds = dict(zip(made, self.compiled(jobs, names, len(jobs) + 1), strict=True))
+        jobs = [
+            (f"a round, {_described(axis)[2]}", algorithm.step, (self.key, self.state(algorithm), self.clients))
+            for axis, algorithm in made.items()
+        ]
+        rounds = dict(zip(made, self.compiled(jobs, len(jobs) + 1), strict=True))
         compared = {
-            axis: Candidate(*_described(axis), found.needed + self.others, found.seconds)
+            axis: Candidate(*_described(axis)[:2], found.needed + self.others, found.seconds)
             for axis, found in rounds.items()
         }
         best = min(compared, key=lambda axis: self.order(compared[axis]))
         found, kind, chunk = rounds[best], compared[best].mapping, compared[best].chunk
-        start = self.compiled([(made[best].init, 2, (self.key, self.clients))], ["the start"], len(jobs) + 1)[0]
+        [start] = self.compiled([("the start", made[best].init, (self.key, self.clients))], len(jobs) + 1)
         needed, limit = max(found.needed, start.needed) + self.others, int(self.target.chip.memory)
-        fits = needed <= limit
         return Plan(
             target=self.target.name,
             mapping=kind,
             chunk=chunk,
-            fits=fits,
+            fits=needed <= limit,
             argument_bytes=found.memory.arguments,
             output_bytes=found.memory.results - found.memory.aliased,
             temp_bytes=found.memory.temporaries,
@@ -252,7 +252,7 @@ class _Work:
             common=price(found.text, self.target, rare=False) if found.text else None,
             init_seconds=start.seconds,
             candidates=sorted(compared.values(), key=self.order),
-            advice="" if fits else self.advice(needed, chunk),
+            advice="" if needed <= limit else self.advice(needed, chunk),
             step_hlo=found.text,
             init_hlo=start.text,
         )
@@ -262,11 +262,8 @@ class _Work:
         late = candidate.needed_bytes > self.target.chip.memory  # as of every program that is refused
         return late, candidate.needed_bytes if late else candidate.seconds
 
-    def name(self, axis: Any) -> str:
-        return f"chunks of {axis.size}" if isinstance(axis, mapping.chunked) else "all clients at once"
-
-    def compiled(self, jobs: list[tuple[Callable, int, tuple]], names: list[str], steps: int):
-        """Returns the programs of functions, their numbers of arguments, and their arguments."""
+    def compiled(self, jobs: list[tuple[str, Callable, tuple]], steps: int) -> list[_Program]:
+        """Returns the programs of functions, `(name, function, arguments)`."""
         with ThreadPoolExecutor(AT_ONCE) as pool:  # the compilers run outside of Python
 
             def finished(lowered, name):
@@ -275,33 +272,33 @@ class _Work:
                 return found
 
             # Traced here: a precision that is set for a block of code holds for one thread.
-            lowered = (self.lowered(self.over_seeds(fn, count), *args) for fn, count, args in jobs)
-            begun = [pool.submit(finished, program, name) for program, name in zip(lowered, names, strict=True)]
+            begun = [pool.submit(finished, self.lowered(self.over_seeds(fn), *args), name) for name, fn, args in jobs]
             return [job.result() for job in begun]
 
-    def over_seeds(self, fn: Callable, arguments: int) -> Callable:
-        return fn if self.seeds == 1 else jax.vmap(fn, in_axes=(0,) * (arguments - 1) + (None,))
+    def over_seeds(self, fn: Callable) -> Callable:
+        """Returns `init` or `step`, of which all arguments but the clients are of every seed."""
+        if self.seeds == 1:
+            return fn
+        return lambda *args: jax.vmap(fn, in_axes=(0,) * (len(args) - 1) + (None,))(*args)
 
     def state(self, algorithm: Algorithm) -> PyTree:
         """Returns the shapes of the state: arrays of all clients are divided as the clients are."""
-        state = jax.eval_shape(self.over_seeds(algorithm.init, 2), self.key, self.clients)
+        state = jax.eval_shape(self.over_seeds(algorithm.init), self.key, self.clients)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x)), state)
 
     def sharding(self, x: Any) -> NamedSharding:
         axis = 0 if self.seeds == 1 else 1
         divided = x.shape[axis : axis + 1] == (self.rows,)
-        return NamedSharding(
-            self.mesh, PartitionSpec(*[None] * axis, self.mesh.axis_names) if divided else PartitionSpec()
-        )
+        return NamedSharding(self.mesh, PartitionSpec(*([None] * axis + [self.mesh.axis_names] if divided else [])))
 
     def lowered(self, fn: Callable, *args: Any):
         """Returns the program of `fn`, not yet compiled, with the state where a run keeps it."""
 
         def placed(*args):
             out = fn(*args)
-            state = out[0] if type(out) is tuple else out
+            state, *rest = out if type(out) is tuple else (out,)
             state = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.sharding(x)), state)
-            return (state, *out[1:]) if type(out) is tuple else state
+            return (state, *rest) if rest else state
 
         try:
             return jitted(placed).lower(*args)
@@ -321,8 +318,7 @@ class _Work:
 
     def advice(self, needed: int, chunk: int | None) -> str:
         """Returns what may fit, where the best candidate does not."""
-        limit = self.target.chip.memory
-        ways = []
+        limit, ways = self.target.chip.memory, []
         if chunk != 1 and self.rows > self.mesh.size:
             size = max(1, int((chunk or self.rows // self.mesh.size) * limit / needed / 2))
             ways.append(f"smaller chunks (--chunk {size})")
@@ -332,7 +328,8 @@ class _Work:
         return f"These may fit: {' or '.join([*ways, 'fewer clients or examples, or a smaller model'])}."
 
 
-def _described(axis: mapping.Mapping | None) -> tuple[str, int | None]:
-    if axis is None:
-        return "as made", None
-    return ("chunked", axis.size) if isinstance(axis, mapping.chunked) else ("vmap", None)
+def _described(axis: mapping.Mapping | None) -> tuple[str, int | None, str]:
+    """Returns a mapping's name and chunk size, and its name in words."""
+    if isinstance(axis, mapping.chunked):
+        return "chunked", axis.size, f"chunks of {axis.size}"
+    return "as made" if axis is None else "vmap", None, "all clients at once"

@@ -7,7 +7,6 @@ mesh of four chips that cannot run anything, and for which everything compiles a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.metadata
 import math
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jfcl.core import platform
+from jfcl.core import check_choice, platform
 from jfcl.core.texts import first_line
 
 
@@ -120,48 +119,20 @@ def target(name: str) -> Target:
       ('v5e:2x4', 'v5p:2x2x1')
     """
     kind, _, shape = str(name).strip().lower().partition(":")
-    typed = re.fullmatch(r"(?:tpu[-_ ]?)?(\w+)-(\d{1,6})", kind)
-    if typed and not shape:
-        kind, shape = re.sub(r"^v5lite(pod)?$", "v5e", typed[1]), typed[2]
-        shape = _slice_of(kind, int(shape), str(name)) if kind in CHIPS else shape
-    if kind not in CHIPS:
-        near = difflib.get_close_matches(kind[:100], CHIPS, n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"unknown target {str(name)[:100]!r}{hint} Targets are {', '.join(_examples())}.")
+    typed = None if shape else re.fullmatch(r"(?:tpu[-_ ]?)?(\w+)-(\d{1,6})", kind)
+    kind = re.sub(r"^v5lite(pod)?$", "v5e", typed[1]) if typed else kind
+    check_choice("target", kind, CHIPS)
     chip = CHIPS[kind]
+    counts = {size: math.prod(map(int, size.split("x"))) for size in chip.slices}
+    if typed:
+        compact = sorted(counts, key=lambda size: max(map(int, size.split("x"))))
+        slices = {str(_CORES.get(kind, 1) * counts[size]): size for size in reversed(compact)}
+        what = "cores (two in each chip)" if kind in _CORES else "chips"
+        check_choice(f"number of {what} of {kind}", str(int(typed[2])), sorted(slices, key=int))
+        shape = slices[str(int(typed[2]))]
     shape = shape or ("" if chip.is_tpu else "1")
-    if shape not in chip.slices:
-        near = difflib.get_close_matches(shape[:100], chip.slices, n=1, cutoff=0.3)
-        nearest = near[0] if near else chip.slices[0]
-        several = ", ".join(chip.slices[:8]) + (", ..." if len(chip.slices) > 8 else "")
-        raise ValueError(
-            f"target {str(name)[:100]!r} must name a slice of {kind} that exists: {several}; the nearest is"
-            f" {kind}:{nearest}"
-        )
-    plain = not chip.is_tpu and shape == "1"
-    return Target(kind if plain else f"{kind}:{shape}", chip, math.prod(int(n) for n in shape.split("x")))
-
-
-def _slice_of(kind: str, number: int, name: str) -> str:
-    """Returns the most compact slice of an accelerator type, `KIND-NUMBER`; `ValueError` where there is none."""
-    chip, cores = CHIPS[kind], _CORES.get(kind, 1)
-    sizes = [[int(n) for n in shape.split("x")] for shape in chip.slices]
-    counts = sorted({cores * math.prod(size) for size in sizes})
-    if number not in counts:
-        nearest = min(counts, key=lambda count: abs(count - number))
-        what = "the two cores of each chip" if cores == 2 else "chips"
-        raise ValueError(
-            f"target {name[:100]!r}: the number of {kind} counts {what}, and must be one of"
-            f" {', '.join(map(str, counts[:8]))}{', ...' if len(counts) > 8 else ''}; the nearest is {kind}-{nearest}"
-        )
-    return chip.slices[min((max(size), i) for i, size in enumerate(sizes) if cores * math.prod(size) == number)[1]]
-
-
-def _examples() -> list[str]:
-    return [
-        f"{kind}:{chip.slices[1 if len(chip.slices) == 8 else 0]}" if chip.is_tpu else kind
-        for kind, chip in CHIPS.items()
-    ]
+    check_choice(f"slice of {kind}, such as {kind}:{chip.slices[1]},", shape, chip.slices)
+    return Target(kind if shape == "1" else f"{kind}:{shape}", chip, counts[shape])
 
 
 def larger(of: Target, factor: float) -> str | None:
@@ -172,9 +143,9 @@ def larger(of: Target, factor: float) -> str | None:
       ('v5e:2x2', None)
     """
     kind = of.name.partition(":")[0]
-    counts = {math.prod(int(n) for n in shape.split("x")): f"{kind}:{shape}" for shape in reversed(of.chip.slices)}
-    enough = [count for count in counts if count >= factor * of.count]
-    return counts[min(enough)] if enough else None
+    slices = (target(f"{kind}:{shape}") for shape in of.chip.slices)
+    enough = [(one.count, i, one.name) for i, one in enumerate(slices) if one.count >= factor * of.count]
+    return min(enough)[2] if enough else None
 
 
 def mesh(name: str | Target) -> Mesh:
