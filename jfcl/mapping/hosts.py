@@ -52,7 +52,7 @@ def connect(
       timeout: seconds to wait for the other processes.
 
     Raises:
-      ValueError: numbers that do not fit, here or between processes; a host that does not resolve; a port in use; GPUs
+      ValueError: numbers that do not fit; a host that does not resolve; a port in use; GPUs
         that the tasks of a machine cannot share equally; processes that do not connect in time. The program must then
         end.
 
@@ -82,7 +82,6 @@ def connect(
     if process_id == 0:
         options["coordinator_bind_address"] = _own_address(host, int(port))
     _initialize(coordinator, num_processes, process_id, timeout, options)
-    _check_count(num_processes, process_id)
 
 
 def _initialize(coordinator: str, count: int, process_id: int, timeout: float, options: dict[str, Any]) -> None:
@@ -165,12 +164,11 @@ def _own_gpus() -> list[int] | None:
 def _slurm_tasks() -> int:
     """Returns the number of tasks of this step of Slurm on this machine."""
     env = os.environ
-    if "SLURM_STEP_TASKS_PER_NODE" in env:  # "4(x2),3"
-        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-        of_nodes = [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
-        return of_nodes[int(env.get("SLURM_NODEID", 0))]
-    if "SLURM_NTASKS_PER_NODE" in env:
-        return int(env["SLURM_NTASKS_PER_NODE"])
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE"))
+    if tasks is not None:  # such as "4(x2),3", or "4" of all machines
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        of_nodes = [int(count) for count, times in parts for _ in range(int(times or 1))]
+        return of_nodes[min(int(env.get("SLURM_NODEID", 0)), len(of_nodes) - 1)]
     nodes = re.findall(r"[^,\[]+(?:\[([^\]]*)\])?[^,\[]*", env.get("SLURM_STEP_NODELIST", ""))  # "a[1-3,7],b"
     spans = [re.findall(r"(\d+)(?:-(\d+))?", span) or [("1", "")] for span in nodes]
     count = sum(int(last or first) - int(first) + 1 for span in spans for first, last in span)
@@ -204,23 +202,6 @@ def _own_address(host: str, port: int) -> str | None:
         return f"{host}:{port}" if place else None
 
 
-def _check_count(count: int, process_id: int) -> None:
-    """Raises `ValueError` in all processes unless they were given the same number of processes.
-
-    JAX itself would wait for minutes for those that do not exist. Its store of keys and values, which knows no arrays
-    and so needs no devices, has no public name.
-    """
-    from jax._src.distributed import global_state
-
-    client, milliseconds = global_state.client, 1000 * TIMEOUT
-    client.key_value_set(f"jfcl/num_processes/{process_id}", str(count))
-    client.wait_at_barrier("jfcl/num_processes", milliseconds)
-    counts = {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get("jfcl/num_processes")}
-    client.wait_at_barrier("jfcl/num_processes/read", milliseconds)  # process 0, which leaves first, has the store
-    said = ", ".join(f"{counts[i]} in process {i}" for i in sorted(counts, key=int)[:8])
-    check(len({*counts.values()}) == 1, "num_processes", said, "the same in all processes")
-
-
 def check_alike(values: dict[str, Any], name: str) -> None:
     """Raises `ValueError` in all processes unless each of them passes the same `values`, JSON-like.
 
@@ -248,13 +229,11 @@ def devices() -> str:
     """
     names = everybodys([zlib.crc32(socket.gethostname().encode()) >> 1])[:, 0]
     kinds = Counter(device.device_kind for device in jax.devices())
-
-    def counted(count, noun):
-        return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
-
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    here = f"{counted(len(jax.devices()), 'device')} of {counted(len(np.unique(names)), 'host')} ({kinds})"
-    return f"{here}, {counted(jax.process_count(), 'process')}"
+    counts = (("device", "s", jax.device_count()), ("host", "s", len(np.unique(names))))
+    devices, hosts, processes = (
+        f"{count} {noun}{plural if count != 1 else ''}" for noun, plural, count in (*counts, ("process", "es", jax.process_count()))
+    )
+    return f"{devices} of {hosts} ({', '.join(f'{count} x {kind}' for kind, count in kinds.items())}), {processes}"
 
 
 def connected() -> bool:
@@ -352,12 +331,12 @@ def by_first(fn: Callable[[], Any]) -> Any:
       >>> by_first(lambda: "written")
       'written'
     """
+    if not several():
+        return fn()
     found, error = None, None
     try:
         found = fn() if is_first() else None
     except (ValueError, OSError) as raised:
-        if not several():
-            raise
         error = str(raised)
     error = same_everywhere(error)
     if error is not None:

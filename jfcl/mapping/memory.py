@@ -73,14 +73,8 @@ def in_lots(client_axis: mapping.Mapping, task: Task, clients: Clients, num_mode
 def memory_of(compiled: Any) -> Memory:
     """Returns the bytes of a compiled program on each device; zeros where its compiler counts none."""
     found = compiled.memory_analysis()
-    if found is None:
-        return Memory()
-    return Memory(
-        int(found.argument_size_in_bytes),
-        int(found.output_size_in_bytes),
-        int(found.temp_size_in_bytes),
-        int(found.alias_size_in_bytes),
-    )
+    parts = ("argument", "output", "temp", "alias")
+    return Memory(*(int(getattr(found, f"{part}_size_in_bytes", 0)) for part in parts))
 
 
 def exhausted(error: Exception) -> int | None:
