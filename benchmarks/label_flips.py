@@ -7,7 +7,8 @@
 
 30 % of the clients have the label 0 for all examples. Each run adds its row to results/label-flips-DEVICE.json.
 
-`--inputs resized` is that of the first author's public code for other experiments: `jfcl.models.CNNMnist32`.
+`--inputs resized` is that of the first author's public code for other experiments: `CNNMnist32` of
+`benchmarks/papers/networks.py`.
 """
 
 from __future__ import annotations

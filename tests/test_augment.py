@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import jfcl
+from benchmarks.papers.networks import CNNCifar24
 from jfcl.experiments import Config, run
 from jfcl.training.augment import AUGMENTATIONS, crop_flip, flip, tutorial, tutorial_batch
 
@@ -146,9 +147,9 @@ def tutorial_network(params, x: np.ndarray) -> np.ndarray:
     return x @ p["Dense_2"]["kernel"] + p["Dense_2"]["bias"]
 
 
+@pytest.mark.slow
 def test_cnn_cifar24_is_the_network_of_the_authors_code():
-    make = jfcl.models.MODELS["cnn_cifar24"][0]
-    task = jfcl.models.classification(make(10), (32, 32, 3), 10)
+    task = jfcl.models.classification(CNNCifar24(10), (32, 32, 3), 10)
     params = task.init(jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 1_068_298
     for name, std, bias in (("Conv_0", 0.05, 0), ("Conv_1", 0.05, 0.1), ("Dense_0", 0.04, 0.1), ("Dense_1", 0.04, 0.1)):
@@ -165,15 +166,16 @@ def test_cnn_cifar24_is_the_network_of_the_authors_code():
             got = task.apply(rough, jnp.asarray(images, jnp.float32))
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
     with pytest.raises(ValueError, match="images of 8 x 8 are too small for this model: it uses 24 x 24"):
-        jfcl.models.classification(make(10), (8, 8, 1), 10)
+        jfcl.models.classification(CNNCifar24(10), (8, 8, 1), 10)
 
 
+@pytest.mark.slow
 def test_initial_models_of_cnn_cifar24_have_about_the_same_loss():
     """Of models with larger initial logits, one may be better for all clients."""
     x, y = np.random.default_rng(0).uniform(size=(100, 24, 24, 3)).astype(np.float32), np.arange(100) % 10
     spread = {}
-    for name in ("cnn_cifar", "cnn_cifar24"):
-        task = jfcl.models.classification(jfcl.models.MODELS[name][0](10), (24, 24, 3), 10)
+    for name, make in (("cnn_cifar", jfcl.models.CNNCifar), ("cnn_cifar24", CNNCifar24)):
+        task = jfcl.models.classification(make(10), (24, 24, 3), 10)
         found = [task.loss(task.init(jax.random.key(seed)), {"x": x, "y": y}).mean() for seed in range(4)]
         spread[name] = np.ptp(found)
     assert spread["cnn_cifar24"] < spread["cnn_cifar"] / 5

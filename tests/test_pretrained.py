@@ -375,48 +375,23 @@ def test_programs_share_large_arrays():
 # Cached features.
 
 
-def test_cached_features_give_the_same_results(tmp_path):
+def test_a_linear_model_of_features_is_the_last_layer():
     clients, params = data(), pretrained(NORMAL)
-    make = partial(jfcl.models.frozen, NORMAL, params, trainable=is_head)
-    plain, cached = make(), make(cache_features=True)
-    features = jfcl.models.cache_features(cached, clients, batch_size=7)
+    features = jfcl.models.cache_features(NORMAL, params, clients, batch_size=7)
     assert features.examples["x"].shape == (N, M, H) and (features.examples["x"][3, 3:] == 0).all()
+    whole = jfcl.models.frozen(NORMAL, params, trainable=is_head)
+    last = jfcl.models.classification(jfcl.models.Linear(C), (H,), C)._replace(
+        init=lambda key: {"Dense_0": params["Dense_1"]}
+    )
     results = []
-    for task, c in ((plain, clients), (cached, features)):
+    for task, c in ((whole, clients), (last, features)):
         history = jfcl.simulate(
             jfcl.fedavg(task, TRAINING), c, key=jax.random.key(0), num_rounds=3, eval_every=3, test_clients=c
         )
-        results.append((history.state.params, history.records[-1]["loss"], history.records[-1]["accuracy"]))
+        head = history.state.params["Dense_1" if task is whole else "Dense_0"]
+        results.append((head, history.records[-1]["loss"], history.records[-1]["accuracy"]))
     for a, b in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    model = jax.tree.map(lambda p: p[0], results[1][0])
-    whole = jfcl.models.merged(cached, model)
-    np.testing.assert_allclose(
-        NORMAL.apply(whole, clients.examples["x"][0]),
-        jax.jit(cached.apply)(model, features.examples["x"][0]),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-    store = jfcl.data.ClientStore.from_clients(clients, cluster=[0, 1, 0, 1], num_classes=C)
-    stored = jfcl.models.cache_features(cached, store, path=tmp_path / "features")
-    again = stored.gather(np.arange(N))
-    np.testing.assert_allclose(again.examples["x"], features.examples["x"], rtol=1e-6)
-    np.testing.assert_array_equal(again.size, clients.size)
-    assert stored.cluster.tolist() == [0, 1, 0, 1] and stored.about["num_classes"] == C
-    run = jfcl.simulate_population(
-        jfcl.fedavg(cached, TRAINING), stored, key=jax.random.key(0), num_rounds=1, cohort=2, test_store=stored
-    )
-    assert np.isfinite(run.records[-1]["loss"])
-
-
-class Twice(nn.Module):
-    """Outputs that depend on more than the last layer's inputs."""
-
-    @nn.compact
-    def __call__(self, x):
-        h = jnp.tanh(nn.Dense(H)(x))
-        return nn.Dense(C)(h) + x[:, :C]
 
 
 # Flax's variables, and errors.
@@ -444,19 +419,19 @@ PARAMS = pretrained(PLAIN)
     ("make", "message"),
     [
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=0), "rank must be an integer, at least 1"),
-        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=3), r"at most 2, the smaller side of Dense_1/kernel \(5, 2\)"),
+        (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=3), "rank must be an integer, at least 1 and at most 2"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, alpha=-1.0), "alpha must be positive"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, spread=-1.0), "spread must be 0 or more"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, fresh=True), "fresh must be left out without trainable"),
         (
             lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, targets=lambda p: "bias" in p),
-            r"targets must be true for matrices alone, which are: Dense_0/kernel \(3, 5\), Dense_1.*got 'Dense_0/bias",
+            r"targets must be true for some of the matrices alone: Dense_0/kernel \(3, 5\), Dense_1.*got 'Dense_0/bias",
         ),
         (
             lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, targets=lambda p: p == "Dense_7/kernel"),
-            "true for some of the matrices: Dense_0/kernel.*holds for no parameter",
+            "true for some of the matrices alone: Dense_0/kernel.*got 'no parameter'",
         ),
-        (lambda: jfcl.models.lora(PAIR, pretrained(PAIR), rank=1), r"targets must be given.*v \(5, 2\), w \(3, 5\)"),
+        (lambda: jfcl.models.lora(PAIR, pretrained(PAIR), rank=1), r"targets must be true.*v \(5, 2\), w \(3, 5\)"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, trainable=is_head), "targets, trainable must be true in one"),
         (
             lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable=lambda p: "x" in p),
@@ -485,20 +460,9 @@ PARAMS = pretrained(PLAIN)
         ),
         (lambda: jfcl.models.frozen(PLAIN, jax.tree.map(lambda x: x / 0, PARAMS), trainable=is_head), "finite"),
         (
-            lambda: jfcl.models.frozen(PLAIN, PARAMS, trainable=lambda p: "kernel" in p, cache_features=True),
-            "trainable must be true for the last dense layer's parameters.*Dense_1/bias, Dense_1/kernel",
+            lambda: jfcl.models.cache_features(OF_NNX, pretrained(OF_NNX), data()),
+            "task must be of a flax.linen module",
         ),
-        (
-            lambda: jfcl.models.frozen(OF_NNX, pretrained(OF_NNX), trainable=is_head, cache_features=True),
-            "cache_features must be False: the last dense layer",
-        ),
-        (
-            lambda: (lambda task: jfcl.models.frozen(task, pretrained(task), trainable=is_head, cache_features=True))(
-                jfcl.models.classification(Twice(), (D,), C)
-            ),
-            "cache_features must be False: the model's outputs depend on more",
-        ),
-        (lambda: jfcl.models.cache_features(PLAIN, data()), "task must be made by jfcl.models.frozen"),
         (
             lambda: jfcl.models.in_bfloat16(jfcl.models.lora(PLAIN, PARAMS, rank=1)),
             r"task must be one with all its parameters: give in_bfloat16\(task\) to frozen or lora",
@@ -507,7 +471,6 @@ PARAMS = pretrained(PLAIN)
         (lambda: jfcl.models.lora(Net(), PARAMS, rank=1), "task must be a Task, .* got 'Net'"),
         (lambda: jfcl.models.merged(Net(), PARAMS), "task must be a Task, .* got 'Net'"),
         (lambda: jfcl.models.to_flax(Net(), PARAMS), "task must be a Task, .* got 'Net'"),
-        (lambda: jfcl.models.cache_features(Net(), data()), "task must be a Task, .* got 'Net'"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, alpha="3"), "alpha must be positive and finite.* got '3'"),
         (lambda: jfcl.models.lora(PLAIN, PARAMS, rank=1, spread=None), "spread must be 0 or more.* got None"),
         (
@@ -516,18 +479,6 @@ PARAMS = pretrained(PLAIN)
         ),
         (lambda: jfcl.models.from_flax({"params": np.ones(3)}), r"variables\['params'\] must be a nested dict"),
         (lambda: jfcl.models.from_flax({"Dense_0": {}}), 'variables must be a dict of flax.*"params" among'),
-        (
-            lambda: jfcl.simulate(
-                jfcl.fedavg(
-                    jfcl.models.frozen(PLAIN, PARAMS, trainable=is_head, cache_features=True),
-                    TRAINING,
-                ),
-                data(),
-                key=jax.random.key(0),
-                num_rounds=1,
-            ),
-            r"the shape of x must be \(B, 5\), features that jfcl.models.cache_features.*got \(6, 3\)",
-        ),
     ],
 )
 def test_refuses(make, message):

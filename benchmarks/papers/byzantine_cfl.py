@@ -27,7 +27,11 @@ MODELS = {
     "fashion_mnist": {"model": "cnn_mnist", "lr": 0.01},
     "cifar10": {"model": "vgg", "lr": 0.01, "momentum": 0.9},
 }
-OF_CODE = {"mnist": "cnn_mnist32", "fashion_mnist": "cnn_fashion32", "cifar10": "vgg"}
+OF_CODE = {
+    "mnist": "benchmarks.papers.networks:CNNMnist32",
+    "fashion_mnist": "benchmarks.papers.networks:cnn_fashion32",
+    "cifar10": "vgg",
+}
 # Accuracy in %, in the order of SCENARIOS, by the number of clients.
 PAPER = {
     100: {

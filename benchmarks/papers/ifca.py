@@ -217,7 +217,7 @@ def cifar_config(method: str, setting: dict[str, Any]) -> Config:
     `setting["changed"]`, as in the code: a window, its light and contrast are those of a whole batch, and clients
     compare models on changed images. Otherwise they are drawn for each image, and models compared on whole images.
     """
-    given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "cnn_cifar24"}
+    given = {"dataset": "cifar10", "clusters": 2, "reuse": "cluster", "model": "benchmarks.papers.networks:CNNCifar24"}
     given |= {"augment": "tutorial_batch" if setting["changed"] else "tutorial", "identity_augment": setting["changed"]}
     given |= {"local_epochs": 5, "batch_size": 50, "lr": 0.25, "lr_decay": 0.99}
     given |= {"weight_decay": 0.004, "decay_only": "Dense_0/kernel,Dense_1/kernel"}

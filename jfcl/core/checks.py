@@ -154,27 +154,35 @@ def check_apart(name: str, columns: Any) -> None:
             )
 
 
-def check_held(name: str, array: np.ndarray) -> None:
+def check_held(name: str, array: np.ndarray, real: np.ndarray | None = None, *, each: int | None = None) -> None:
     """Checks that numbers are finite and within the range of their type in JAX, which has 32 bits by default.
+
+    Args:
+      name: of the numbers in errors.
+      array: `[rows, ...]`.
+      real: `[rows]` bool, those that count; None: all.
+      each: the rows of one client, which an error then names; None: it names the row.
 
     Example:
       >>> check_held("w", np.array([2**31]))
       Traceback (most recent call last):
       ValueError: w must be of numbers that int32 holds, JAX's own type, got 2147483648
     """
-    if not array.size or array.dtype.kind not in "iuf":
+    floats = jnp.issubdtype(array.dtype, jnp.floating)
+    if not array.size or not (floats or jnp.issubdtype(array.dtype, jnp.integer)):
         return
-    held = jax.dtypes.canonicalize_dtype(array.dtype)
-    if array.dtype.kind == "f":
-        # A sum of a row is finite exactly when its entries are (overflow of float64 aside).
+    rows, real = array.reshape(len(array), -1), np.ones(len(array), bool) if real is None else real
+    if floats:
+        # A sum of a row is finite exactly when its entries are (overflow of float64 aside), and needs no copy of them.
         with np.errstate(over="ignore", invalid="ignore"):
-            bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1).sum(axis=1, dtype=np.float64)))
-        if len(bad) and not np.isfinite(array[bad]).all():
-            raise ValueError(f"{name}: NaN or infinity in {len(bad)} example(s), first at {bad[0]}; drop or fill them")
-    if array.dtype.itemsize > held.itemsize:
-        limits = np.finfo(held) if array.dtype.kind == "f" else np.iinfo(held)
-        for value in (array.min(), array.max()):
-            accepted = f"of numbers that {held} holds, JAX's own type"
+            bad = np.flatnonzero(~np.isfinite(rows.sum(axis=1, dtype=np.float64)) & real)
+        if len(bad) and not np.isfinite(rows[bad]).all():
+            first = bad[0] if each is None else f"client {bad[0] // each}"
+            raise ValueError(f"{name}: NaN or infinity in {len(bad)} example(s), first at {first}; drop or fill them")
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.itemsize > held.itemsize and real.any():
+        limits, accepted = (jnp.finfo if floats else jnp.iinfo)(held), f"of numbers that {held} holds, JAX's own type"
+        for value in (rows.min(axis=1)[real].min(), rows.max(axis=1)[real].max()):
             check(limits.min <= value <= limits.max, name, value.item(), accepted)
 
 

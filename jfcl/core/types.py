@@ -114,8 +114,6 @@ class Task(NamedTuple):
       reads: the names of the arrays that it reads in a batch, which `jfcl.simulate` checks; empty: not known.
       merge: `(params) -> params` of the task that this one was made from: with the frozen parameters, and with adapters
         added to their kernels (see `jfcl.models.merged`). `None`: the parameters are all there are.
-      features: `(x [B, ...]) -> [B, H]`, what the batches of this task have in place of the inputs (see
-        `jfcl.models.cache_features`). `None`: the inputs themselves.
       inputs: `(batch) -> x`, what `apply` reads of a batch, such as all words of a text but the last. `None`:
         `batch["x"]`.
       at_once: the most examples of which outputs are in memory at a time, for large outputs; their activations are
@@ -147,7 +145,6 @@ class Task(NamedTuple):
     head: str | None = None
     reads: tuple[str, ...] = ()
     merge: Callable[[PyTree], PyTree] | None = None
-    features: Callable[[jax.Array], jax.Array] | None = None
     inputs: Callable[[Batch], PyTree] | None = None
     at_once: int | None = None
 

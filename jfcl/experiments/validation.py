@@ -121,8 +121,8 @@ def _check_training(config: Config) -> None:
     if config.augment is not None:
         images = config.model not in models.LANGUAGE_MODELS
         check(images, "augment", config.augment, f"left out: model {config.model!r} reads texts")
-        fits = not config.augment.startswith("tutorial") or config.model == "cnn_cifar24"
-        check(fits, "augment", config.augment, "with --model cnn_cifar24, the input of which is 24 x 24, or another")
+        fits = not config.augment.startswith("tutorial") or ":" in config.model
+        check(fits, "augment", config.augment, "another one, or with a model of your own for images of 24 x 24")
 
 
 def _check_optimizer(config: Config) -> None:

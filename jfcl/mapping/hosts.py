@@ -229,11 +229,13 @@ def devices() -> str:
     """
     names = everybodys([zlib.crc32(socket.gethostname().encode()) >> 1])[:, 0]
     kinds = Counter(device.device_kind for device in jax.devices())
-    counts = (("device", "s", jax.device_count()), ("host", "s", len(np.unique(names))))
-    devices, hosts, processes = (
-        f"{count} {noun}{plural if count != 1 else ''}" for noun, plural, count in (*counts, ("process", "es", jax.process_count()))
-    )
-    return f"{devices} of {hosts} ({', '.join(f'{count} x {kind}' for kind, count in kinds.items())}), {processes}"
+
+    def counted(count, noun, plural):
+        return f"{count} {noun if count == 1 else plural}"
+
+    here = f"{counted(jax.device_count(), 'device', 'devices')} of {counted(len(np.unique(names)), 'host', 'hosts')}"
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return f"{here} ({kinds}), {counted(jax.process_count(), 'process', 'processes')}"
 
 
 def connected() -> bool:

@@ -4,21 +4,18 @@ from functools import partial
 
 from jfcl.models.adapters import lora
 from jfcl.models.conv import conv, max_pool
-from jfcl.models.features import cache_features
 from jfcl.models.language import check_tokens, language_model
 from jfcl.models.networks import (
     CNN5,
     MLP,
     VGG,
     CNNCifar,
-    CNNCifar24,
     CNNFemnist,
     CNNMnist,
-    CNNMnist32,
     Linear,
     LSTMLanguageModel,
 )
-from jfcl.models.pretrained import from_flax, frozen, merged, to_flax
+from jfcl.models.pretrained import cache_features, from_flax, frozen, merged, to_flax
 from jfcl.models.residual import MobileNet, MobileNetBatchNorm, ResNet, ResNetBatchNorm
 from jfcl.models.tasks import classification, in_bfloat16, parameter_paths, regression, task
 from jfcl.models.transformers import GPT, ViT
@@ -28,13 +25,7 @@ MODELS = {
     "mlp": (MLP, "one hidden layer of 200 (IFCA's and FC's MNIST model)"),
     "mlp2048": (partial(MLP, hidden=(2048,)), "one hidden layer of 2,048"),
     "cnn_mnist": (CNNMnist, "2 conv 5x5x32, fc 256 (Byzantine-CFL's MNIST and Fashion-MNIST model)"),
-    "cnn_mnist32": (CNNMnist32, "the same on 32x32 without padding, inputs and initialisation as its author's code"),
-    "cnn_fashion32": (
-        partial(CNNMnist32, mean=0.1307, std=0.3081),
-        "the same with that code's numbers for Fashion-MNIST",
-    ),
     "cnn_cifar": (CNNCifar, "2 conv 5x5x64, fc 384 (IFCA's CIFAR-10 model)"),
-    "cnn_cifar24": (CNNCifar24, "2 conv 5x5x64, fc 384, 192 on the middle 24x24 (that of IFCA's code)"),
     "cnn_femnist": (CNNFemnist, "2 conv 5x5x32 and 5x5x64, fc 2,048 (IFCA's FEMNIST model)"),
     "cnn5": (CNN5, "3 conv 3x3x32, 64, 64, fc 64 (for CFL's 5-layer CIFAR-10 model, of unknown widths)"),
     "vgg": (VGG, "8 conv 3x3x32 to 128, 2 fc 128 (Byzantine-CFL's CIFAR-10 model; images of 32x32)"),
@@ -65,10 +56,8 @@ __all__ = [
     "MODELS",
     "VGG",
     "CNNCifar",
-    "CNNCifar24",
     "CNNFemnist",
     "CNNMnist",
-    "CNNMnist32",
     "LSTMLanguageModel",
     "Linear",
     "MobileNet",

@@ -73,7 +73,10 @@ def lora(
     params = fitting(task, params)
     shapes = {name: x.shape for name, x in named_parameters(params).items()}
     names = _targets(task, shapes, targets)
-    _check_numbers(rank, alpha, spread, {name: shapes[name] for name in names})
+    check_count("rank", rank, most=min(min(shapes[name]) for name in names))
+    positive = alpha is None or (is_number(alpha) and 0 < alpha < math.inf)
+    check(positive, "alpha", alpha, "positive and finite, or left out for the rank")
+    check(is_number(spread) and 0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
     check(trainable is not None or not fresh, "fresh", fresh, "left out without trainable: only adapters are trained")
     if trainable is not None:
         check_trainable(task, params, trainable)
@@ -140,27 +143,15 @@ def _targets(task: Task, shapes: dict[str, tuple], targets: Callable[[str], bool
     """Returns the names of the adapted kernels."""
     is_statistic = task.statistics or (lambda path: False)
     matrices = [name for name, shape in shapes.items() if len(shape) == 2 and not is_statistic(name)]
-    listed = ", ".join(f"{name} {shapes[name]}" for name in matrices) or "none in this model"
     if targets is None:
-        kernels = [name for name in matrices if name.rpartition("/")[2] == "kernel"]
-        check(bool(kernels), "targets", None, f"given for a model without dense kernels; its matrices are: {listed}")
-        return kernels
-    check(callable(targets), "targets", targets, "a function of a parameter's path, such as 'Dense_0/kernel'")
-    names = [name for name in shapes if targets(name)]
-    check(bool(names), "targets", "a predicate that holds for no parameter", f"true for some of the matrices: {listed}")
-    others = [name for name in names if name not in matrices]
-    what = ", ".join(f"{name} {shapes[name]}" for name in others)
-    check(not others, "targets", what, f"true for matrices alone, which are: {listed}")
+        names = [name for name in matrices if name.rpartition("/")[2] == "kernel"]
+    else:
+        check(callable(targets), "targets", targets, "a function of a parameter's path, such as 'Dense_0/kernel'")
+        names = [name for name in shapes if targets(name)]
+    listed = ", ".join(f"{name} {shapes[name]}" for name in matrices) or "none in this model"
+    found = ", ".join(name for name in names if name not in matrices) or "no parameter"
+    check(names and set(names) <= set(matrices), "targets", found, f"true for some of the matrices alone: {listed}")
     return names
-
-
-def _check_numbers(rank: int, alpha: float | None, spread: float, shapes: dict[str, tuple]) -> None:
-    check_count("rank", rank)
-    for name, shape in shapes.items():
-        check(rank <= min(shape), "rank", rank, f"at most {min(shape)}, the smaller side of {name} {shape}")
-    positive = alpha is None or (is_number(alpha) and 0 < alpha < math.inf)
-    check(positive, "alpha", alpha, "positive and finite, or left out for the rank")
-    check(is_number(spread) and 0 <= spread < math.inf, "spread", spread, "0 or more, and finite")
 
 
 def _beside(shapes: dict[str, tuple], merge: Callable, scale: float) -> Callable:

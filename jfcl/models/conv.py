@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jfcl.core import by_platform, check
+from jfcl.core import by_platform, check, check_count
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 GROUP_BYTES = 220_000  # of the output's gradient of one group of examples in the gradient with respect to weights
@@ -274,9 +274,7 @@ def conv(
     dimension_numbers=None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
+    **options,
 ) -> jax.Array:
     """Convolves as `jax.lax.conv_general_dilated`, with fast gradients and vmaps for clients with their own weights.
 
@@ -301,8 +299,7 @@ def conv(
     dilated = any(d != 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ())))
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     canonical = spatial == 2 and numbers == lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)
-    plain_types = precision is None and preferred_element_type is None and lhs.dtype == rhs.dtype
-    plain_types = plain_types and out_sharding is None
+    plain_types = lhs.dtype == rhs.dtype and all(option is None for option in options.values())
     depthwise = feature_group_count == lhs.shape[-1] > 1
     grouped = (feature_group_count != 1 and not depthwise) or batch_group_count != 1
     if not canonical or dilated or grouped or not plain_types:
@@ -316,9 +313,7 @@ def conv(
             dimension_numbers,
             feature_group_count,
             batch_group_count,
-            precision,
-            preferred_element_type,
-            out_sharding,
+            **options,
         )
     strides = tuple(int(s) for s in window_strides)
     if isinstance(padding, str):
@@ -331,7 +326,7 @@ def conv(
     return _canonical(tuple(lhs.shape[1:3]), tuple(rhs.shape[:2]), strides, pads)(lhs, rhs)
 
 
-def max_pool(x: jax.Array, window: int | tuple[int, int], strides: int | tuple[int, int] | None = None) -> jax.Array:
+def max_pool(x: jax.Array, window: int) -> jax.Array:
     """Max-pools with stride `window`, without padding: `[B, H, W, C]` to `[B, H // window, W // window, C]`.
 
     It is a reshape and a maximum, with a gradient that is far cheaper than that of `lax.reduce_window`; on a TPU it is
@@ -339,18 +334,17 @@ def max_pool(x: jax.Array, window: int | tuple[int, int], strides: int | tuple[i
 
     Args:
       x: `[B, H, W, C]`.
-      window: `k`, the side of the square windows; or `(k, k)` with the same `strides`, as in `flax.linen.max_pool`.
-      strides: `k`, or left out with a number for `window`. (In flax, strides that are left out are 1.)
+      window: the side of the square windows.
 
     Raises:
-      ValueError: other windows or strides; an image smaller than the window; `x` of another rank.
+      ValueError: no such number; an image smaller than the window; `x` of another rank.
 
     Example:
       >>> import jax.numpy as jnp
       >>> max_pool(jnp.arange(25.0).reshape(1, 5, 5, 1), 2)[0, :, :, 0].tolist()
       [[6.0, 8.0], [16.0, 18.0]]
     """
-    window = _side(window, strides)
+    check_count("window", window)
     check(x.ndim == 4, "x", x.shape, "of shape [B, H, W, C]")
     b, h, w, c = x.shape
     if min(h, w) < window:
@@ -364,16 +358,6 @@ def max_pool(x: jax.Array, window: int | tuple[int, int], strides: int | tuple[i
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, window, window, 1), "VALID")
 
     return by_platform(x, cpu=tiles, accelerator=tiles, tpu=windows)
-
-
-def _side(window: int | tuple[int, int], strides: int | tuple[int, int] | None) -> int:
-    """Returns the side of square windows that are as far apart as they are wide."""
-    window, strides = (tuple(value) if isinstance(value, list) else value for value in (window, strides))
-    k = window[0] if isinstance(window, tuple) and window else window
-    fits = isinstance(k, int) and k > 0 and (window, strides) in [(k, None), (k, k), ((k, k), (k, k))]
-    accepted = "k alone, for windows of k x k with stride k, or (k, k) and (k, k) (flax.linen.max_pool has others)"
-    check(fits, "window, strides", (window, strides), accepted)
-    return k
 
 
 @jax.custom_jvp

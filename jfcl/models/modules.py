@@ -37,7 +37,7 @@ class Network(NamedTuple):
       init: `(key) -> params`. Statistics stand beside the parameters of their layer, as in `BatchNorm_0/mean`.
       apply: `(params, x) -> outputs`, for evaluation.
       train: `(key, params, x, real) -> (outputs, params)`, see `Task.train_loss`; None where it is `apply`.
-      represent: `(params, x) -> [B, H]`, see `representation`; None where it is not known.
+      represent: `(params, x) -> [B, H]`, the inputs of the last dense layer, or else the outputs; None: not known.
       statistics: as in `Task`.
       head: as in `Task`.
       outputs: the shape and the type of the outputs for two inputs.
@@ -147,20 +147,15 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     """Returns the functions of a linen module; see `jfcl.models.tasks.network`."""
     name = module_name(module)
     evaluating, training = training_flag(module, name, given)
-    denses = []
+    head = None
 
     def variables(key):
         return module.init(key, jnp.zeros((1, *input_shape), dtype), **evaluating)
 
     def noted(key):
-        outside = _current_trace()
-
-        def note(layer, call, *args, **kwargs):
-            denses.append("/".join(layer.path) if _current_trace() == outside else None)
-            return call(*args, **kwargs)
-
-        with at_layers(nn.Dense, note):
-            return variables(key)
+        nonlocal head
+        found, head, _ = _last_dense(lambda: variables(key))
+        return found
 
     try:
         with explained(name, jax.ShapeDtypeStruct((1, *input_shape), dtype)):
@@ -188,6 +183,13 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
             trees[collections[path]][path] = leaf
         return {collection: traverse_util.unflatten_dict(tree) for collection, tree in trees.items()}
 
+    def apply(params, x):
+        return module.apply(apart(params), x, **evaluating)
+
+    def represent(params, x):
+        outputs, _, inputs = _last_dense(lambda: apply(params, x))
+        return (outputs if inputs is None else inputs).reshape(len(x), -1)
+
     def train(key, params, x, real):
         real = some_real(real)
 
@@ -208,11 +210,11 @@ def of_linen(module: nn.Module, input_shape: tuple[int, ...], dtype: Any, given:
     return Network(
         name,
         init=lambda key: _joined_collections(variables(key), name)[0],
-        apply=lambda params, x: module.apply(apart(params), x, **evaluating),
+        apply=apply,
         train=train if trains else None,  # it is not with dropout of 0, too
-        represent=_representation(module, apart, evaluating),
+        represent=represent,
         statistics=names.__contains__ if names else None,
-        head=denses[-1] if denses else None,
+        head=head,
     )
 
 
@@ -230,9 +232,24 @@ def at_layers(kind: type | tuple[type, ...], visit: Callable) -> contextlib.Abst
     return nn.intercept_methods(intercept)
 
 
-def _current_trace() -> Any:
-    """Returns what differs inside a transformation of a layer, such as `nn.remat`."""
-    return get_opaque_trace_state(convention="flax")
+def _last_dense(run: Callable[[], Any]) -> tuple[Any, str | None, jax.Array | None]:
+    """Returns the result of `run`, and the path and the inputs of the last dense layer of flax.linen that it calls.
+
+    They are None without one, or if it is inside a transformation of its own, as by `nn.remat` or `nn.scan`.
+    """
+
+    def trace():
+        return get_opaque_trace_state(convention="flax")
+
+    last, outside = (None, None), trace()
+
+    def note(layer, call, inputs, *args, **kwargs):
+        nonlocal last
+        last = ("/".join(layer.path), inputs) if trace() == outside else (None, None)
+        return call(inputs, *args, **kwargs)
+
+    with at_layers(nn.Dense, note):
+        return run(), *last
 
 
 def _traced(module: nn.Module, shapes: PyTree, x: jax.ShapeDtypeStruct, flag: dict, **streams: Any) -> str:
@@ -271,24 +288,3 @@ def _with_running_average(layer: nn.BatchNorm, call: Callable, x: jax.Array, kwa
         return call(x, **{**kwargs, "use_running_average": True})
     finally:
         object.__setattr__(layer, "use_running_average", given)
-
-
-def _representation(module: nn.Module, variables: Callable[[PyTree], dict], evaluating: dict[str, bool]) -> Callable:
-    """Returns `(params, x [B, ...]) -> [B, H]`: the inputs of the module's last dense layer, or else its outputs.
-
-    A layer inside a transformation of its own, as by `nn.remat` or `nn.scan`, has no inputs outside of it.
-    """
-
-    def represent(params, x):
-        entered, outside = [], _current_trace()
-
-        def note(layer, call, inputs, *args, **kwargs):
-            entered.append(inputs if _current_trace() == outside else None)
-            return call(inputs, *args, **kwargs)
-
-        with at_layers(nn.Dense, note):
-            outputs = module.apply(variables(params), x, **evaluating)
-        known = bool(entered) and entered[-1] is not None
-        return (entered[-1] if known else outputs).reshape(len(x), -1)
-
-    return represent

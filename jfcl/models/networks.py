@@ -5,14 +5,12 @@ Language models take token ids `[B, L]` and return logits for every position, `[
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jfcl.models.conv import NHWC, conv, max_pool
@@ -105,159 +103,60 @@ class Conv(nn.Module):
         return nn.relu(x + bias.reshape(1, 1, 1, -1))
 
 
-class CNNMnist(nn.Module):
+class CNN(nn.Module):
+    """Convolutions with ReLU, then dense layers.
+
+    Attributes:
+      num_outputs: logits.
+      convolutions: of each the channels, the side of the kernel, the padding, and whether 2 x 2 max-pooling follows.
+      dense: widths of the hidden dense layers.
+    """
+
+    num_outputs: int
+    convolutions: tuple[tuple[int, int, int | str, bool], ...]
+    dense: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features, size, padding, pool in self.convolutions:
+            x = Conv(features, size, padding, pool)(x)
+        return _dense(x, self.dense, self.num_outputs)
+
+
+class CNNMnist(CNN):
     """The CNN of Byzantine-CFL (003) for MNIST and Fashion-MNIST: 234,090 parameters at 28 x 28 and 10 classes.
 
     Two 5 x 5 convolutions of 32 channels, each with padding 1, ReLU and 2 x 2 max-pooling, then dense layers of 256 and
     the classes. (The paper's 800 = 32 * 5 * 5 inputs of the first dense layer imply padding 1 in both convolutions.)
     """
 
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = Conv(32, 5, 1, pool=True)(x)
-        return _dense(x, (256,), self.num_outputs)
+    convolutions: tuple = ((32, 5, 1, True),) * 2
+    dense: tuple = (256,)
 
 
-def _as_torch(fan_in: int) -> dict[str, nn.initializers.Initializer]:
-    """Returns PyTorch's default initialisers of a layer: kernel and bias uniform in ±1 / sqrt(fan_in)."""
-
-    def draw(key, shape, dtype=jnp.float32):
-        return jax.random.uniform(key, shape, dtype, -(fan_in**-0.5), fan_in**-0.5)
-
-    return {"kernel_init": draw, "bias_init": draw}
-
-
-class CNNMnist32(nn.Module):
-    """The CNN of Byzantine-CFL (003) on images of 32 x 32, from which its 800 values follow without padding.
-
-    It is that of the first author's public code for other experiments: 234,090 parameters at 10 classes. Images are
-    enlarged (bilinear), less `mean` and divided by `std`; parameters begin with PyTorch's defaults. The page on
-    reproduction compares FedAvg under label flips with it, and with `CNNMnist`.
-
-    Attributes:
-      num_outputs: logits.
-      mean, std: that code's of MNIST; for Fashion-MNIST it has 0.1307 and 0.3081.
-
-    Source: github.com/felisat/federated-learning, `cnn` and `get_default_data_transforms`.
-    """
-
-    num_outputs: int
-    mean: float = 0.06078
-    std: float = 0.1957
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = (jax.image.resize(x, (len(x), 32, 32, x.shape[-1]), "bilinear") - self.mean) / self.std
-        for _ in range(2):
-            x = Conv(32, 5, "VALID", pool=True, **_as_torch(25 * x.shape[-1]))(x)
-        x = x.reshape(len(x), -1)
-        x = nn.relu(nn.Dense(256, **_as_torch(x.shape[-1]))(x))
-        return nn.Dense(self.num_outputs, **_as_torch(x.shape[-1]))(x)
-
-
-def _middle(x: jax.Array, size: int) -> jax.Array:
-    """Returns the middle `size x size` of images `[B, H, W, C]`."""
-    if min(x.shape[1:3]) < size:
-        raise ValueError(f"images of {x.shape[1]} x {x.shape[2]} are too small for this model: it uses {size} x {size}")
-    top, left = (x.shape[1] - size) // 2, (x.shape[2] - size) // 2
-    return x[:, top : top + size, left : left + size]
-
-
-def _standardised(x: jax.Array) -> jax.Array:
-    """Scales every image to mean 0 and standard deviation 1, as TensorFlow's `per_image_standardization`."""
-    mean, std = (f(x, axis=(1, 2, 3), keepdims=True) for f in (jnp.mean, jnp.std))
-    return (x - mean) / jnp.maximum(std, math.prod(x.shape[1:]) ** -0.5)
-
-
-class CNNCifar(nn.Module):
+class CNNCifar(CNN):
     """The CNN of IFCA (004) for rotated CIFAR-10: "2 convolutional layers followed by 2 fully connected layers".
 
     The paper has no widths. Here: 5 x 5 convolutions of 64 channels with padding SAME, ReLU and 2 x 2 max-pooling, then
-    dense layers of 384 and the classes. `CNNCifar24` is the network of the authors' code.
+    dense layers of 384 and the classes.
     """
 
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = Conv(64, 5, "SAME", pool=True)(x)
-        return _dense(x, (384,), self.num_outputs)
+    convolutions: tuple = ((64, 5, "SAME", True),) * 2
+    dense: tuple = (384,)
 
 
-def _pool_overlapping(x: jax.Array) -> jax.Array:
-    """Returns the maxima of 3 x 3 windows, two apart, with padding SAME, of images `[B, H, W, C]`."""
-    for axis in (1, 2):
-        [(low, high)] = lax.padtype_to_pads((x.shape[axis],), (3,), (2,), "SAME")
-        padding = [(low, high, 0) if a == axis else (0, 0, 0) for a in range(4)]
-        padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), padding)
-        shifted = [lax.slice_in_dim(padded, i, padded.shape[axis] - 2 + i, 2, axis) for i in range(3)]
-        x = jnp.maximum(jnp.maximum(*shifted[:2]), shifted[2])
-    return x
-
-
-def _response_normalised(x: jax.Array) -> jax.Array:
-    """Divides by a power of the sum of squares over 9 neighbouring channels, as `tf.nn.lrn(x, 4, 1, 0.001 / 9, 0.75)`.
-
-    The sum is a product with a banded matrix.
-    """
-    channel = jnp.arange(x.shape[-1])
-    band = (jnp.abs(channel[:, None] - channel[None, :]) <= 4).astype(x.dtype)
-    root = lax.rsqrt(1 + 0.001 / 9 * (jnp.square(x) @ band))
-    return x * root * jnp.sqrt(root)  # to the power of -3/4
-
-
-def _from_normal(std: float, bias: float) -> dict[str, nn.initializers.Initializer]:
-    """Returns TensorFlow's initialisers: kernels normal, without what is beyond two deviations, and a constant bias."""
-    return {"kernel_init": nn.initializers.truncated_normal(std), "bias_init": nn.initializers.constant(bias)}
-
-
-class CNNCifar24(nn.Module):
-    """The CNN of IFCA's (004) code for rotated CIFAR-10, the one of a TensorFlow tutorial: 1,068,298 parameters.
-
-    The input is the middle 24 x 24 of every image, less its mean and divided by its standard deviation (at least
-    `1/sqrt(pixels)`); images of 24 x 24, such as those of `jfcl.augment.tutorial`, are used whole. Two 5 x 5
-    convolutions of 64 channels with ReLU, overlapping 3 x 3 max-pooling and local response normalisation, then dense
-    layers of 384, 192 and the classes. The last layer begins near 0, so that all initial models have about the same
-    loss. The code's weight decay is of the kernels of the hidden dense layers only:
-    `--weight-decay 0.004 --decay-only Dense_0/kernel,Dense_1/kernel`.
-
-    Source: github.com/jichan3751/ifca, `cifar/cifar10.py`.
-    """
-
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = _standardised(_middle(x, 24))
-        x = _response_normalised(Conv(64, 5, "SAME", pool=_pool_overlapping, **_from_normal(0.05, 0.0))(x))
-        x = _pool_overlapping(_response_normalised(Conv(64, 5, "SAME", **_from_normal(0.05, 0.1))(x)))
-        x = x.reshape(len(x), -1)
-        for width in (384, 192):
-            x = nn.relu(nn.Dense(width, **_from_normal(0.04, 0.1))(x))
-        return nn.Dense(self.num_outputs, **_from_normal(1 / 192, 0.0))(x)
-
-
-class CNNFemnist(nn.Module):
+class CNNFemnist(CNN):
     """The CNN of IFCA (004) for FEMNIST: two convolutions, each with max-pooling, then two dense layers.
 
     Widths as in LEAF's own FEMNIST model: 5 x 5 convolutions of 32 and 64 channels with padding SAME,
     a dense layer of 2,048, and the classes.
     """
 
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for features in (32, 64):
-            x = Conv(features, 5, "SAME", pool=True)(x)
-        return _dense(x, (2048,), self.num_outputs)
+    convolutions: tuple = ((32, 5, "SAME", True), (64, 5, "SAME", True))
+    dense: tuple = (2048,)
 
 
-class CNN5(nn.Module):
+class CNN5(CNN):
     """A CNN of 5 layers for CIFAR-10, as CFL (000, figure 8) trains: 122,570 parameters at 32 x 32 x 3 and 10 classes.
 
     The paper specifies only a "5-layer convolutional neural network". Here: the widths of TensorFlow's CIFAR-10
@@ -265,14 +164,8 @@ class CNN5(nn.Module):
     max-pooling, then dense layers of 64 and the classes.
     """
 
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for features in (32, 64):
-            x = Conv(features, 3, "VALID", pool=True)(x)
-        x = Conv(64, 3, "VALID")(x)
-        return _dense(x, (64,), self.num_outputs)
+    convolutions: tuple = ((32, 3, "VALID", True), (64, 3, "VALID", True), (64, 3, "VALID", False))
+    dense: tuple = (64,)
 
 
 class VGG(nn.Module):

@@ -49,11 +49,6 @@ def _changed(kind: type, by: type) -> type:
     return by if kind is nnx.BatchNorm else type(kind)(kind.__name__, (kind, by), {})
 
 
-def _rng(like: Any, key: jax.Array) -> jax.Array:
-    """Returns `key`, or the counter 0, in the place of a leaf of the state of random streams."""
-    return key if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.zeros(like.shape, like.dtype)
-
-
 def _abstract(build: Callable[[jax.Array], Any], name: str) -> Any:
     """Returns the module with shapes for arrays."""
     try:
@@ -109,7 +104,7 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
     differs = bool(statistics) or bool(jax.tree.leaves(of_rngs)) or bool(training)
 
     def together(params, batch_stats):
-        flat = {**traverse_util.flatten_dict(params), **traverse_util.flatten_dict(batch_stats)}
+        flat = traverse_util.flatten_dict(params) | traverse_util.flatten_dict(batch_stats)
         return traverse_util.unflatten_dict(flat)
 
     def init(key):
@@ -124,11 +119,13 @@ def of_nnx(module: Any, input_shape: tuple[int, ...], dtype: Any, given: str | N
 
     def model(params, key):
         flat = traverse_util.flatten_dict(params)
-        stats = {path: leaf for path, leaf in flat.items() if path in statistics}
-        weights = {path: leaf for path, leaf in flat.items() if path not in statistics}
+        stats = {path: flat.pop(path) for path in statistics}
         leaves, structure = jax.tree.flatten(of_rngs)
-        rngs = [_rng(x, jax.random.fold_in(key, i)) for i, x in enumerate(leaves)]
-        states = filled(of_params, weights), filled(of_statistics, stats), jax.tree.unflatten(structure, rngs)
+        rngs = [  # keys, and the counters of streams
+            jax.random.fold_in(key, i) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
+            for i, x in enumerate(leaves)
+        ]
+        states = filled(of_params, flat), filled(of_statistics, stats), jax.tree.unflatten(structure, rngs)
         return nnx.merge(graph, *states, others)
 
     def apply(params, x):

@@ -12,12 +12,17 @@ from flax import traverse_util
 from flax.core import unfreeze
 
 from jfcl.core import (
+    Clients,
     PyTree,
     Task,
     check,
+    check_clients,
+    check_count,
+    check_examples,
     check_finite,
     check_task,
     joined,
+    mask,
     of_rest,
     parameter_names,
     parts,
@@ -26,7 +31,7 @@ from jfcl.core import (
     trained_part,
 )
 from jfcl.core.parameters import check_predicate, named_parameters
-from jfcl.models.features import of_features
+from jfcl.mapping.jitted import jitted
 from jfcl.models.modules import FROZEN_LAYERS
 
 
@@ -36,7 +41,6 @@ def frozen(
     *,
     trainable: Callable[[str], bool],
     fresh: bool = False,
-    cache_features: bool = False,
 ) -> Task:
     """Returns the task of a part of a model's parameters; the others are frozen, and kept once for all clients.
 
@@ -57,9 +61,6 @@ def frozen(
       fresh: whether each of the `K` models draws its trained parameters by `task.init`, as for a new head; default:
         they are those in `params`, equal in all models. Methods that choose a model by its loss, as IFCA does, need
         models that differ at the start.
-      cache_features: whether the task takes, in place of inputs, the inputs of the model's last dense layer, which
-        `jfcl.models.cache_features(task, clients)` computes once for all rounds. `trainable` must then be true for the
-        parameters of that layer and for no others. The features are those of evaluation, without dropout.
 
     Returns:
       `Task`, without `dense_start`. Make it once: programs are compiled for each task object. `jfcl.models.merged`
@@ -67,8 +68,7 @@ def frozen(
 
     Raises:
       ValueError: `params` of another structure, other shapes, or not finite; `trainable` that holds for no parameter
-        but statistics, or for all; `cache_features` with other trainable parameters than those of the last dense
-        layer, for a model of which that layer or the input's shape is not known, or that computes more from its inputs.
+        but statistics, or for all.
 
     Example:
       >>> import jax, jfcl
@@ -84,9 +84,7 @@ def frozen(
     made = of_rest(with_frozen_statistics(task, chosen), fixed)
     before = task.merge or (lambda params: params)
     made = made._replace(merge=lambda p: before(joined(p, fixed)))
-    if not fresh:
-        made = made._replace(init=lambda key: chosen)
-    return of_features(task, made, params, chosen, fixed) if cache_features else made
+    return made if fresh else made._replace(init=lambda key: chosen)
 
 
 def merged(task: Task, params: PyTree) -> PyTree:
@@ -115,6 +113,53 @@ def merged(task: Task, params: PyTree) -> PyTree:
     check_task(task)
     check(task.merge is not None, "task", "one with all its parameters", "made by jfcl.models.frozen or lora")
     return task.merge(params)
+
+
+def cache_features(task: Task, params: PyTree, clients: Clients, *, batch_size: int = 256) -> Clients:
+    """Returns the clients with features in place of their inputs: the inputs of a model's last dense layer.
+
+    A linear model of the features is the model's last layer, of which a local step costs next to nothing. Training,
+    test and new clients each need the call. The features are those of evaluation, without dropout.
+
+    Args:
+      task: of a model of which the last dense layer is known, as that of flax.linen modules is.
+      params: of one model.
+      clients: with `examples["x"]` `[N, M, ...]`.
+      batch_size: inputs at once.
+
+    Returns:
+      `Clients` of NumPy arrays with `examples["x"]` `[N, M, H]`, zeros where there is padding, and the other examples
+      as they are. Cost: one forward pass over the real examples, and `H` floats an example on the host.
+
+    Raises:
+      ValueError: a model without a known last layer; parameters or clients that are not those of the task.
+
+    Example:
+      >>> import jax, jfcl
+      >>> fed = jfcl.data.build("digits", num_clients=4, examples_per_client=20)
+      >>> task = jfcl.models.classification(jfcl.models.MLP(10), fed.input_shape, fed.num_classes)
+      >>> train = cache_features(task, task.init(jax.random.key(0)), fed.train)
+      >>> head = jfcl.models.classification(jfcl.models.Linear(10), train.examples["x"].shape[2:], fed.num_classes)
+      >>> head.input_shape
+      (200,)
+    """
+    params = fitting(task, params)
+    check(task.head is not None, "task", "a model of which the last dense layer is not known", "of a flax.linen module")
+    check_count("batch_size", batch_size)
+    check_clients(clients, allow_empty=True)
+    check_examples(clients, task)
+    compute = jitted(lambda x: task.represent(params, x))
+    x, real = np.asarray(clients.examples["x"]), np.asarray(mask(clients))
+    flat, places, features = x.reshape(-1, *x.shape[2:]), np.flatnonzero(real), None
+    for first in range(0, max(len(places), 1), batch_size):
+        rows = places[first : first + batch_size]
+        missing = np.zeros((batch_size - len(rows), *x.shape[2:]), x.dtype)  # one program for all batches
+        values = np.asarray(compute(np.concatenate([flat[rows], missing])))[: len(rows)]
+        if features is None:
+            features = np.zeros((real.size, *values.shape[1:]), values.dtype)
+        features[rows] = values
+    features = features.reshape(*real.shape, *features.shape[1:])
+    return clients._replace(examples={**clients.examples, "x": features})
 
 
 def from_flax(variables: PyTree) -> PyTree:

@@ -96,9 +96,11 @@ def task(
     fits = statistics is None or train is not None
     check(fits, "statistics", statistics, "left out without train, which renews them")
     if kind == "classification":
-        cost, correct, mix = _cost(kind, half), correct or _is_right, mix or mixed_logits
+        cost = lambda outputs, batch: cross_entropy(outputs, batch["y"])  # noqa: E731
+        correct, mix = correct or _is_right, mix or mixed_logits
     elif kind == "regression":
-        cost, mix = _cost(kind, half), mix or _mean
+        factor = 0.5 if half else 1.0
+        cost, mix = lambda outputs, batch: factor * _squared_error(outputs, batch), mix or _mean
 
     def train_loss(key, params, batch, real):
         outputs, params = train(key, params, batch["x"], real)
@@ -116,17 +118,12 @@ def task(
     )
 
 
-def _cost(kind: str, half: bool) -> Callable[[jax.Array, Batch], jax.Array]:
-    """Returns the loss, `(outputs [B, ...], batch) -> [B]`, in float32 at least."""
-
-    def squared_error(outputs, batch):
-        outputs, y = _wide(outputs), batch["y"]
-        wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
-        check(outputs.shape == y.shape, "the shape of the model's outputs", outputs.shape, wanted)
-        error = jnp.square(outputs - y)
-        return (0.5 if half else 1.0) * error.reshape(len(error), -1).sum(axis=1)
-
-    return (lambda outputs, batch: cross_entropy(outputs, batch["y"])) if kind == "classification" else squared_error
+def _squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
+    outputs, y = _wide(outputs), batch["y"]
+    wanted = f"the targets' shape, {y.shape} (squeeze=True drops an axis of length 1)"
+    check(outputs.shape == y.shape, "the shape of the model's outputs", outputs.shape, wanted)
+    error = jnp.square(outputs - y)
+    return error.reshape(len(error), -1).sum(axis=1)
 
 
 def _is_right(logits: jax.Array, batch: Batch) -> jax.Array:
@@ -146,16 +143,19 @@ def mixed_logits(logits: jax.Array, weights: jax.Array) -> jax.Array:
       >>> np.exp(mixed_logits(logits, jnp.array([0.5, 0.5]))).round(3).tolist()
       [[0.550000011920929, 0.44999998807907104]]
     """
-    each = jax.nn.log_softmax(_wide(logits))
-    weights = weights.astype(each.dtype).reshape(-1, *[1] * (each.ndim - 1))
-    each = jnp.where(weights > 0, each, jnp.zeros_like(each))  # no NaN of a model that does not count
+    each, weights = _counted(jax.nn.log_softmax(_wide(logits)), weights)
     return jax.nn.logsumexp(each, axis=0, b=jnp.broadcast_to(weights, each.shape))
 
 
 def _mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    values = _wide(values)
+    values, weights = _counted(_wide(values), weights)
+    return (weights * values).sum(axis=0)
+
+
+def _counted(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns values `[K, ...]`, 0 where a model does not count (it may have NaN), and weights of that rank."""
     weights = weights.astype(values.dtype).reshape(-1, *[1] * (values.ndim - 1))
-    return (weights * jnp.where(weights > 0, values, jnp.zeros_like(values))).sum(axis=0)
+    return jnp.where(weights > 0, values, jnp.zeros_like(values)), weights
 
 
 def _wide(x: jax.Array) -> jax.Array:

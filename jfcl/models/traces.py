@@ -31,12 +31,10 @@ def ends_in_softmax(jaxpr: Any) -> bool:
             variable = found[0].invars[0]
 
     last = made_by(jaxpr.outvars[0], SAME_VALUES)
-    if last is None:
-        return False
-    inner = last.params.get("jaxpr", last.params.get("call_jaxpr"))
+    inner = None if last is None else last.params.get("jaxpr", last.params.get("call_jaxpr"))
     if inner is not None and len(last.outvars) == 1:  # a function under jit, or with derivatives of its own
         return ends_in_softmax(getattr(inner, "jaxpr", inner))
-    if last.primitive.name != "div":
+    if last is None or last.primitive.name != "div":
         return False
     above, below = made_by(last.invars[0], SAME_VALUES), made_by(last.invars[1], OF_SUMS)
     if above is None or below is None or (above.primitive.name, below.primitive.name) != ("exp", "reduce_sum"):

@@ -222,31 +222,19 @@ def _description(chosen: Target) -> str:
     """Returns the description of a GPU that the CUDA compiler reads."""
     chip = chosen.chip
     major, minor, cores, lanes, shared, cache = _GPUS[chosen.name.partition(":")[0]]
-    device = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * 1024,
-        "shared_memory_per_block_optin": shared - 1024,
-        "shared_memory_per_core": shared,
-        "threads_per_core_limit": 2048,
-        "core_count": cores,
-        "fpus_per_core": lanes,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "memory_bandwidth": int(chip.bandwidth),
-        "l2_cache_size": cache,
-        "clock_rate_ghz": chip.clock / 1e9,
-        "device_memory_size": int(chip.memory),
-        "registers_per_core_limit": 2**16,
-        "registers_per_block_limit": 2**16,
-    }
-    fields = " ".join(f"{name}: {value}" for name, value in device.items())
-    return (
-        f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }}"
-        ' platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 }'
-        f' device_description_str: "{chip.name}"'
-    )
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          shared_memory_per_block: {48 * 1024} shared_memory_per_block_optin: {shared - 1024}
+          shared_memory_per_core: {shared} core_count: {cores} fpus_per_core: {lanes}
+          block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1} block_dim_limit_z: {2**16 - 1}
+          memory_bandwidth: {int(chip.bandwidth)} l2_cache_size: {cache} clock_rate_ghz: {chip.clock / 1e9}
+          device_memory_size: {int(chip.memory)} registers_per_core_limit: {2**16} registers_per_block_limit: {2**16}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 12 minor: 9 }}
+        device_description_str: "{chip.name}"
+    """
 
 
 @contextlib.contextmanager
