@@ -72,7 +72,7 @@ def cohorts(folder: Path, clients: int, layout: str, rounds: int, turns: int, st
     everyone = small.gather(np.arange(COHORT))
 
     def of(store: ClientStore):
-        return lambda t: jfcl.simulate_population(
+        return lambda t: jfcl.simulate(
             algorithm, store, key=key, num_rounds=t, cohort=COHORT, eval_every=t, progress=False
         )
 

@@ -44,13 +44,11 @@ from jfcl.robust import attacks, privacy
 from jfcl.simulation import (
     DivergedError,
     History,
-    PopulationHistory,
     Sweep,
     callbacks,
     clear_programs,
     rollout,
     simulate,
-    simulate_population,
     sweep,
 )
 from jfcl.training import augment
@@ -67,7 +65,6 @@ __all__ = [
     "DenseStart",
     "DivergedError",
     "History",
-    "PopulationHistory",
     "Served",
     "Sweep",
     "Task",
@@ -117,7 +114,6 @@ __all__ = [
     "rollout",
     "sharded",
     "simulate",
-    "simulate_population",
     "stack_clients",
     "sweep",
     "targets",

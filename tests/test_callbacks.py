@@ -1,4 +1,4 @@
-"""Callbacks of `simulate` and `simulate_population`: calls, early stopping, errors; results stay the same bits."""
+"""Callbacks of `simulate`: calls, early stopping, errors; results stay the same bits."""
 
 import json
 import math
@@ -33,8 +33,8 @@ def simulate(*callbacks, algorithm=FEDAVG, **options):
 
 
 def population(*callbacks, **options):
-    options = {"key": jax.random.key(3), "num_rounds": ROUNDS, "cohort": 4, "test_store": STORE} | options
-    return jfcl.simulate_population(DITTO, STORE, callbacks=list(callbacks), **options)
+    options = {"key": jax.random.key(3), "num_rounds": ROUNDS, "cohort": 4, "test_clients": STORE} | options
+    return jfcl.simulate(DITTO, STORE, callbacks=list(callbacks), **options)
 
 
 RUNS = {"clients": simulate, "population": population}
@@ -261,12 +261,9 @@ def test_only_callbacks_that_began_are_ended():
         ([types.SimpleNamespace(on_end=3)], "callbacks: on_end must be a method, got 3"),
     ],
 )
-@pytest.mark.parametrize("run", [jfcl.simulate, jfcl.simulate_population])
-def test_bad_callbacks_are_refused(run, callbacks, message, tmp_path):
-    rest = {"cohort": 4} if run is jfcl.simulate_population else {}
-    data = STORE if rest else CLIENTS
+def test_bad_callbacks_are_refused(callbacks, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        run(FEDAVG, data, key=jax.random.key(0), num_rounds=2, callbacks=callbacks, out=tmp_path / "x", **rest)
+        jfcl.simulate(FEDAVG, CLIENTS, key=jax.random.key(0), num_rounds=2, callbacks=callbacks, out=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

@@ -24,7 +24,7 @@ from jfcl.experiments.flags import build_parser
 from jfcl.experiments.setups import make_training, matmul_precision
 from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder
-from jfcl.simulation.on_device import OnDevice
+from jfcl.simulation.resident import Resident
 
 QUICK = ["--clients", "8", "--clusters", "2", "--rounds", "4", "--local-steps", "2", "--quiet"]
 
@@ -56,7 +56,7 @@ def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkey
         for name in ("a", "b")
     )
     assert cli.main(whole) == 0
-    advance = OnDevice.advance
+    advance = Resident.advance
 
     def exhausted(self, state, first, count, silence):
         if first > 2:
@@ -64,14 +64,14 @@ def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkey
             raise jax.errors.JaxRuntimeError(text)
         return advance(self, state, first, count, silence)
 
-    monkeypatch.setattr(OnDevice, "advance", exhausted)
+    monkeypatch.setattr(Resident, "advance", exhausted)
     assert cli.main([*out, "--checkpoint-seconds", "0"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     told = "not enough memory: Out of memory while trying to allocate 8.04GiB with allocator GPU_0_bfc; train fewer"
     assert told in message
     assert (tmp_path / "b" / "checkpoints" / "2").is_dir()
     begun = []
-    monkeypatch.setattr(OnDevice, "advance", lambda *args: (begun.append(args[2]), advance(*args))[1])
+    monkeypatch.setattr(Resident, "advance", lambda *args: (begun.append(args[2]), advance(*args))[1])
     assert cli.main([*out, "--resume"]) == 0 and begun[0] == 3
     one, other = (json.loads((tmp_path / name / "summary.json").read_text())["per_seed"] for name in ("a", "b"))
     assert one == other
@@ -335,13 +335,13 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
 def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):
     from jfcl.experiments import population
 
-    seen, simulate = [], population.simulate_population
+    seen, simulate = [], population.simulate
 
     def noted(*args, **kwargs):
         seen.append(jax.config.jax_default_matmul_precision)
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(population, "simulate_population", noted)
+    monkeypatch.setattr(population, "simulate", noted)
     options = ["--population", "20", "--cohort", "5", "--rounds", "1", "--clusters", "2", "--quiet"]
     assert cli.main(["run", "fedavg", *options, "--precision", "tf32", "--out", str(tmp_path / "run")]) == 0
     assert seen == ["tensorfloat32"]

@@ -153,7 +153,7 @@ def simulation(clients, kind="classification", **options):
         "pair": lambda: jfcl.models.task(lambda key: np.ones(3, np.float32), lambda p, x: x @ p, kind="regression"),
     }
     algorithm = jfcl.fedavg(make[kind](), jfcl.local_training(optax.sgd(0.1), num_steps=1))
-    run = jfcl.simulate_population if "cohort" in options else jfcl.simulate
+    run = jfcl.simulate
     return run(algorithm, clients, key=jax.random.key(0), num_rounds=1, **options)
 
 

@@ -281,7 +281,7 @@ STORE = jfcl.data.ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
 def run_population(out=None, resume=False):
     """Four rounds of a population whose rows are files."""
     options = {"key": jax.random.key(5), "num_rounds": ROUNDS, "cohort": 3, "rows_in_memory": 0}
-    return jfcl.simulate_population(DITTO, STORE, out=out, resume=resume, checkpoint_seconds=0.0, **options)
+    return jfcl.simulate(DITTO, STORE, out=out, resume=resume, checkpoint_seconds=0.0, **options)
 
 
 @cache

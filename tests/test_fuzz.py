@@ -247,7 +247,7 @@ def no_computing(monkeypatch):
         raise Computes
 
     monkeypatch.setitem(run.__globals__, "simulate", computes)
-    monkeypatch.setattr(population, "simulate_population", computes)
+    monkeypatch.setattr(population, "simulate", computes)
     monkeypatch.setattr(sweeps, "sweep", computes)
     monkeypatch.setattr(bench, "measure", computes)
     monkeypatch.setattr(plots, "save", computes)

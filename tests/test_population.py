@@ -49,8 +49,8 @@ METHODS = {
 
 
 def population(algorithm=METHODS["ifca"], store=STORE, **options):
-    options = {"key": KEY, "num_rounds": 6, "cohort": 4, "test_store": store} | options
-    return jfcl.simulate_population(algorithm, store, **options)
+    options = {"key": KEY, "num_rounds": 6, "cohort": 4, "test_clients": store} | options
+    return jfcl.simulate(algorithm, store, **options)
 
 
 def same(a, b, **tolerance):
@@ -214,17 +214,17 @@ def test_personal_parameters_are_rows_of_the_population(name):
     options = {"num_rounds": 3, "eval_every": 3}
     there = jfcl.simulate(algorithm, clients, key=KEY, test_clients=clients, **options)
     store = ClientStore.from_clients(clients)
-    here = population(algorithm, store, cohort=7, test_store=store, **options)
+    here = population(algorithm, store, cohort=7, test_clients=store, **options)
     same(there.state, here.state, rtol=1e-5, atol=1e-5)
     assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
-    some = population(algorithm, store, cohort=3, test_store=store, **options)
+    some = population(algorithm, store, cohort=3, test_clients=store, **options)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(some.state.personal))
 
 
 def test_knn_per_serves_the_present_model_to_those_who_took_no_part():
     clients, _, task, training = problem("classification")
     store = ClientStore.from_clients(clients)
-    options = {"num_rounds": 4, "cohort": 2, "test_store": store}
+    options = {"num_rounds": 4, "cohort": 2, "test_clients": store}
     mixed = population(jfcl.knn_per(task, training, num_neighbours=2, mixing=0.0), store, **options)
     common = population(jfcl.fedavg(task, training), store, **options)  # the same model, and no neighbours
     assert [r["accuracy"] for r in mixed.records] == [r["accuracy"] for r in common.records]
@@ -608,10 +608,10 @@ from jfcl.data.store import example_shapes
 from jfcl.testing import problem
 clients, cluster, task, _ = problem()
 training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")
-jfcl.simulate_population(
+jfcl.simulate(
     jfcl.ditto(task, training), ClientStore.from_clients(clients, cluster=cluster), key=jax.random.key(3), cohort=4,
     num_rounds=int(sys.argv[2]), out=sys.argv[1], resume=sys.argv[3] == "resume", rows_in_memory=0,
-    checkpoint_seconds=0.2, test_store=ClientStore.from_clients(clients), eval_every=50,
+    checkpoint_seconds=0.2, test_clients=ClientStore.from_clients(clients), eval_every=50,
 )
 """
 
@@ -632,7 +632,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(how, tmp_path):
     assert started.returncode != 0
     kept = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit())
     options = {"num_rounds": kept + 130, "eval_every": 50, "rows_in_memory": 0}
-    options["test_store"] = ClientStore.from_clients(CLIENTS)  # as in the script
+    options["test_clients"] = ClientStore.from_clients(CLIENTS)  # as in the script
     there = population(METHODS["ditto"], out=tmp_path / "run", resume=True, checkpoint_seconds=1e9, **options)
     here = population(METHODS["ditto"], **options)
     same(here.state, there.state)
@@ -659,11 +659,11 @@ def test_an_error_in_the_thread_surfaces(monkeypatch, tmp_path):
 
     monkeypatch.setattr(STORE, "gather", failing)
     with pytest.raises(OSError, match="the disk has gone"):
-        population(METHODS["fedavg"], test_store=None, out=tmp_path / "run", checkpoint_seconds=0)
+        population(METHODS["fedavg"], test_clients=None, out=tmp_path / "run", checkpoint_seconds=0)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2  # what was done is not lost
     monkeypatch.undo()
-    resumed = population(METHODS["fedavg"], test_store=None, out=tmp_path / "run", resume=True)
-    same(population(METHODS["fedavg"], test_store=None).state, resumed.state)
+    resumed = population(METHODS["fedavg"], test_clients=None, out=tmp_path / "run", resume=True)
+    same(population(METHODS["fedavg"], test_clients=None).state, resumed.state)
 
 
 @pytest.mark.filterwarnings("ignore:round 1, seed 0. 4 client update")
@@ -698,12 +698,12 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"serve": "lost"}, "did you mean 'loss'"),
         ({"evaluate": 0}, "evaluate must be an integer"),
         ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
-        ({"evaluate": [2], "test_store": UNTESTED}, "evaluate must be clients of which one at least has test"),
-        ({"test_store": OTHER}, "test_store: x must be of shape"),
+        ({"evaluate": [2], "test_clients": UNTESTED}, "evaluate must be clients of which one at least has test"),
+        ({"test_clients": OTHER}, "test_clients: x must be of shape"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"resume": True}, "out must be the folder"),
-        ({"seed": "x"}, "seeds must be different integers"),
-        ({"config": {"cohorts": "mine"}}, "config must be without: the run's cohorts have this name"),
+        ({"seeds": ["x"]}, "seeds must be different integers"),
+        ({"config": {"cohorts": "mine"}}, "config must be without: what identifies the run has this name"),
         ({"rows_in_memory": "a"}, "rows_in_memory must be a number of bytes, at least 0, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
         ({"remember": 2}, "remember must be left out for a method that keeps no updates"),
@@ -753,15 +753,15 @@ def test_another_population_is_not_resumed(tmp_path):
         change = {k: v for k, v in change.items() if v is not None}
         with pytest.raises(ValueError):
             population(out=tmp_path / "run", resume=True, **change)
-    with pytest.raises(ValueError, match="seed must be 0, the name in the records"):
-        population(out=tmp_path / "run", resume=True, seed=3)
+    with pytest.raises(ValueError, match="seeds must be 0, the name in the records"):
+        population(out=tmp_path / "run", resume=True, seeds=[3])
     with pytest.raises(ValueError, match="already holds a run"):
         population(out=tmp_path / "run")
     assert before == sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
 
 
 @pytest.mark.parametrize("label", [-1, 3, 255])
-@pytest.mark.parametrize("name", ["store", "test_store"])
+@pytest.mark.parametrize("name", ["clients", "test_clients"])
 def test_labels_that_the_model_does_not_have_are_refused(name, label):
     def store(last):
         y = np.int32([[0, 1], [2, last]])
@@ -769,7 +769,8 @@ def test_labels_that_the_model_does_not_have_are_refused(name, label):
 
     algorithm = jfcl.fedavg(jfcl.models.classification(jfcl.models.Linear(3), (4,), 3), TRAINING)
     with pytest.raises(ValueError, match=f"^{name}: labels must be in 0..2, got"):
-        population(algorithm, **({"store": store(0), "test_store": store(0), "cohort": 1} | {name: store(label)}))
+        stores = {"clients": store(0), "test_clients": store(0)} | {name: store(label)}
+        population(algorithm, stores["clients"], test_clients=stores["test_clients"], cohort=1)
 
 
 def test_evaluated_clients_of_unknown_clusters():
@@ -780,6 +781,6 @@ def test_evaluated_clients_of_unknown_clusters():
 def test_without_tests_nothing_is_evaluated():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        history = population(test_store=None)
+        history = population(test_clients=None)
     assert "loss" not in history.records[0] and "train_loss" in history.records[0]
     assert set(history.clients) == {"id", "examples"}

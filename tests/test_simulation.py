@@ -17,7 +17,7 @@ import pytest
 import jfcl
 from jfcl.core import Algorithm, Clients
 from jfcl.mapping.axis import chunked
-from jfcl.simulation import loop, on_device, progress
+from jfcl.simulation import loop, progress, resident
 from jfcl.simulation.evaluation import Silence, silence_after
 from jfcl.simulation.leaves import read_leaves, write_leaves
 from jfcl.testing import count_compilations, problem
@@ -210,18 +210,18 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         state, metrics = IFCA.step(key, state, clients)
         return state, metrics | {"bytes_up": jnp.float32(90_000_001.0) + 8 * state.round.astype(jnp.float32)}
 
-    seen, advance = [], on_device._advance
+    seen, advance = [], resident._advance
     for seconds in (0.0, 1e6):
         monkeypatch.setattr(loop, "BLOCK_SECONDS", seconds)
         algorithm = Algorithm(IFCA.init, step, TASK)
         counts = []
 
         def counted(*args, counts=counts, **options):
-            counts.append(int(args[3]))
+            counts.append(int(args[5]))
             return advance(*args, **options)
 
         counted.lower = advance.lower
-        monkeypatch.setattr(on_device, "_advance", counted)
+        monkeypatch.setattr(resident, "_advance", counted)
         history = sim(algorithm=algorithm, num_rounds=40, eval_every=20)
         seen.append((counts, history))
     (ones, short), (blocks, long) = seen
@@ -315,8 +315,9 @@ def test_small_rounds_at_the_end_are_no_silence():
 def test_states_have_strong_types():
     """A weak type in the first state would make the program of a resumed run another one."""
     for algorithm in (jfcl.cfl(TASK, TRAINING), IFCA):
-        backend = on_device.OnDevice(algorithm, CLIENTS, KEYS, [0, 1, 2], None, jax.vmap, jax.vmap)
-        assert not any(x.weak_type for x in jax.tree.leaves(backend.like))
+        axes = {"row_axis": jax.vmap, "client_axis": jax.vmap}
+        source = resident.Resident(algorithm, CLIENTS, KEYS, None, seeds=[0, 1, 2], **axes)
+        assert not any(x.weak_type for x in jax.tree.leaves(source.like))
 
 
 def test_sizes_of_other_integer_types():
@@ -435,7 +436,7 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
         ({"num_rounds": 0}, "num_rounds must be an integer, at least 1, got 0"),
         ({"eval_every": 0}, "eval_every"),
         ({"serve": "lost"}, "did you mean 'loss'"),
-        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without: the numbers of the run's key"),
+        ({"config": {"key": "a"}, "out": "nowhere"}, "config must be without: what identifies the run has this name"),
         ({"true_cluster": np.zeros(3)}, r"true_cluster must be of shape \(7,\)"),
         ({"true_cluster": np.full(7, -1)}, "true_cluster must be known of one client at least, got .-1 for all"),
         ({"test_clients": Clients({"x": np.zeros((2, 1, 4), np.float32)}, np.ones(2, np.int32))}, "of as many clients"),

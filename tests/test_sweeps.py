@@ -24,7 +24,7 @@ from jfcl.experiments import Config, run_sweep, sweeps
 from jfcl.experiments.config import method_options
 from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder
-from jfcl.simulation.grid_rows import Group
+from jfcl.simulation.grid import Group
 from jfcl.testing import problem
 
 PROBLEM = problem("classification")

@@ -64,6 +64,7 @@ from jfcl.core.types import (
     Batch,
     Clients,
     DenseStart,
+    Entries,
     PyTree,
     Served,
     Task,

@@ -69,7 +69,7 @@ def padded_zeros(sizes: Any, length: int, shape: tuple[int, ...], dtype: Any) ->
         raise ValueError(
             f"{error}. They are padded to the largest client, {length} examples, and only {real * each:.2f} GB are"
             " data: divide the largest clients, or cut them (examples_per_client of jfcl.data.build), or keep the"
-            " clients in a store (jfcl.data.ClientStore.create), of which jfcl.simulate_population holds one cohort"
+            " clients in a store (jfcl.data.ClientStore.create), of which jfcl.simulate holds one cohort"
             " on the device"
         ) from None
 

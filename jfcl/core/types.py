@@ -196,6 +196,26 @@ def serve_clusters(state: Any, clients: Clients | None = None) -> Served:
     return Served(state.params, state.cluster)
 
 
+class Entries(NamedTuple):
+    """What records hold of the metrics of a method, and what a user is told of them.
+
+    A record has the value of the last round of each metric, except for these.
+
+    Attributes:
+      sums: metrics of which it has the sum over all rounds so far (as of `bytes_up`, `bytes_down`, `client_steps` and
+        `nonfinite` of every method).
+      largest: metrics, integers, of which it has the largest value since the previous record.
+      ended: why a run ends whose metric `ended` is true for all seeds.
+      notes: `(record, is_last) -> texts by kind`, each kind a warning once in a run: of every record, and with
+        `is_last` once more of the last one, at the end of the run.
+    """
+
+    sums: tuple[str, ...] = ()
+    largest: tuple[str, ...] = ()
+    ended: str = "the method has ended"
+    notes: Callable[[dict[str, Any], bool], dict[str, str]] | None = None
+
+
 class Algorithm(NamedTuple):
     """A federated method as a few pure functions, in the manner of optax and blackjax.
 
@@ -215,6 +235,9 @@ class Algorithm(NamedTuple):
       init_costs: `(state, clients) -> metrics`, the communication and computation of `init`, which `step` adds to those
         of the first round; left out where `init` has none.
       init_rounds: the number of rounds of training in `init`. A simulation numbers its own rounds after them.
+      entries: what records hold of the metrics, and what a user is told of them.
+      last_updates: `(state) -> [N]` int32, an array of the state: the round of each client's last update, of a method
+        that keeps it and compares the clients of a cohort with others by it. None: it keeps none.
 
     `state` is a NamedTuple of arrays. With the default of `serve` it has at least `params`, a pytree of `[K, ...]`
     arrays, and `cluster`, `[N]` int32: the model of client `i` is `params[cluster[i]]`. `metrics` is a flat dict of
@@ -241,6 +264,8 @@ class Algorithm(NamedTuple):
     adopt: Callable[[Any, Clients], Served] | None = None
     init_costs: Callable[[Any, Clients], dict[str, jax.Array]] | None = None
     init_rounds: int = 0
+    entries: Entries = Entries()
+    last_updates: Callable[[Any], jax.Array] | None = None
 
 
 class Adversary(NamedTuple):

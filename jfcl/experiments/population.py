@@ -27,7 +27,8 @@ from jfcl.experiments.used import COHORT
 from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
-from jfcl.simulation.population import PopulationHistory, simulate_population
+from jfcl.simulation.loop import History
+from jfcl.simulation.run import simulate
 from jfcl.simulation.state_split import Start, check_algorithm
 
 EXAMPLES, EVALUATED = 20, 1000  # defaults
@@ -49,13 +50,13 @@ def _cohort(config: Config, num_clients: int) -> int:
 
 def run_population(
     config: Config, data_dir: str | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], PopulationHistory, Setup]:
+) -> tuple[dict[str, Any], History, Setup]:
     """Runs `config` as `run` does; the `Setup` and the files are of the clients that are evaluated, 1,000 at most.
 
-    `options` are those of `simulate_population` that `simulate` has too.
+    `options` are those of `simulate` that both kinds of runs have.
 
     Raises:
-      ValueError: what `run` and `simulate_population` refuse; several seeds, newcomers; an existing store that
+      ValueError: what `run` and `simulate` refuse; several seeds, newcomers; an existing store that
         differs from the options.
     """
     out, resume = options["out"], options["resume"]
@@ -84,7 +85,7 @@ def run_population(
         change = _attack(config, malicious, parts.federation.num_classes)
         if change is not None:  # what it refuses, it refuses before the run begins
             change(store.gather(np.flatnonzero(malicious)[:1]))
-        history = simulate_population(
+        history = simulate(
             parts.algorithm,
             store,
             key=jax.random.key(parts.seeds[0]),
@@ -92,9 +93,9 @@ def run_population(
             **{name: getattr(config, name) for name in ("cohort", *OF_COHORTS)},
             join=join,
             change=change,
-            test_store=tests,
+            test_clients=tests,
             evaluate=evaluated,
-            seed=parts.seeds[0],
+            seeds=parts.seeds,
             client_axis=parts.client_axis,
             config=to_saved(stored, store.hash),
             **options,

@@ -51,7 +51,7 @@ def write_results(out: Path, summary: dict[str, Any], history: History, parts: S
     and is not one of a population, whose state is that of the last cohort.
     """
     name, records, served = summary["method"], history.records, history.served
-    of_all = not hasattr(history, "rows")  # the clients of the state are those that are evaluated
+    of_all = history.rows is None  # the clients of the state are those that are evaluated
     arrays = {"params": served.models}
     if of_all and jax.tree.leaves(served.personal):
         arrays["personal"] = served.personal

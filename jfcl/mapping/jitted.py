@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +17,9 @@ from jfcl.mapping import hosts
 LARGE = 2**16  # bytes of an array from outside that becomes an argument
 # Of programs that run once: LLVM unrolls random bits of some shapes, such as [200, 10], for seconds at its level 3.
 RUNS_ONCE = {"xla_backend_optimization_level": 1}
+
+
+_EVERY: weakref.WeakSet[jitted] = weakref.WeakSet()
 
 
 def strong(tree: Any) -> Any:
@@ -62,6 +67,7 @@ class jitted:
         options = {"donate_argnames": donate_argnames, "compiler_options": compiler_options}
         self._jit = jax.jit(fn, static_argnames=tuple(static_argnames), **options)
         self._placed = {}  # large arrays, and these on all devices of a mesh
+        _EVERY.add(self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, self._arrays(options)))):
@@ -158,3 +164,26 @@ def traced_once(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any],
         return jax.tree.unflatten(structure, results)
 
     return again, shapes
+
+
+def clear_programs() -> None:
+    """Drops the compiled programs of `simulate`, `sweep`, `evaluate`, and of the library's other functions.
+
+    jax keeps the programs of every `Algorithm` and `Task` that one of these functions has run, some ten megabytes each,
+    even after the last reference to the object is gone. A process that makes many of them (a search over
+    hyperparameters; but see `hyperparams` of `simulate`) calls this function from time to time. A later call with an
+    earlier object compiles again. Programs of other code stay; `jax.clear_caches()` drops those too. Call it while no
+    simulation runs in another thread.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> from jfcl.testing import problem
+      >>> clients, _, task, training = problem()
+      >>> for count in (1, 2):
+      ...     algorithm = jfcl.ifca(task, training, num_clusters=count)
+      ...     history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
+      ...     jfcl.clear_programs()
+    """
+    for program in list(_EVERY):
+        program.clear_cache()
+    gc.collect()  # programs and the objects kept with them refer to each other

@@ -77,7 +77,7 @@ def ifca(
       divide_by: `m` for `average="gradients"`. `"all"`: all clients with examples, in the cohort or not, with finite
         updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
         clusters. With `weights="size"` it is the number of their examples. In a population
-        (`jfcl.simulate_population`) a round has the clients of the cohort alone, and `"all"` are those that answered.
+        (`jfcl.simulate`) a round has the clients of the cohort alone, and `"all"` are those that answered.
       weights: the weight of a client: `"equal"` (the paper) or `"size"`.
       shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
         true are averaged over all clients.

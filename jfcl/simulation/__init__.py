@@ -1,21 +1,8 @@
 """Simulations: rounds of an algorithm with all clients, or cohorts of a population, on the device; a run's folder."""
 
+from jfcl.mapping.jitted import clear_programs
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_results import Sweep
 from jfcl.simulation.loop import History, rollout
-from jfcl.simulation.population import PopulationHistory, simulate_population
-from jfcl.simulation.programs import clear_programs
 from jfcl.simulation.progress import DivergedError
 from jfcl.simulation.run import simulate
-
-__all__ = [
-    "DivergedError",
-    "History",
-    "PopulationHistory",
-    "Sweep",
-    "clear_programs",
-    "rollout",
-    "simulate",
-    "simulate_population",
-    "sweep",
-]

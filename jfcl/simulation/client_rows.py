@@ -1,10 +1,10 @@
 """The rows that a method keeps of every client of a population, on the host; those of a cohort go to the device.
 
-Small rows are in memory and part of every checkpoint. Large rows are files, read through memory maps and changed in
+Small rows are in memory and part of every checkpoint. Large rows are a file, read through a memory map and changed in
 place by plain writes, so that a full disk is an error and not a signal. A journal keeps the rows that are overwritten
 after a checkpoint, so that a run that was killed can return to it:
 
-    rows-00.npy, ...   `[N, ...]`, one file per array of the state; sparse: a client that never took part takes no room
+    rows.bin           `[N]` rows, one after the other; sparse: a client that never took part takes no room
     undo-00000120      the contents, at the checkpoint of round 120, of all rows that have changed since
 
 Every record of the journal carries its SHA-256, every row a CRC-32 in the checkpoint; both are verified before a run is
@@ -14,19 +14,18 @@ resumed.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jfcl.core import files, num_bytes, plain
+from jfcl.core import files, plain
 
 IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
 
@@ -37,7 +36,7 @@ class ClientRows:
     Attributes:
       arrays: a list of `[N, ...]`, read-only by convention.
       seen: `[N]` bool: clients with a row that has been written.
-      mapped: whether they are files.
+      mapped: whether they are a file.
 
     Example:
       >>> rows = ClientRows(3, [jax.ShapeDtypeStruct((2,), np.float32)])
@@ -60,31 +59,44 @@ class ClientRows:
         Args:
           count: the number of clients.
           row: the shape and type of a row of each array.
-          folder: for the files of large rows; default: files without a name.
-          resume: open the files of a checkpoint; nothing is written before `restore`.
-          in_memory: bytes of all rows beyond which they are files.
+          folder: for the file of large rows; default: a file without a name.
+          resume: open the file of a checkpoint; nothing is written before `restore`.
+          in_memory: bytes of all rows beyond which they are a file.
 
         Raises:
-          ValueError: with `resume`, a file is missing or was cut short.
+          ValueError: with `resume`, the file is missing or was cut short.
         """
-        whole = [jax.ShapeDtypeStruct((count, *r.shape), r.dtype) for r in row]
-        self.mapped = num_bytes(whole) > in_memory
+        dtype = np.dtype([(f"{i}", r.dtype, r.shape) for i, r in enumerate(row)])  # a client's row, without gaps
+        self.mapped = count * dtype.itemsize > in_memory
         self.folder = folder if self.mapped else None
         self.seen = np.zeros(count, bool)
         self._crc = np.zeros(count if self.mapped else 0, np.uint32)  # of each client's row
         self._journal: Path | None = None
-        self._files: list[_RowFile] = []
         if not self.mapped:
-            self.arrays = [np.zeros(w.shape, w.dtype) for w in whole]
-            return
-        if folder is not None:
-            if not resume:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._files = _open(folder, whole, resume)
-        else:  # unlinked at once: the system frees their room with the arrays, or at the end of the process
+            self._table = np.zeros(count, dtype)
+        elif folder is not None:
+            self._open(folder, count, dtype, resume)
+        else:  # unlinked at once: the system frees its room with the array, or at the end of the process
             with tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True) as scratch:
-                self._files = _open(Path(scratch), whole, False)
-        self.arrays = [file.array for file in self._files]
+                self._open(Path(scratch), count, dtype, False)
+        self.arrays = [self._table[name] for name in dtype.names or ()]
+
+    def _open(self, folder: Path, count: int, dtype: np.dtype, resume: bool) -> None:
+        self._file = folder / "rows.bin"
+        if not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+            with files.new_file(self._file) as descriptor:
+                os.ftruncate(descriptor, count * dtype.itemsize)
+        try:
+            self._descriptor = plain.open_plain(self._file, os.O_RDWR)
+        except FileNotFoundError:
+            raise ValueError(f"{self._file} is missing: the rows of the last checkpoint are lost") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        size, wanted = os.fstat(self._descriptor).st_size, count * dtype.itemsize
+        if size != wanted:
+            raise ValueError(f"{self._file} was cut short or is damaged: it has {size} bytes, not {wanted}")
+        with os.fdopen(self._descriptor, "rb", closefd=False) as file:
+            self._table = np.memmap(file, dtype, "r", shape=(count,)).view(np.ndarray)
 
     def take(self, ids: np.ndarray, fresh: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
         """Returns the rows `[C, ...]` of clients `ids`; for clients never seen, those of `fresh()` `[C, ...]`."""
@@ -98,26 +110,26 @@ class ClientRows:
 
     def write(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
         """Sets the rows of `ids`. The operation is idempotent."""
+        table = np.zeros(len(ids), self._table.dtype)
+        for name, values in zip(table.dtype.names or (), rows, strict=True):
+            table[name] = values
         if self._journal is not None:
-            old = ids[self.seen[ids]]
-            buffer = io.BytesIO()
-            np.savez(buffer, ids=old, **{f"{i}": array[old] for i, array in enumerate(self.arrays)})
-            data = buffer.getvalue()
+            old = ids[self.seen[ids]].astype(np.int64)
+            data = old.tobytes() + self._table[old].tobytes()
             with files.opened(self._journal, os.O_WRONLY | os.O_APPEND) as descriptor:
                 files.write_all(descriptor, len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
                 os.fsync(descriptor)  # complete and durable before the first row changes
-        rows = [np.asarray(values, array.dtype) for array, values in zip(self.arrays, rows, strict=True)]
-        self._put(ids, rows)
-        if self.mapped:
-            self._crc[ids] = _checksums(rows)
+        self._put(ids, table)
         self.seen[ids] = True
 
-    def _put(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> None:
-        for i, values in enumerate(rows):
-            if self.mapped:
-                self._files[i].write(ids, values)
-            else:
-                self.arrays[i][ids] = values
+    def _put(self, ids: np.ndarray, table: np.ndarray) -> None:
+        if not self.mapped:
+            self._table[ids] = table
+            return
+        with files.named(self._file):
+            for c, row in zip(ids.tolist(), _bytes(table), strict=True):
+                files.write_all(self._descriptor, row, c * row.nbytes)
+        self._crc[ids] = _checksums(table)
 
     def saved(self) -> dict[str, Any]:
         """Returns the part of a checkpoint that describes the rows."""
@@ -127,7 +139,7 @@ class ClientRows:
         """Prepares a checkpoint of `round_`: its journal and its rows are on the disk before it is written."""
         if self.folder is not None:
             self._empty(self.folder / f"undo-{round_:08d}")
-            self._sync()
+            os.fsync(self._descriptor)
 
     def checkpointed(self, round_: int) -> None:
         """Begins a new journal, after a checkpoint of `round_` with `saved` was written."""
@@ -138,110 +150,73 @@ class ClientRows:
                 if old != self._journal:
                     old.unlink()
 
-    def _sync(self) -> None:
-        for file in self._files:
-            os.fsync(file.descriptor)
-
     def _empty(self, journal: Path) -> None:
         """Makes a journal, or empties one in place. If the disk fails the file stays: a checkpoint may need it."""
         with files.opened(journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             os.fsync(descriptor)
         files.sync(self.folder)
 
-    def verify(self, round_: int, saved: dict[str, Any]) -> None:
-        """`ValueError` unless the rows, with the journal applied, are those of the checkpoint. Writes nothing."""
-        if self.folder is None:
-            return
-        old: dict[int, int] = {}  # checksums of the former contents of changed rows; the earliest record counts
-        for ids, rows in self._undo(round_):
-            old |= dict(zip(ids.tolist(), _checksums(rows).tolist(), strict=True))
+    def restore(self, round_: int, saved: dict[str, Any]) -> None:
+        """Returns the rows to the checkpoint of `round_`.
+
+        Raises:
+          ValueError: the rows, with the journal applied, are not those of the checkpoint; nothing was changed.
+        """
+        changes = [] if self.folder is None else self._changes(round_)
+        if self.folder is not None:
+            self._verify(changes, saved)
+        self.seen[:] = saved["seen"]
+        self._crc[:] = saved["crc"]
+        for array, values in zip(self.arrays, saved["rows"], strict=not self.mapped):
+            array[:] = values
+        for ids, table in changes:
+            self._put(ids, table)
+        if self.folder is not None:
+            os.fsync(self._descriptor)  # before the journal is removed
+            self.checkpointed(round_)
+
+    def _verify(self, changes: Sequence[tuple[np.ndarray, np.ndarray]], saved: dict[str, Any]) -> None:
+        before: dict[int, int] = {}  # checksums of the former contents of changed rows; the earliest record counts
+        for ids, table in changes:
+            before |= dict(zip(ids.tolist(), _checksums(table).tolist(), strict=True))
         seen = np.flatnonzero(saved["seen"])
         for start in range(0, len(seen), 4096):
             ids = seen[start : start + 4096]
-            found = _checksums([array[ids] for array in self.arrays])
-            found = np.array([old.get(c, crc) for c, crc in zip(ids.tolist(), found.tolist(), strict=True)])
-            wrong = ids[found != saved["crc"][ids]]
+            now = _checksums(self._table[ids]).tolist()
+            now = np.array([before.get(c, crc) for c, crc in zip(ids.tolist(), now, strict=True)])
+            wrong = ids[now != saved["crc"][ids]]
             if len(wrong):
                 raise ValueError(f"{self.folder} is damaged: the row of client {wrong[0]} differs from its checksum")
 
-    def restore(self, round_: int, saved: dict[str, Any]) -> None:
-        """Returns the rows to the checkpoint of `round_`, which `verify` has accepted."""
-        self.seen[:] = saved["seen"]
-        self._crc[:] = saved["crc"]
-        if not self.mapped:
-            for array, values in zip(self.arrays, saved["rows"], strict=True):
-                array[:] = values
-        elif self.folder is not None:
-            for ids, rows in self._undo(round_):
-                self._put(ids, rows)
-            self._sync()  # before the journal is removed
-            self.checkpointed(round_)
-
-    def _undo(self, round_: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    def _changes(self, round_: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the ids and former rows of all changes since the checkpoint of `round_`, the latest first."""
         journal = self.folder / f"undo-{round_:08d}"
         if not journal.exists():
             raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost")
-        return _records(journal)[::-1]
+        dtype, found = self._table.dtype, []
+        for data in _records(journal):
+            count = len(data) // (8 + dtype.itemsize)
+            found.append((np.frombuffer(data, np.int64, count), np.frombuffer(data, dtype, count, 8 * count)))
+        return found[::-1]
 
 
-def _checksums(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the CRC-32 of each client's row over all arrays `[C, ...]`, `[C]` uint32."""
-    totals = [0] * (len(rows[0]) if rows else 0)
-    for values in rows:
-        if values.size:
-            flat = np.ascontiguousarray(values).reshape(len(totals), -1).view(np.uint8)
-            totals = [zlib.crc32(row, total) for row, total in zip(flat, totals, strict=True)]
-    return np.array(totals, np.uint32)
+def _bytes(table: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each row, `[C, row]`."""
+    return np.ascontiguousarray(table).view(np.uint8).reshape(len(table), table.dtype.itemsize)
 
 
-class _RowFile:
-    """An `.npy` file of `[N, ...]` rows: `array`, a memory map for reads, and `descriptor`, for writes."""
-
-    def __init__(self, file: Path, array: np.memmap):
-        self.array, self._path, self._offset = array.view(np.ndarray), file, array.offset
-        self.descriptor = plain.open_plain(file, os.O_WRONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-
-    def write(self, ids: np.ndarray, values: np.ndarray) -> None:
-        """Sets the rows `ids` to `values` `[C, ...]`."""
-        if not len(ids):  # no client has answered, or no row was overwritten
-            return
-        flat = np.ascontiguousarray(values).reshape(len(ids), -1).view(np.uint8)
-        with files.named(self._path):
-            for c, data in zip(ids.tolist(), flat, strict=True):
-                files.write_all(self.descriptor, data, self._offset + c * data.nbytes)
+def _checksums(table: np.ndarray) -> np.ndarray:
+    """Returns the CRC-32 of each row, `[C]` uint32."""
+    return np.array([zlib.crc32(row) for row in _bytes(table)], np.uint32)
 
 
-def _open(folder: Path, whole: Sequence[jax.ShapeDtypeStruct], resume: bool) -> list[_RowFile]:
-    found = []
-    for i, wanted in enumerate(whole):
-        file = folder / f"rows-{i:02d}.npy"
-        if not resume:
-            file.unlink(missing_ok=True)
-            np.lib.format.open_memmap(file, mode="w+", dtype=wanted.dtype, shape=wanted.shape)
-        try:
-            array = np.lib.format.open_memmap(file, mode="r")
-        except FileNotFoundError:
-            raise ValueError(f"{file} is missing: the rows of the last checkpoint are lost") from None
-        except files.BAD_ARRAY as error:
-            raise ValueError(f"{file} was cut short or is damaged: {error}") from None
-        if array.dtype == np.dtype(f"V{wanted.dtype.itemsize}"):  # of bfloat16, which files of NumPy do not have
-            array = array.view(wanted.dtype)
-        if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(f"{file} must hold {wanted.dtype} {wanted.shape}, got {array.dtype} {array.shape}")
-        found.append(_RowFile(file, array))
-    return found
-
-
-def _records(journal: Path) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Returns the ids and rows of a journal, without a last record that was cut short: its rows were not overwritten.
+def _records(journal: Path) -> Iterator[bytes]:
+    """Yields the records of a journal, without a last one that was cut short: its rows were not overwritten.
 
     Raises:
       ValueError: another record is damaged.
     """
-    data = plain.read_bytes(journal)
-    records, position = [], 0
+    data, position = plain.read_bytes(journal), 0
     while position + 40 <= len(data):
         length = int.from_bytes(data[position : position + 8], "little")
         digest, body = data[position + 8 : position + 40], data[position + 40 : position + 40 + length]
@@ -252,6 +227,4 @@ def _records(journal: Path) -> list[tuple[np.ndarray, list[np.ndarray]]]:
             if position == len(data):
                 break
             raise ValueError(f"{journal} is damaged: a record differs from its digest")
-        with np.load(io.BytesIO(body)) as record:
-            records.append((record["ids"], [record[f"{i}"] for i in range(len(record.files) - 1)]))
-    return records
+        yield body

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jfcl.core import Clients, check, check_choice
 from jfcl.data.store import ClientStore, check_cohort
 from jfcl.data.store_files import check_of_clients
+from jfcl.simulation.client_rows import IN_MEMORY
 
 SAMPLING = ("uniform", "size", "stratified")
 COHORT_STREAM = 0  # of the random numbers of a run on the host
+
+
+class Cohorts(NamedTuple):
+    """The cohorts of a population, and its clients that are evaluated; arguments of `simulate`."""
+
+    cohort: int | None = None
+    remember: int | None = None
+    sampling: str = "uniform"
+    strata: Any = None
+    dropout: float = 0.0
+    stragglers: float = 0.0
+    join: Callable[[jax.Array, Clients], Any] | None = None
+    change: Callable[[Clients], Clients] | None = None
+    evaluate: int | Sequence[int] = 1000
+    rows_in_memory: float = IN_MEMORY
+
+    def given(self) -> list[str]:
+        """Returns the names of those that are not at their default."""
+        pairs = zip(self._fields, self, self._field_defaults.values(), strict=True)
+        return [name for name, value, default in pairs if value is not default and (np.ndim(value) or value != default)]
+
+    @property
+    def asked(self) -> int:
+        """The number of clients that are drawn for a round."""
+        return round(self.cohort * (1 + self.stragglers))
 
 
 class Cohort(NamedTuple):
@@ -138,19 +164,17 @@ def who_answers(
     return rows, answers[rows], int((~answers).sum())
 
 
-@contextlib.contextmanager
-def cohort_stream(prepare: Callable[[int], Cohort], last: int) -> Iterator[Callable[[int], Cohort]]:
-    """Yields a function of a round `t` that returns its cohort; a thread prepares the next one while one trains.
+def prefetched(prepare: Callable[[int], Cohort], last: int) -> Callable[[int], Cohort]:
+    """Returns a function of a round `t` that returns its cohort; a thread prepares the next one while one trains.
 
     The function is called for consecutive rounds, up to round `last`, and raises the errors of the thread.
     """
-    coming: Future[Cohort] | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort") as thread:
+    thread, coming = ThreadPoolExecutor(1, thread_name_prefix="jfcl-cohort"), None
 
-        def take(t: int) -> Cohort:
-            nonlocal coming
-            cohort = (coming or thread.submit(prepare, t)).result()
-            coming = thread.submit(prepare, t + 1) if t < last else None
-            return cohort
+    def take(t: int) -> Cohort:
+        nonlocal coming
+        cohort = (coming or thread.submit(prepare, t)).result()
+        coming = thread.submit(prepare, t + 1) if t < last else None
+        return cohort
 
-        yield take
+    return take

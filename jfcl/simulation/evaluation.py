@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis import metrics
-from jfcl.core import Algorithm, Clients, Served, Task, check, named_leaves, num_clients
+from jfcl.core import Algorithm, Clients, Entries, Served, Task, check, named_leaves, num_clients
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import in_lots
 
-# A record holds sums over all rounds so far of these metrics, and the largest value since the previous record of these
-# events. Of every other metric it holds the value of the last round.
-SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite", "undone", "decisions")
-EVENTS = ("split_from", "capacity_reached", "overflowed")
+SUMMED = ("bytes_up", "bytes_down", "client_steps", "nonfinite")  # of every method, beside its `Entries.sums`
 SERVE = ("loss", "state")
 MOST_SILENT = 100  # so many participants in a row without a finite update, or all clients: training has diverged
 # Entries of a record that are not metrics of the method; so are those that begin with OF_NEWCOMERS.
@@ -86,22 +83,35 @@ def check_clusters(to: np.ndarray, num_models: int) -> None:
 
 
 class Subjects(NamedTuple):
-    """The clients of all evaluations of a run.
+    """The clients of all evaluations of a run, and what its records hold of them.
 
     Attributes:
       seeds: `R` names of the keys.
+      ids: `[N]`, of the clients.
       test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
       true_cluster: `[N]`, or None if it is unknown.
+      num_clients: of the run; more than `N` in a population.
+      entries: of the algorithm.
       lists_clusters: whether a record holds the cluster of every client.
       num_classes: of the task, if they are known.
+      choices: the number of models that clients choose among; 1 where it is no failure if all have the same.
     """
 
     seeds: list
+    ids: Sequence[int]
     test_size: np.ndarray | None
     new_size: np.ndarray | None
     true_cluster: np.ndarray | None
+    num_clients: int
+    entries: Entries
     lists_clusters: bool
     num_classes: int | None = None
+    choices: int = 1
+
+
+def has_one_cluster(true_cluster: np.ndarray | None) -> bool:
+    """Returns whether all clients are known to be of one cluster."""
+    return true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1
 
 
 class Assessment(NamedTuple):
@@ -158,7 +168,7 @@ def silence_after(silence: Silence, values: dict[str, Any]) -> Silence:
 
 
 def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str, list]) -> list[dict[str, Any]]:
-    """Returns the records of round `t`, one per seed; `totals` holds `SUMMED` and `EVENTS` metrics, `[R, ...]` each."""
+    """Returns the records of round `t`, one per seed; `totals`: the sums and the largest values, `[R, ...]` each."""
     rows = []
     for s, seed in enumerate(subjects.seeds):
         row = {"seed": seed, "round": t}
@@ -183,7 +193,8 @@ def make_records(subjects: Subjects, t: int, found: Assessment, totals: dict[str
             if found.excluded is not None:
                 row["excluded"] = found.excluded[s].tolist()
         for name, total in totals.items():
-            row[name] = np.array(total[s], found.values[name].dtype).tolist() if name in EVENTS else total[s]
+            is_largest = name in subjects.entries.largest
+            row[name] = np.array(total[s], found.values[name].dtype).tolist() if is_largest else total[s]
         rows.append(row)
     return rows
 
@@ -194,14 +205,17 @@ def serving_part(algorithm: Algorithm) -> Algorithm:
 
 
 @partial(jitted, static_argnames=("algorithm", "row_axis", "client_axis", "of_newcomers", "further"))
-def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None, further=()):
+def evaluate_rows(
+    state, hyperparams, clients, learners, *, algorithm, row_axis, client_axis, of_newcomers=None, further=()
+):
     """Evaluates what clients are served in several states: of seeds, or rows of a sweep.
 
     Args:
       state: `[R, ...]` each.
+      hyperparams: `[R]` each, where `algorithm` is a function of them; None otherwise.
       clients: the data.
       learners: the clients in training, for methods in which they choose by their examples; None for what `state` says.
-      algorithm: a `serving_part`.
+      algorithm: a `serving_part`, or a function of `hyperparams`.
       row_axis, client_axis: the mappings over states and over clients.
       of_newcomers: for clients that were not in training, the numbers of clients and of models without padding, which
         is behind them. None for clients of the run.
@@ -210,8 +224,14 @@ def evaluate_rows(state, clients, learners, *, algorithm, row_axis, client_axis,
     Returns:
       The results of `assess`, `[R, N]` each.
     """
-    one = partial(assess, algorithm, client_axis=client_axis, of_newcomers=of_newcomers, further=further)
-    return row_axis(one, in_axes=(0, None, None))(state, clients, learners)
+
+    def one(state, hyperparams, clients, learners):
+        made = algorithm if hyperparams is None else algorithm(**hyperparams)
+        how = {"client_axis": client_axis, "of_newcomers": of_newcomers, "further": further}
+        return assess(made, state, clients, learners, **how)
+
+    axes = (0, None if hyperparams is None else 0, None, None)
+    return row_axis(one, in_axes=axes)(state, hyperparams, clients, learners)
 
 
 def assess(

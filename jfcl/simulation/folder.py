@@ -29,11 +29,11 @@ import jax
 from jfcl._version import __version__
 from jfcl.core import PyTree, files, plain
 from jfcl.core.files import read_json, write_json
+from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.leaves import UnusableError, read_leaves, write_leaves
 from jfcl.simulation.records import finite_or_none, from_line, to_line
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, saved_config, warn_of_versions
 
-FORMAT = 1
 # Options that may differ between a run and its resumption.
 ENDS = ("num_rounds", "patience", "monitor")  # the ones that decide when the run ends
 FREE = (*ENDS, "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
@@ -92,7 +92,6 @@ class RunFolder:
         self._chain, self._count, self._bytes = hashlib.sha256(), 0, 0  # of the lines of `metrics.jsonl`
         self._config: dict[str, Any] | None = None  # to be written by `begin`
         self._run = ""  # the identity of the run, see `identity`
-        self._damaged: list[int] = []  # rounds of damaged checkpoints, to be removed by `begin`
         self._ended = False  # there is a summary, of a run that is resumed
         self._waiting: list[bytes] = []  # lines that follow it, until a checkpoint after them is written
         self._restored = False
@@ -218,8 +217,6 @@ class RunFolder:
             self._write_config()
         self._remove_leftovers()
         self._checkpoints.mkdir(exist_ok=True)
-        for round_ in self._damaged:
-            files.remove_folder(self._checkpoints / str(round_))
         if cut:
             with files.opened(self.metrics_path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, self._bytes)  # in place: a full disk has room for it
@@ -265,21 +262,23 @@ class RunFolder:
                     os.ftruncate(descriptor, before)
                 raise
 
-    def save(self, round_: int, state: PyTree, totals: dict[str, Any]) -> None:
+    def save(self, round_: int, state: PyTree, totals: dict[str, Any], client_rows: ClientRows | None = None) -> None:
         """Writes a checkpoint of `state` after `round_` rounds, whole or not at all; the two latest are kept.
 
-        An existing checkpoint of `round_` stays. Cost: one pass over the state, hashed while it is written.
+        An existing checkpoint of `round_` stays. `client_rows` are those of a population, of which `state` has what
+        describes them. Cost: one pass over the state, hashed while it is written.
         """
         rounds = self.rounds()
         if rounds[:1] == [round_]:
             return
+        if client_rows is not None:
+            client_rows.checkpointing(round_)
         place = self._checkpoints / str(round_)
         scratch = place.with_name(place.name + files.SUFFIX)
         try:
             scratch.mkdir(parents=True)
             leaves = write_leaves(scratch / "state.bin", state)
-            about = {"format": FORMAT, "run": self._run, "round": round_, "leaves": leaves}
-            about |= {"totals": totals, "versions": VERSIONS}
+            about = {"run": self._run, "round": round_, "leaves": leaves, "totals": totals, "versions": VERSIONS}
             about["records"] = {"count": self._count, "bytes": self._bytes, "sha256": self._chain.hexdigest()}
             with files.new_file(scratch / "about.json") as descriptor:
                 files.write_all(descriptor, files.json_bytes(files.seal(about), allow_nan=True))
@@ -296,48 +295,40 @@ class RunFolder:
         files.sync(place.parent)
         for old in rounds[1:]:
             files.remove_folder(place.with_name(str(old)))
+        if client_rows is not None:
+            client_rows.checkpointed(round_)
 
     # ---- Reading ---------------------------------------------------------------------------------------------------
 
-    def restore(self, like: PyTree, *, any_round: bool = True) -> Restored | None:
+    def restore(self, like: PyTree) -> Restored | None:
         """Returns the latest checkpoint, with a state of the structure of `like`; `None` if there is none.
 
-        If the latest is damaged, the previous one is taken with a warning (unless `any_round` is False). Nothing is
-        changed; `begin` then removes all that follows the checkpoint, since those rounds run again.
+        Nothing is changed; `begin` then removes all that follows the checkpoint, since those rounds run again.
 
         Raises:
-          ValueError: a checkpoint of another model, number of clients or version; only damaged checkpoints; lines of
-            `metrics.jsonl` that differ from those before the checkpoint.
+          ValueError: a damaged checkpoint, or one of another model, number of clients or run; lines of `metrics.jsonl`
+            that differ from those before the checkpoint.
         """
-        rounds, damage, self._restored = self.rounds(), None, True
-        for round_ in rounds if any_round else rounds[:1]:
-            try:
-                about = self._about(round_)
-                state = read_leaves(self._checkpoints / str(round_) / "state.bin", about["leaves"], like)
-            except UnusableError as error:
-                raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
-            except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
-                damage = f"{type(error).__name__}: {str(error)[:200]}"
-                warnings.warn(f"the checkpoint of round {round_} in {self.path} is damaged ({damage})", stacklevel=3)
-                continue
-            records = self._verified(round_, about["records"])
-            self._damaged = rounds[: rounds.index(round_)]
-            return Restored(round_, state, about["totals"], records)
-        if rounds:
-            raise ValueError(f"no checkpoint in {self.path} can be read: {damage}; {UNCHANGED}")
-        return None
-
-    def _about(self, round_: int) -> dict[str, Any]:
-        about = read_json(self._checkpoints / str(round_) / "about.json")
-        if about.get("format") != FORMAT:
-            raise UnusableError(
-                f"has format {about.get('format')!r}, of another version of jfcl; this one reads {FORMAT}"
-            )
-        if about["run"] != self._run:
-            raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
-        if about["round"] != round_:
-            raise ValueError(f"it is one of round {about['round']}")
-        return about
+        self._restored = True
+        if not self.has_checkpoint():
+            return None
+        round_ = self.rounds()[0]
+        place = self._checkpoints / str(round_)
+        try:
+            about = read_json(place / "about.json")
+            if about["run"] != self._run:
+                raise UnusableError("belongs to a run of another configuration, or config.json was changed since")
+            if about["round"] != round_:
+                raise ValueError(f"it is one of round {about['round']}")
+            state = read_leaves(place / "state.bin", about["leaves"], like)
+        except UnusableError as error:
+            raise ValueError(f"the checkpoint of round {round_} in {self.path} {error}; {UNCHANGED}") from None
+        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of odd content
+            raise ValueError(
+                f"{place} is damaged ({type(error).__name__}: {str(error)[:200]}): remove it, and the run continues"
+                f" from the checkpoint before it, or from the beginning; {UNCHANGED}"
+            ) from None
+        return Restored(round_, state, about["totals"], self._verified(round_, about["records"]))
 
     def _verified(self, round_: int, known: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the records before a checkpoint; `ValueError` if their lines differ from its digest."""

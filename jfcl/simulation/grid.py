@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jfcl import mapping
-from jfcl.analysis import plots
+from jfcl.analysis import metrics, plots
 from jfcl.core import Algorithm, Clients, check, check_choice, check_clients, check_count, check_key, num_clients
 from jfcl.data import hold_out
 from jfcl.mapping import memory
-from jfcl.simulation.evaluation import SERVE
+from jfcl.simulation.evaluation import SERVE, Silence, serving_part
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid_folder import SweepFolder
 from jfcl.simulation.grid_results import (
@@ -37,10 +37,12 @@ from jfcl.simulation.grid_results import (
     grouped,
     make_cell,
     picture,
+    static_options,
 )
-from jfcl.simulation.grid_rows import Group, Shared, divided
-from jfcl.simulation.loop import seed_names
+from jfcl.simulation.loop import rounds_at_once
 from jfcl.simulation.progress import CompileClock, progress_bar
+from jfcl.simulation.resident import Resident
+from jfcl.simulation.run import check_method, seed_names
 
 
 @memory.out_of_memory()
@@ -140,7 +142,10 @@ def sweep(
     check(count == n, "held_out", f"{count} clients", f"of as many clients as there are in training, {n}")
 
     # One group of rows for each combination of options that are no tracers. Everything that `make` refuses shows here.
-    axes = {"row_axis": divided(row_axis), "client_axis": mapping.or_auto(client_axis)}
+    if row_axis is None:  # rows are divided among all devices
+        mesh = mapping.client_mesh()
+        row_axis = mapping.auto() if mesh.size == 1 else mapping.sharded(mesh, mapping.auto())
+    axes = {"row_axis": row_axis, "client_axis": mapping.or_auto(client_axis)}
     data = Shared(clients, held_out, keys, num_rounds, serve)
     cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     groups = [Group(make, cells, numbers, traced, data, at_once, **axes) for numbers in grouped(cells, traced)]
@@ -187,3 +192,123 @@ def _bar(progress: bool, total: int) -> Iterator[Callable[[int, int], None]]:
     with progress_bar(progress, *columns) as bar:
         line = bar.add_task("compiling", total=total)
         yield lambda cell, rounds: bar.update(line, description=f"cell {cell + 1}", advance=rounds)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rows: cells and seeds that are one compiled program, some of them at a time.
+
+
+class Shared(NamedTuple):
+    """What all cells share."""
+
+    clients: Clients
+    held_out: Clients
+    keys: jax.Array
+    num_rounds: int
+    serve: str
+
+
+class Maker(NamedTuple):
+    """The function of the traced options; two of the same other options are equal, and share their programs."""
+
+    make: Callable[..., Algorithm]
+    static: tuple
+
+    def __call__(self, **values: Any) -> Algorithm:
+        return self.make(**{name: value for name, _, value in self.static}, **values)
+
+
+class Group:
+    """The cells of one compiled program: they differ in traced options alone.
+
+    Attributes:
+      task: of the algorithms.
+    """
+
+    def __init__(self, make, cells, numbers, traced, data, at_once, *, row_axis, client_axis):
+        self._data, self._axes = data, {"row_axis": row_axis, "client_axis": client_axis}
+        self._maker = Maker(make, static_options(cells[numbers[0]], traced))
+        self._rows = list(itertools.product(numbers, range(len(data.keys))))
+        self._values = {name: np.array([cells[i][name] for i, _ in self._rows], np.float32) for name in traced}
+        algorithms = [make(**cells[i]) for i in numbers]
+        made = algorithms[0]
+        check(isinstance(made, Algorithm), "make", type(made).__name__, "a function that returns an Algorithm")
+        check(made.task is not None, "make", "an Algorithm without task", "a function that returns one with a task")
+        check_method(made, {"clients": data.clients, "held_out": data.held_out})
+        parts = [serving_part(one) for one in algorithms]
+        serving = parts[0] if all(one == parts[0] for one in parts) else self._maker
+        self.task, self._source = made.task, self._rows_at_once(serving, at_once)
+
+    def _rows_at_once(self, serving: Any, at_once: int | None) -> Resident:
+        """Returns the source of as many rows as fit into memory; `ValueError` if one on each device does not."""
+        row_axis = self._axes["row_axis"]
+        devices = row_axis.mesh.size if isinstance(row_axis, mapping.sharded) else 1
+        most = -(-len(self._rows) // devices)
+        each = min(most, at_once or (1 if mapping.platform_of(row_axis) == "cpu" else most))
+        while True:
+            self._size = each * devices
+            try:
+                return self._placed(serving)
+            except ValueError:
+                if each == 1 or at_once is not None:
+                    raise
+                each = -(-each // 2)
+
+    def _placed(self, serving: Any) -> Resident:
+        """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
+        data, how = self._data, {"seeds": list(range(self._size)), "each": True, **self._axes}
+        try:
+            source = Resident(self._maker, data.clients, *self._at(0), tests=data.held_out, **how)
+            source.place(data.serve, serving=serving)
+        except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
+            why = str(error).splitlines()[0]
+            if not self._values or "trace" not in why.lower():
+                raise
+            names = ", ".join(self._values)
+            raise ValueError(f"traced must be options that make takes as tracers, got {names} ({why})") from None
+        return source
+
+    def _at(self, begin: int) -> tuple[jax.Array, dict[str, np.ndarray]]:
+        """Returns the keys and traced options from row `begin` on: always as many, the first row fills them up."""
+        at = begin + np.arange(self._size)
+        at = np.where(at < len(self._rows), at, begin)
+        keys = self._data.keys[np.array([self._rows[i][1] for i in at])]
+        return keys, {name: column[at] for name, column in self._values.items()}
+
+    def run(
+        self, found: Collection[int], seeds: list[int], tick: Callable[[int, int], None]
+    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yields `(cell, per_seed)` of each cell when all its seeds are finished; those in `found` are skipped."""
+        skipped, results = frozenset(found), {}
+        for begin in range(0, len(self._rows), self._size):
+            rows = self._rows[begin : begin + self._size]
+            if all(cell in skipped for cell, _ in rows):
+                tick(rows[0][0], len(rows) * self._data.num_rounds)
+                continue
+            for (cell, seed), result in zip(rows, self._run_rows(begin, len(rows), tick), strict=True):
+                results.setdefault(cell, []).append({"seed": seeds[seed]} | result)
+                if len(results[cell]) == len(seeds) and cell not in skipped:
+                    yield cell, results.pop(cell)
+
+    def _run_rows(self, begin: int, count: int, tick: Callable[[int, int], None]) -> list[dict[str, Any]]:
+        """Returns the results of `count` rows."""
+        source, rounds, cell = self._source, self._data.num_rounds, self._rows[begin][0]
+        source.rows = self._at(begin)
+        state, silence = source.first_state(), Silence(*np.zeros((2, self._size), np.int32))
+        done, at_most, lost, ended = 0, 1, np.zeros(self._size, bool), np.zeros(self._size, bool)
+        while done < rounds and not (lost | ended).all():  # rounds that are left out would change nothing
+            length, began = min(at_most, rounds - done), time.perf_counter()
+            block = source.advance(state, done + 1, length, silence)
+            state, silence, done = block.state, block.silence, done + length
+            lost |= ~np.asarray(block.finite) | (block.most_silent >= source.most_silent)
+            ended = np.asarray(block.values.get("ended", False))
+            at_most = rounds_at_once(length, time.perf_counter() - began)
+            tick(cell, length * count)
+        tick(cell, (rounds - done) * count)
+        judged, size, results = source.held_out(state), np.asarray(self._data.held_out.size), []
+        del judged["found"]
+        for i in range(count):
+            summary = metrics.summarize({name: values[i] for name, values in judged.items()}, size)
+            diverged = bool(lost[i]) or not np.isfinite(list(summary.values())).all()
+            results.append({"diverged": diverged} | ({} if diverged else summary))
+        return results

@@ -1,4 +1,4 @@
-"""The loop over rounds: `rollout`, a pure scan, and `run_rounds`, the one loop of `simulate` and `simulate_population`.
+"""The loop over rounds: `rollout`, a pure scan, and `run_rounds`, the one loop of `simulate`.
 
 Rounds are numbered from 1, those of `init` included (`Algorithm.init_rounds`, `b`). The key of round `b + t` is
 `fold_in(key, t)`, the key of `init` is `fold_in(key, 0)`. A run that is stopped and resumed, or evaluated at other
@@ -7,9 +7,6 @@ rounds, therefore equals an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.analysis.metrics import deviation
-from jfcl.core import Algorithm, Clients, PyTree, check, check_choice, check_count, check_key, plain
+from jfcl.core import Algorithm, Clients, PyTree, check, check_count
 from jfcl.mapping import hosts, memory
-from jfcl.simulation.callbacks import Callbacks, End, check_callbacks
-from jfcl.simulation.evaluation import EVENTS, SERVE, Silence, make_records
+from jfcl.simulation.callbacks import Callbacks, End
+from jfcl.simulation.client_rows import ClientRows
+from jfcl.simulation.evaluation import Silence, make_records
 from jfcl.simulation.folder import Restored, RunFolder
-from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_if_never_examined
+from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_high, warn_once
 
-METHOD_ENDED, ALL_DONE = "every cluster is final", "all rounds are done"  # why runs end by themselves
+ALL_DONE = "all rounds are done"  # why most runs end
 SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
+MOST_ROUNDS = 1024  # in one call, which returns some metrics of every round
 
 
 class History(NamedTuple):
@@ -48,10 +47,13 @@ class History(NamedTuple):
       seconds: wall time without compilation, of all parts of a run that was resumed.
       compile_seconds: time spent tracing and compiling, 0 for a second call with the same algorithm.
       client_steps: local steps of all clients, rounds and seeds.
-      ended: why the run ended: all rounds are done, every cluster is final, or the reason of a callback.
+      ended: why the run ended: all rounds are done, the method's reason (`Entries.ended`), or that of a callback.
       init_rounds: rounds of the method's start, which come before those of the simulation: restarts, warm rounds, or
         training before the clients are clustered.
       served: what the clients are served in the last state, a `jfcl.Served`; with a leading seed axis as in `state`.
+      rows: of a population, the rows that the method keeps of every client, a `jfcl.simulation.client_rows.ClientRows`;
+        `state` and `served` then have those of the last cohort, and `clients` the evaluated clients, with their `id`
+        `[E]`. None for clients on the device.
     """
 
     records: list[dict[str, Any]]
@@ -64,6 +66,7 @@ class History(NamedTuple):
     ended: str
     init_rounds: int = 0
     served: Any = None
+    rows: ClientRows | None = None
 
     def __repr__(self) -> str:
         """Returns three lines: the end, the mean ± sample deviation over seeds of the last records, the costs."""
@@ -121,43 +124,16 @@ def rollout(algorithm: Algorithm, clients: Clients, *, key: jax.Array, num_round
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The loop of `simulate` and `simulate_population`.
+# The loop of `simulate`.
 
 
-def check_run(
-    key: Any,
-    num_rounds: int,
-    eval_every: int,
-    stop_after: Any,
-    serve: str,
-    out: Any,
-    resume: bool,
-    config: Any,
-    checkpoint_seconds: Any,
-    callbacks: Any,
-) -> None:
-    """Raises `ValueError` for bad values of arguments that `simulate` and `simulate_population` share."""
-    check_key(key)
-    check_count("num_rounds", num_rounds)
-    check_count("eval_every", eval_every)
-    if stop_after is not None:
-        check_count("stop_after", stop_after)
-    check_choice("serve", serve, SERVE)
-    check(out is not None or not resume, "out", out, "the folder of the run to resume")
-    if out is not None:
-        plain.check_path("out", out)
-    number = isinstance(checkpoint_seconds, (int, float, np.number)) and checkpoint_seconds >= 0  # NaN is not
-    check(number, "checkpoint_seconds", checkpoint_seconds, "a number, at least 0")
-    check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
-    check_callbacks(callbacks)
+class Schedule(NamedTuple):
+    """The rounds of a run; arguments of `simulate`."""
 
-
-def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
-    """Returns the names of `count` keys, by default `0 .. R-1`; `ValueError` for other than different integers."""
-    names = np.ravel(range(count) if seeds is None else seeds).tolist()
-    fits = all(type(name) is int for name in names) and len(set(names)) == len(names) == count
-    check(fits, "seeds", seeds, f"different integers, one for each of the {count} keys")
-    return names
+    num_rounds: int
+    eval_every: int = 1
+    stop_after: int | None = None
+    keep_clients: bool = False
 
 
 class Block(NamedTuple):
@@ -167,7 +143,7 @@ class Block(NamedTuple):
       state: after the last of them.
       values: metrics of the last round, `[R, ...]` each.
       sums: sums over the rounds of metrics, one float per seed each.
-      events: the largest values over the rounds of metrics, `[R, ...]` each.
+      largest: the largest values over the rounds of metrics, `[R, ...]` each.
       finite: `[R]` bool, whether the models are finite.
       silence: of `[R]`, after the last round.
       most_silent: `[R]` int32, its largest count over the rounds.
@@ -176,48 +152,36 @@ class Block(NamedTuple):
     state: Any
     values: dict[str, Any]
     sums: dict[str, list[float]]
-    events: dict[str, np.ndarray]
+    largest: dict[str, np.ndarray]
     finite: Any
     silence: Silence
     most_silent: np.ndarray
 
 
 def run_rounds(
-    backend: Any,
-    start: Restored,
-    *,
-    num_rounds: int,
-    eval_every: int,
-    stop_after: int | None,
-    keep_clients: bool,
-    watch: Watch,
-    folder: RunFolder | None,
-    callbacks: Callbacks,
+    source: Any, start: Restored, schedule: Schedule, watch: Watch, folder: RunFolder | None, callbacks: Callbacks
 ) -> History:
     """Runs the rounds after `start`, with evaluations, records, warnings, checkpoints and the progress bar.
 
     Args:
-      backend: the clients and the compiled programs, `OnDevice` or `Streamed`.
+      source: the clients and the compiled programs, `Resident` or `Streamed`.
       start: the state after `start.round` rounds; its totals hold `init_rounds`, those of the method's start.
-      num_rounds, eval_every, stop_after, keep_clients: as in `simulate`.
       watch: an open `Watch`.
       folder: the run's folder; None in every process but the first, and if nothing is kept.
       callbacks: those of the run, with its folder.
 
-    A backend has these attributes and methods:
+    A source has these attributes and methods:
       subjects: the evaluated clients, `Subjects`.
       resident: whether all clients stay on the device. Several rounds then run in one call, and the run stops when the
         method has ended. With cohorts, one round runs at a time, and `ended` holds for the cohort only.
-      warn: `(records) -> None`, warns once of collapsed models and excluded updates.
-      compile: `() -> bool`, compiles the programs, and returns whether none is left for the first round.
+      client_rows: those of a population; None of clients on the device.
       most_silent: the number of participants in a row without a finite update that shows that training has diverged.
       advance: `(state, first, count, silence) -> Block`, runs `count` rounds from round `first` on, not counting those
         of the method's start; `state` is consumed; `silence` is that of the last block.
-      commit: `() -> None`, accepts the last block. A block that diverges is not accepted.
       evaluate: `(state, values) -> Assessment`; `values` are the metrics of the last round.
-      snapshot: `(done, state, totals) ->` a context with the state and totals of a checkpoint, on the host.
-      final: `(state, done, assessment) ->` the `state` and `clients` of `History` after `done` rounds, counted as in
-        `advance`; `assessment` is that of the last round, or None.
+      saved: `(state) ->` the arrays of a checkpoint, on the host.
+      final: `(state, done, assessment) ->` the `state`, `clients` and `served` of `History` after `done` rounds,
+        counted as in `advance`; `assessment` is that of the last round, or None.
 
     Raises:
       DivergedError: a model is no longer finite, or clients no longer send finite updates (`most_silent`).
@@ -226,54 +190,46 @@ def run_rounds(
       MemoryError: the device has no memory left, although the check before the run found enough.
     """
     done, state, totals, records = start
-    totals, records, seeds = dict(totals), list(records), backend.subjects.seeds
+    subjects, seeds, entries = source.subjects, source.subjects.seeds, source.subjects.entries
+    totals, records, warned = dict(totals), list(records), set()
     assessment, at_most = None, 1  # the duration of a first round decides how many run at once
     before = totals.pop("init_rounds", 0)
-    final_round = before + num_rounds
-    until = final_round if stop_after is None else before + min(num_rounds, stop_after)
+    final_round = before + schedule.num_rounds
+    until = before + min(schedule.num_rounds, schedule.stop_after or schedule.num_rounds)
     last, has_ended = records[-len(seeds) :], False
     with callbacks, memory.out_of_memory():  # callbacks are given the remedy
         # Begin, unless the run has ended already.
         callbacks.start(start, seeds)
         callbacks.raise_failure()
         if last and all(row["round"] == done for row in last):
-            has_ended = backend.resident and all(row.get("ended", False) for row in last)
+            has_ended = source.resident and all(row.get("ended", False) for row in last)
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, final_round, totals.pop("time", (0.0, 0.0)))
         silence = Silence(*np.array(totals.pop("silence", np.zeros((2, len(seeds)))), np.int32))
-        if done < until and backend.compile():
-            watch.show("")
-        if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
-            raise KeyboardInterrupt
 
         while done < until:
-            # Train, at most up to the next evaluation.
-            count = min(eval_every - done % eval_every, until - done, at_most)
+            # Train, at most up to the next evaluation, and stop where the models are lost.
+            count = min(schedule.eval_every - done % schedule.eval_every, until - done, at_most)
             began = watch.seconds()
-            block = backend.advance(state, done - before + 1, count, silence)
-            if backend.resident:
-                took = watch.seconds() - began
-                at_most = int(np.clip(BLOCK_SECONDS * count / max(took, 1e-9), 1, 2**30))
+            block = source.advance(state, done - before + 1, count, silence)
+            if source.resident:
+                at_most = rounds_at_once(count, watch.seconds() - began)
             done, state, silence, assessment = done + count, block.state, block.silence, None
-
-            # Stop where the models are lost; otherwise accept the rounds.
-            is_evaluated = done % eval_every == 0 or done == final_round
-            has_ended = is_evaluated and backend.resident and bool(np.all(block.values.get("ended", False)))
-            stop_if_diverged(block.finite, block.most_silent >= backend.most_silent, done, seeds, folder)
-            backend.commit()
+            stop_if_diverged(block.finite, block.most_silent >= source.most_silent, done, seeds, folder)
             totals, callbacks.round = _add(totals, block), done
 
             # Evaluate and record.
-            if is_evaluated:
-                assessment = backend.evaluate(state, block.values)
-                rows = make_records(backend.subjects, done, assessment, totals)
-                if keep_clients:
+            if done % schedule.eval_every == 0 or done == final_round:
+                has_ended = source.resident and bool(np.all(block.values.get("ended", False)))
+                assessment = source.evaluate(state, block.values)
+                rows = make_records(subjects, done, assessment, totals)
+                if schedule.keep_clients:
                     rows = [row | {"clients": assessment.of_seed(s)} for s, row in enumerate(rows)]
                 records += rows
                 if folder is not None:
                     folder.append(rows)
-                backend.warn(rows)
-                totals = {name: value for name, value in totals.items() if name not in EVENTS}
+                warn_once(warned, rows, subjects)
+                totals = {name: value for name, value in totals.items() if name not in entries.largest}
                 callbacks.records(rows)
                 until = done if has_ended or callbacks.reason else until
             watch.advance(done, records[-len(seeds)] if records else {})
@@ -283,69 +239,45 @@ def run_rounds(
             due, at_most = decisions[0, :2].tolist()
             is_interrupted = decisions[:, 2].any()
             if callbacks.folder is not None and (due or is_interrupted or callbacks.failure or done == until):
-                with backend.snapshot(done, state, totals) as (kept, kept_totals):
-                    if folder is not None:
-                        more = {"time": watch.clock(), "silence": np.array(silence).tolist(), "init_rounds": before}
-                        folder.save(done, kept, kept_totals | more)
+                kept = source.saved(state)
+                if folder is not None:
+                    more = {"time": watch.clock(), "silence": np.array(silence).tolist(), "init_rounds": before}
+                    folder.save(done, kept, totals | more, source.client_rows)
                 watch.saved()
                 callbacks.checkpoint()
             callbacks.raise_failure()
             if is_interrupted:
                 raise KeyboardInterrupt
-        warn_if_never_examined(records[-len(seeds) :], done)
-        warn_if_loss_is_high(records, backend.subjects)
-        why = callbacks.reason or f"stop_after is {stop_after} rounds"
+        warn_once(warned, records[-len(seeds) :], subjects, is_last=True)
+        warn_if_loss_is_high(records, subjects)
         ended = has_ended or done == final_round
-        reason = METHOD_ENDED if has_ended else ALL_DONE if ended else why
+        why = callbacks.reason or f"stop_after is {schedule.stop_after} rounds"
+        reason = entries.ended if has_ended else ALL_DONE if ended else why
         callbacks.ended = End("finished" if ended else "stopped", reason, done)
-    state, clients, served = backend.final(state, done - before, assessment)
-    steps = sum(totals.get("client_steps", [0.0]))
-    return History(records, state, clients, done, *watch.clock(), steps, callbacks.ended.reason, before, served)
+    state, clients, served = source.final(state, done - before, assessment)
+    steps, ended = sum(totals.get("client_steps", [0.0])), callbacks.ended.reason
+    return History(records, state, clients, done, *watch.clock(), steps, ended, before, served, source.client_rows)
+
+
+def rounds_at_once(count: int, seconds: float) -> int:
+    """Returns the rounds of the next call of a program, from the duration of `count` of them."""
+    return int(np.clip(BLOCK_SECONDS * count / max(seconds, 1e-9), 1, MOST_ROUNDS))
 
 
 def _add(totals: dict[str, Any], block: Block) -> dict[str, Any]:
-    """Returns `totals` with the sums and events of `block`."""
-    sums = {
-        name: [a + b for a, b in zip(totals.get(name, [0.0] * len(added)), added, strict=True)]
-        for name, added in block.sums.items()
-    }
-    events = {name: np.maximum(largest, totals.get(name, -1)).tolist() for name, largest in block.events.items()}
-    return totals | sums | events
+    """Returns `totals` with the sums and the largest values of `block`."""
+    sums = {name: np.add(totals.get(name, 0.0), added).tolist() for name, added in block.sums.items()}
+    return totals | sums | {name: np.maximum(x, totals.get(name, -1)).tolist() for name, x in block.largest.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The run's folder.
-
-
-def resumption(out: str | Path, restored: Restored | None, num_rounds: int) -> str:
-    """Returns a line on where a resumed run begins: after the checkpoint `restored`, or with its first round."""
-    if restored is None:
-        return f"no checkpoint in {out} yet: beginning with the first round"
-    last = num_rounds + restored.totals.get("init_rounds", 0)
-    return f"resuming after round {restored.round:,} of {last:,}"
-
-
-def open_folder(
-    opened: contextlib.ExitStack, out: str | Path | None, resume: bool, config: dict[str, Any], num_rounds: int
-) -> RunFolder | None:
-    """Returns the run's folder, until `opened` is left, in the first process; None in others, and without `out`."""
-    make, saved = RunFolder.reopen if resume else RunFolder.create, config | {"num_rounds": num_rounds}
-    folder = None if out is None else hosts.by_first(lambda: make(out, saved))
-    if folder is not None:
-        opened.callback(folder.close)
-    return folder
-
-
-def read_checkpoint(
-    folder: RunFolder | None, like: PyTree, num_rounds: int, *, any_round: bool = True
-) -> Restored | None:
+def read_checkpoint(folder: RunFolder | None, like: PyTree, num_rounds: int) -> Restored | None:
     """Returns the last checkpoint, the same in every process, with a state like `like`; None without one.
 
     Raises:
       ValueError: as `RunFolder.restore`; more than `num_rounds` rounds are done, or so many without the evaluation that
         ends a run.
     """
-    found = hosts.by_first(lambda: folder.restore(like, any_round=any_round))
+    found = hosts.by_first(lambda: folder.restore(like))
     about = hosts.same_everywhere(None if found is None else [found.round, found.totals, found.records])
     if about is None:
         return None

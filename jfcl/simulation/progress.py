@@ -83,23 +83,19 @@ class compile_ahead:
     """
 
     def __init__(self, lowered: Sequence[jax.stages.Lowered]):
-        self._futures, self._ahead = [], jax.process_count() == 1
-        if self._ahead:
-            pool = ThreadPoolExecutor(max(len(lowered), 1), "compile")
+        self._futures = []
+        if lowered and jax.process_count() == 1:
+            pool = ThreadPoolExecutor(len(lowered), "compile")
             self._futures = [pool.submit(program.compile) for program in lowered]
             pool.shutdown(wait=False)
 
-    def wait(self) -> bool:
-        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler.
-
-        Returns whether programs were compiled ahead, now or earlier.
-        """
+    def wait(self) -> None:
+        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler."""
         began, futures, self._futures = time.perf_counter(), self._futures, []
         for future in futures:
             future.result()
         if futures:
             CompileClock.count(time.perf_counter() - began)
-        return self._ahead
 
 
 def progress_bar(is_shown: bool, *columns: Any) -> Progress:
@@ -211,35 +207,25 @@ def stop_if_diverged(finite: Any, silent: Any, t: int, seeds: Sequence, folder: 
             raise DivergedError(f"by round {t}, seed {seeds[s]}: {what}; {how}")
 
 
-def warn_once(warned: set, rows: list[dict[str, Any]], *, num_models: int, num_clients: int, true_cluster: Any) -> None:
-    """Warns, once for each kind in `warned`, of collapsed models, full capacity, excluded updates and overflows."""
-    alike = true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1  # one model is right
+def warn_once(warned: set, rows: list[dict[str, Any]], subjects: Subjects, *, is_last: bool = False) -> None:
+    """Warns, once for each kind in `warned`, of collapsed models, excluded updates, and what the method notes."""
+    notes = subjects.entries.notes or (lambda row, is_last: {})
     for row in rows:
-        found = {}
-        if 1 < num_models < num_clients and not alike and row["clusters_in_use"] == 1:
+        found = notes(row, is_last)
+        if subjects.choices > 1 and not is_last and row["clusters_in_use"] == 1:
             found["collapse"] = (
-                f"all clients use one of the {num_models} models; restarts or a warm start (init_params, --init-from),"
-                " where the method has them, can prevent that"
+                f"all clients use one of the {subjects.choices} models; restarts or a warm start (init_params,"
+                " --init-from), where the method has them, can prevent that"
             )
-        if row.get("capacity_reached"):
-            found["capacity"] = "a cluster would be split, but max_clusters are in use"
-        if row.get("nonfinite"):
+        if row.get("nonfinite") and not is_last:
             updates = f"{row['nonfinite']:.0f} client update(s)"
             found["nonfinite"] = f"{updates} so far held NaN or infinity and were left out"
-        if np.any(row.get("overflowed", False)):
-            clusters = np.flatnonzero(row["overflowed"]).tolist()
-            found["overflowed"] = (
-                f"the models of clusters {clusters} overflowed; these clusters keep their last finite model and are not"
-                " examined any more, the others go on"
-            )
-        for kind in [kind for kind in found if kind not in warned]:
+        for kind in found.keys() - warned:
             warned.add(kind)
             warnings.warn(f"round {row['round']}, seed {row['seed']}: {found[kind]}", stacklevel=4)
 
 
-FEW_ROUNDS = 10  # fewer are too few for a conclusion
 HIGH = 10  # times the loss of guessing is no result of training
-NEVER = 1e-20  # an eps_1 below this is meant to prevent splits
 
 
 def warn_if_cores_are_idle(client_axis: mapping.Mapping, seconds: float) -> None:
@@ -274,33 +260,6 @@ def warn_if_loss_is_high(records: list[dict[str, Any]], subjects: Subjects) -> N
                 f"round {last['round']}, seed {last['seed']}: the training loss, {last['train_loss']:.3g}, is far above"
                 f" that of {what}, {guess:.3g}; a lower learning rate (--lr) usually helps, and with hostile clients"
                 " a robust aggregator",
-                stacklevel=4,
-            )
-            return
-
-
-def warn_if_never_examined(rows: list[dict[str, Any]], num_rounds: int) -> None:
-    """Warns once if a run of `jfcl.cfl` ends without a decision although updates are long.
-
-    Args:
-      rows: the last record of each seed.
-      num_rounds: rounds done.
-    """
-    for row in rows if num_rounds >= FEW_ROUNDS else []:
-        if row.get("decisions", 1) or "thresholds" not in row:
-            continue
-        mean, longest, (below, above) = row["mean_norm"][0], row["max_norm"][0], row["thresholds"]
-        if longest > above and below > NEVER:
-            long = f"The longest update, {longest:.3g}, is above eps_2, {above:.3g}"
-            why = (
-                f"but the mean update, {mean:.3g}, is not below eps_1, {below:.3g}: train for more rounds, or choose a"
-                " larger eps_1"
-                if not mean < below
-                else f"and the mean update, {mean:.3g}, is below eps_1, {below:.3g}, but too few rounds have passed"
-                " (min_rounds), or too few clients have a voice (min_size, cohort)"
-            )
-            warnings.warn(
-                f"round {row['round']}, seed {row['seed']}: no cluster was ever examined for a split. {long}, {why}",
                 stacklevel=4,
             )
             return

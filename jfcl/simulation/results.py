@@ -12,7 +12,7 @@ import numpy as np
 
 from jfcl.analysis.metrics import OWN_NAMES, deviation, rounds_to_recovery
 from jfcl.core.texts import csv_bytes
-from jfcl.simulation.evaluation import is_mixture
+from jfcl.simulation.evaluation import Subjects, is_mixture
 from jfcl.simulation.folder import environment, write_results
 from jfcl.simulation.loop import History
 
@@ -126,26 +126,18 @@ def clients_csv(
     return contents
 
 
-def keep_results(
-    out: str | Path,
-    history: History,
-    *,
-    config: dict[str, Any],
-    seeds: Sequence[int],
-    ids: Sequence[int],
-    true_cluster: np.ndarray | None,
-    num_clients: int,
-) -> None:
+def keep_results(out: str | Path, history: History, config: dict[str, Any], subjects: Subjects) -> None:
     """Writes `clients.csv` and `summary.json` of a run in Python, the method and data of which only `config` can name.
 
     Nothing is written where no round was evaluated.
     """
     if not history.records:
         return
-    known = None if true_cluster is None else np.unique(np.asarray(true_cluster)[np.asarray(true_cluster) >= 0])
+    true_cluster = subjects.true_cluster
+    known = None if true_cluster is None else np.unique(true_cluster[true_cluster >= 0])
     named = {name: value if isinstance(value := config.get(name), str) else None for name in ("method", "dataset")}
-    counts = {"num_clients": num_clients, "num_clusters": None if known is None else len(known)}
+    counts = {"num_clients": subjects.num_clients, "num_clusters": None if known is None else len(known)}
     summary = named | counts | {"split_hash": None} | summarize(history)
     listed = "cluster" in history.clients  # not by a population without test examples
-    contents = clients_csv(history, seeds, ids, true_cluster) if listed else {}
+    contents = clients_csv(history, subjects.seeds, subjects.ids, true_cluster) if listed else {}
     write_results(Path(out), contents, summary)

@@ -1,4 +1,4 @@
-"""`simulate`: a run with all clients on the device."""
+"""`simulate`: a run with all clients, or one cohort of a population at a time, on the device."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from jfcl.core import (
     Algorithm,
     Clients,
     check,
+    check_choice,
     check_clients,
+    check_count,
     check_examples,
+    check_key,
     check_labels,
     check_made,
-    client_ids,
-    named_leaves,
     num_clients,
+    plain,
 )
+from jfcl.data.store import ClientStore
 from jfcl.mapping import hosts, memory
-from jfcl.simulation.callbacks import Callbacks
-from jfcl.simulation.evaluation import check_further
-from jfcl.simulation.folder import Restored
-from jfcl.simulation.loop import History, check_run, open_folder, read_checkpoint, resumption, run_rounds, seed_names
-from jfcl.simulation.on_device import OnDevice, build
+from jfcl.simulation.callbacks import Callbacks, check_callbacks
+from jfcl.simulation.client_rows import IN_MEMORY
+from jfcl.simulation.cohorts import Cohorts
+from jfcl.simulation.evaluation import SERVE, check_further
+from jfcl.simulation.folder import RunFolder
+from jfcl.simulation.loop import History, Schedule, run_rounds
 from jfcl.simulation.progress import Watch, warn_if_cores_are_idle
+from jfcl.simulation.resident import Resident, build
 from jfcl.simulation.results import keep_results
+from jfcl.simulation.streamed import Streamed
 
 
 @memory.out_of_memory()
 def simulate(
     algorithm: Algorithm | Callable[..., Algorithm],
-    clients: Clients,
+    clients: Clients | ClientStore,
     *,
     key: jax.Array,
     num_rounds: int,
-    test_clients: Clients | None = None,
+    test_clients: Clients | ClientStore | None = None,
     newcomers: Clients | None = None,
     true_cluster: np.ndarray | None = None,
     serve: str = "loss",
@@ -63,21 +69,39 @@ def simulate(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
+    cohort: int | None = None,
+    remember: int | None = None,
+    sampling: str = "uniform",
+    strata: Any = None,
+    dropout: float = 0.0,
+    stragglers: float = 0.0,
+    join: Callable[[jax.Array, Clients], Any] | None = None,
+    change: Callable[[Clients], Clients] | None = None,
+    evaluate: int | Sequence[int] = 1000,
+    rows_in_memory: float = IN_MEMORY,
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
-    Some methods end (`jfcl.cfl` with `recursive=True`, once every cluster is final). The run then stops at the first
-    evaluation after the end in all seeds, before all rounds are done.
+    All clients are on the device (`Clients`), or those of a population are on the host (`jfcl.data.ClientStore`), and
+    one cohort at a time is on the device. Some methods end (`jfcl.cfl` with `recursive=True`, once every cluster is
+    final). With all clients on the device, the run then stops at the first evaluation after the end in all seeds.
+
+    A population may be of any size, with one seed in one process. With all of it as the cohort the results are those of
+    its clients on the device. A client that takes part for the first time starts with the row of the state that
+    `algorithm.init` gives it in its cohort. The method must allow other clients in every round: it must not cluster all
+    clients before the first one. A method that compares clients compares those of a cohort.
 
     Args:
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. A second call with the
         same object compiles nothing, also for other values of `hyperparams`. The programs, some ten megabytes, stay in
         memory until `jfcl.clear_programs()` drops them.
-      clients: training data.
-      key: one key, or `[R]` of them: seeds, run together in one program.
+      clients: training data, `Clients` or a `ClientStore`.
+      key: one key, or `[R]` of them: seeds, run together in one program. The cohort of round `t` depends on `key` and
+        `t` alone.
       num_rounds: `T`. The rounds of a method's start (restarts, warm rounds, training before the clients are clustered)
         come before them and count: the run ends with round `T` and so many more (`History.init_rounds`).
-      test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
+      test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served. A
+        `ClientStore` where the clients are.
       newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
@@ -116,16 +140,39 @@ def simulate(
       callbacks: objects with some of the methods of `jfcl.callbacks.Callback`, called in this order: early stopping,
         trackers. They change no result, and a resumption may have others.
       summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
+        Without `test_clients`, a population leaves no `clients.csv`.
+      cohort: `C`, the number of clients of a population in a round; the following arguments are of populations too.
+        (Methods have an option `cohort` for clients on the device.)
+      remember: for a method that keeps each client's last update (`cfl` with `cohort=C`): the number of clients outside
+        the cohort, those with the latest updates, that are compared with the cohort. Default: 1,000, or all. Their
+        rows, which hold the updates, are copied to the device in every round; their examples are not.
+      sampling, strata: as in `jfcl.simulation.cohorts.make_sampler`.
+      dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
+        examples, and its row stays as it is.
+      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn, and the first `C` answers, in
+        random order, make up the round. The others are cut: they count as drawn (`asked`), but their work and bytes do
+        not count.
+      join: `(key, clients) -> state`, which gives new clients their first rows; default: `algorithm.init`. Required if
+        that learns models from the clients: for IFCA with restarts, pass the init of IFCA without restarts; the first
+        cohort then decides.
+      change: `(clients) -> clients`, of NumPy arrays: applied to every cohort after it is gathered, for example
+        `jfcl.attacks.poison` for malicious clients.
+      evaluate: the number of evaluated clients of a population, drawn once; or their ids.
+      rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given. Of no
+        effect on a run that is resumed: its rows stay where they were.
 
     Returns:
       `History`: `records` of the evaluated rounds, the last `state`, and in `clients` the final `cluster`, `model`,
-      `loss` and `accuracy` of every client.
+      `loss` and `accuracy` of every client. Records of a population have further totals: `asked`, `dropped`, `cut`, and
+      `seen`, the number of clients that have taken part. It takes memory on the device for two cohorts and the models,
+      and on the host for two cohorts, a few bytes a client, and the rows.
 
     Raises:
       ValueError: bad input, before anything is compiled.
       DivergedError: a model is no longer finite, or no client sent a finite update; the last good checkpoint stays.
       KeyboardInterrupt: on Ctrl-C, once the present rounds (about a second's, at least one) are done and saved.
       jfcl.callbacks.CallbackError: a callback raised; the present rounds are saved.
+      OSError: such as of a store that cannot be read, in the thread that gathers cohorts.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -136,72 +183,114 @@ def simulate(
       >>> [round(r["loss"], 4) for r in history.records]
       [0.25, 0.0625]
     """
-    # Check the options, without the data.
-    check_run(key, num_rounds, eval_every, stop_after, serve, out, resume, config, checkpoint_seconds, callbacks)
-    accepted = "without: the numbers of the run's key have this name"
-    check("key" not in (config or {}), "config", "an entry 'key'", accepted)
-    further = check_further(metrics)
-    client_axis = mapping.or_auto(client_axis)
-    parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    _check_data(client_axis, parts, true_cluster)
-
-    # Keys, and hyperparameters with types that do not depend on Python's.
-    single = key.ndim == 0
-    keys = key[None] if single else key
-    seeds = seed_names(seeds, len(keys))
-    if seed_axis is None:
-        seed_axis = mapping.chunked(1) if len(keys) == 1 else mapping.auto()
-    mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
-    if hyperparams is not None:
-        hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
-    keys, hyperparams = hosts.replicate((keys, hyperparams), mesh)
-    check_method(build(algorithm, hyperparams), parts)
+    # Check the options and the data.
+    further, schedule = check_further(metrics), Schedule(num_rounds, eval_every, stop_after, keep_clients)
+    _check_run(key, schedule, serve, out, resume, config, checkpoint_seconds, callbacks)
+    seeds, client_axis = seed_names(seeds, key.size), mapping.or_auto(client_axis)
+    cohorts = Cohorts(cohort, remember, sampling, strata, dropout, stragglers, join, change, evaluate, rows_in_memory)
+    if isinstance(clients, ClientStore):
+        others = {"newcomers": newcomers, "true_cluster": true_cluster, "hyperparams": hyperparams, "state": state}
+        for name, value in others.items():
+            check(value is None, name, type(value).__name__, "left out for a population")
+        until = num_rounds if stop_after is None else min(num_rounds, stop_after)
+        source = Streamed(algorithm, clients, test_clients, key, seeds, cohorts, client_axis, until)
+    else:
+        for name in cohorts.given():
+            check(False, name, getattr(cohorts, name), "left out for clients on the device; methods have a cohort")
+        parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
+        parts = {name: part for name, part in parts.items() if part is not None}
+        _check_data(client_axis, parts, true_cluster)
+        if hyperparams is not None:  # with types that do not depend on Python's
+            hyperparams = {name: jnp.asarray(np.asarray(value)) for name, value in hyperparams.items()}
+        check_method(build(algorithm, hyperparams), parts)
+        seed_axis = seed_axis or (mapping.chunked(1) if len(seeds) == 1 else mapping.auto())
+        axes = {"row_axis": seed_axis, "client_axis": client_axis}
+        evaluated = {"tests": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
+        source = Resident(algorithm, clients, key, hyperparams, seeds=seeds, **axes, **evaluated)
+        if state is not None:
+            source.start_from(state)
 
     is_shown = progress and hosts.is_first()
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch:
         # Place the data. Up to the next step a refusal leaves no trace on the disk.
         watch.show("compiling")
-        backend = OnDevice(algorithm, clients, keys, seeds, hyperparams, seed_axis, client_axis)
-        first = None if state is None else _first_state(state, backend.like, single)
-        backend.place(test_clients, newcomers, true_cluster, serve, further)
+        source.place(serve, further)
 
-        # Begin or resume.
-        if summary or config is None:  # a caller in Python may resume with another key
-            config = _with_keys(config, key, seeds)
-        folder = open_folder(opened, out, resume, config, num_rounds)
-        restored = read_checkpoint(folder, backend.like, num_rounds) if resume else None
-        if restored is None and first is not None:
-            restored = Restored(0, first, {}, [])
-        start = backend.restore(restored)
+        # Begin or resume. A caller with results of its own, in a configuration of its own, may resume with another key.
+        if summary or config is None or not source.resident:
+            config = source.identity | (config or {})
+        folder = _open_folder(opened, out, resume, config | {"num_rounds": num_rounds})
+        for part in (clients, test_clients) if resume else ():
+            if isinstance(part, ClientStore):
+                part.verify(progress=progress)
+        start = source.start(folder, resume, num_rounds)
+        last = num_rounds + start.totals.get("init_rounds", 0)
         if resume:
             hosts.by_first(lambda: folder.begin())
-            watch.tell(resumption(out, restored, num_rounds))
+            is_there = folder is not None and folder.has_checkpoint()
+            is_new = f"no checkpoint in {out} yet: beginning with the first round"
+            watch.tell(f"resuming after round {start.round:,} of {last:,}" if is_there else is_new)
 
         # Run.
-        schedule = {
-            "num_rounds": num_rounds,
-            "eval_every": eval_every,
-            "stop_after": stop_after,
-            "keep_clients": keep_clients,
-        }
-        called = Callbacks(callbacks, description, config, num_rounds + start.totals.get("init_rounds", 0), out)
-        history = run_rounds(backend, start, **schedule, watch=watch, folder=folder, callbacks=called)
+        called = Callbacks(callbacks, description, config, last, out)
+        history = run_rounds(source, start, schedule, watch, folder, called)
         if summary and folder is not None and called.is_finished():
-            n = history.clients["examples"].shape[1]  # of all processes
-            ids = list(range(n)) if hosts.several() else client_ids(clients).tolist()
-            about = {"config": config, "seeds": seeds, "ids": ids, "true_cluster": true_cluster}
-            keep_results(out, history, **about, num_clients=n)
+            keep_results(out, history, config, source.subjects)
     warn_if_cores_are_idle(client_axis, history.seconds)
-    if not single:
-        return history
-    state = jax.tree.map(lambda x: x[0], history.state)
-    return history._replace(state=state, served=build(algorithm, hyperparams).serve(state, None))  # shares its arrays
+    return history
+
+
+def _open_folder(
+    opened: contextlib.ExitStack, out: str | Path | None, resume: bool, config: dict[str, Any]
+) -> RunFolder | None:
+    """Returns the run's folder, until `opened` is left, in the first process; None in others, and without `out`."""
+    make = RunFolder.reopen if resume else RunFolder.create
+    folder = None if out is None else hosts.by_first(lambda: make(out, config))
+    if folder is not None:
+        opened.callback(folder.close)
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Checks.
+
+
+def _check_run(
+    key: Any,
+    schedule: Schedule,
+    serve: str,
+    out: Any,
+    resume: bool,
+    config: Any,
+    checkpoint_seconds: Any,
+    callbacks: Any,
+) -> None:
+    """Raises `ValueError` for bad values of arguments that do not depend on the clients."""
+    check_key(key)
+    check_count("num_rounds", schedule.num_rounds)
+    check_count("eval_every", schedule.eval_every)
+    if schedule.stop_after is not None:
+        check_count("stop_after", schedule.stop_after)
+    check_choice("serve", serve, SERVE)
+    check(out is not None or not resume, "out", out, "the folder of the run to resume")
+    if out is not None:
+        plain.check_path("out", out)
+    number = isinstance(checkpoint_seconds, (int, float, np.number)) and checkpoint_seconds >= 0  # NaN is not
+    check(number, "checkpoint_seconds", checkpoint_seconds, "a number, at least 0")
+    check(config is None or isinstance(config, dict), "config", config, "a dict that JSON can hold")
+    for name in ("key", "cohorts"):
+        accepted = "without: what identifies the run has this name"
+        check(name not in (config or {}), "config", f"an entry {name!r}", accepted)
+    check_callbacks(callbacks)
+
+
+def seed_names(seeds: Sequence[int] | None, count: int) -> list[int]:
+    """Returns the names of `count` keys, by default `0 .. R-1`; `ValueError` for other than different integers."""
+    names = np.ravel(range(count) if seeds is None else seeds).tolist()
+    fits = all(type(name) is int for name in names) and len(set(names)) == len(names) == count
+    check(fits, "seeds", seeds, f"different integers, one for each of the {count} keys")
+    return names
 
 
 def _check_data(client_axis: mapping.Mapping, parts: dict[str, Clients], true_cluster: Any) -> None:
@@ -252,31 +341,3 @@ def check_method(made: Algorithm, parts: dict[str, Clients]) -> None:
             check_labels(part, made.task.num_classes, name=name)
     if made.check is not None and num_clients(parts["clients"]):  # one of several processes may hold none
         made.check(parts["clients"])
-
-
-def _with_keys(config: dict[str, Any] | None, key: jax.Array, seeds: list) -> dict[str, Any]:
-    """Returns the configuration of a run with its keys, and the names of its seeds where they are not the default."""
-    own = {"key": np.asarray(jax.random.key_data(key)).tolist()}
-    own |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
-    return own | (config or {})
-
-
-def _first_state(state: Any, like: Any, single: bool) -> Any:
-    """Returns a user's `state` with a seed axis, on the host; `ValueError` unless its shapes are those of `like`."""
-    if single:
-        state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
-
-    def shapes(tree):
-        return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
-
-    found, wanted = shapes(state), shapes(like)
-    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    difference = "; ".join(f"{n} is {found.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:3])
-    accepted = "of this algorithm with these options, of these clients, and with a seed axis if there are several keys"
-    fits = not names and jax.tree.structure(state) == jax.tree.structure(like)
-    check(fits, "state", difference or type(state).__name__, accepted)
-
-    def copied(x):  # since a round overwrites its state
-        return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
-
-    return jax.tree.map(copied, state)

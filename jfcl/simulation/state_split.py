@@ -25,13 +25,13 @@ class Split(NamedTuple):
       axes: by leaf, the client axis; None for shared arrays.
       personal: whether each client has a model of its own. `cluster` then counts the clients of the cohort, and is
         shared.
-      heard: the index, among the rows, of the round of each client's last update; None where a method keeps no updates.
+      last_updates: the index, among the rows, of the round of each client's last update; None if none is kept.
     """
 
     structure: Any
     axes: tuple[int | None, ...]
     personal: bool
-    heard: int | None
+    last_updates: int | None
 
     def apart(self, state: Any) -> tuple[list, list]:
         """Returns `(common, rows)`; the clients are the first axis of each array in `rows`."""
@@ -92,9 +92,11 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     alone = served.to is None or not grown or algorithm.serve is serve_clusters
     check(alone, "algorithm", "one that serves a choice of its clients' own models", "one with Served.to None")
     axes = [None if personal and name[0] == "cluster" else axis for axis, name in zip(axes, names, strict=True)]
-    rows = [name for axis, name in zip(axes, names, strict=True) if axis is not None]
-    heard = rows.index(["heard", "round"]) if ["heard", "round"] in rows else None
-    return Split(jax.tree.structure(state), tuple(axes), personal, heard), state
+    structure, last_updates = jax.tree.structure(state), None
+    if algorithm.last_updates is not None:
+        leaf = algorithm.last_updates(jax.tree.unflatten(structure, range(len(axes))))
+        last_updates = sum(axis is not None for axis in axes[:leaf])
+    return Split(structure, tuple(axes), personal, last_updates), state
 
 
 def depends_on_clients(init: Start, clients: Clients) -> list[bool]:
@@ -149,13 +151,12 @@ def check_algorithm(
         check_count("remember", remember, least=0)
         check(remember <= most, "remember", remember, f"at most the {most} clients beside the cohort")
     if algorithm.task is not None:
-        check_examples(cohorts(cohort), algorithm.task, name="store")
+        check_examples(cohorts(cohort), algorithm.task, name="clients")
     about = ", ".join(f"{name} {x.dtype} {x.shape[2:]}" for name, x in cohorts(1).examples.items())
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        first = jax.eval_shape(algorithm.init, key, cohorts(cohort + (remember or 0)))
-        has_updates = hasattr(getattr(first, "heard", None), "round")
-        accepted = "left out for a method that keeps no updates; give cfl the cohort as well"
+        has_updates = algorithm.last_updates is not None
+        accepted = "left out for a method that keeps no updates; where a method has an option cohort, give it as well"
         check(has_updates or not remember, "remember", remember, accepted)
         remember = min(REMEMBER, most) if has_updates and remember is None else remember or 0
         count = cohort + remember
@@ -170,9 +171,9 @@ def check_algorithm(
         if any(depends for depends, axis in zip(learnt, split.axes, strict=True) if axis is None):
             raise ValueError(
                 "join must be given for this algorithm: its init learns models from the clients of the first cohort, so"
-                " that it would give clients of later ones places among other models. For IFCA with restarts, or"
-                " HypCluster with warm rounds, pass the init of the same method without; methods that cluster all"
-                " clients before the first round (one_shot, flhc, fesem) need them all: use simulate"
+                " that it would give clients of later ones places among other models. Where options cause this, such as"
+                " restarts or warm rounds, pass the init of the same method without; methods that cluster all clients"
+                " before the first round need them all on the device, as Clients"
             )
     else:
         same = jax.eval_shape(join, key, cohorts(count))

@@ -1,4 +1,4 @@
-"""Rounds with a cohort on the device at a time.
+"""A population on the host, of which one cohort at a time is on the device.
 
 A round of a population is `algorithm.step` on a cohort. The rows that the method keeps of each client (`client_rows`)
 stay on the host until the client is drawn again.
@@ -6,9 +6,9 @@ stay on the host until the client is drawn again.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable
+import math
+import shutil
+import zlib
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import Algorithm, Clients, Served, check_served, is_finite
-from jfcl.data.store import ClientStore, example_shapes
-from jfcl.mapping import layout
+from jfcl import mapping
+from jfcl.core import Algorithm, Clients, Served, check, check_count, check_served, is_finite
+from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
+from jfcl.mapping import layout, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation.client_rows import ClientRows
-from jfcl.simulation.cohorts import Cohort
+from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, Cohorts, make_sampler, prefetched, who_answers
 from jfcl.simulation.evaluation import (
-    EVENTS,
     MOST_LISTED,
     MOST_SILENT,
     SUMMED,
@@ -33,14 +33,16 @@ from jfcl.simulation.evaluation import (
     evaluate_served,
     finite_mean,
     found_clusters,
+    has_one_cluster,
     is_mixture,
     silence_after,
 )
-from jfcl.simulation.loop import Block
-from jfcl.simulation.progress import warn_once
-from jfcl.simulation.state_split import Split, Start, serves_rows
+from jfcl.simulation.folder import Restored, RunFolder
+from jfcl.simulation.loop import Block, read_checkpoint
+from jfcl.simulation.state_split import check_algorithm, serves_rows
 
 NONE = np.zeros(0, np.int32)
+EVALUATION_STREAM = COHORT_STREAM + 1  # of the random numbers of a run on the host
 
 # ---------------------------------------------------------------------------------------------------------------
 # The compiled parts. Algorithm and split are static: a second call with the same objects compiles nothing.
@@ -86,163 +88,231 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
     clients = _with(clients, remembered)
     state, values = algorithm.step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
-    of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*EVENTS}
+    of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*algorithm.entries.largest}
     values = {name: finite_mean(v) if name in of_clients else v for name, v in values.items()}
     return *strong(split.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The backend.
+# The source.
 
 
-@dataclasses.dataclass
 class Streamed:
-    """A backend of `run_rounds` with a cohort on the device at a time; its state is the shared part of the algorithm's.
+    """A source of `run_rounds` with a cohort on the device at a time; its state is the shared part of the algorithm's.
 
     Attributes:
-      join: `(key, clients) -> state`, which gives clients their first rows.
-      split, shapes: the division of the algorithm's state, and its shapes.
-      cohort, remember: `C` and `R`, the numbers of clients that train, and of further clients with rows.
-      rows: the rows of all clients.
-      take: returns the cohort of a round.
+      client_rows: the rows of all clients, from `start` on.
     """
 
-    algorithm: Algorithm
-    store: ClientStore
-    key: jax.Array
-    join: Start
-    split: Split
-    shapes: Any
-    cohort: int
-    remember: int
-    rows: ClientRows
-    take: Callable[[int], Cohort]
     resident = False
-    _drawn: Cohort | None = None  # of the last round
 
-    def observe(
+    def __init__(
         self,
-        seed: int,
-        test_store: ClientStore | None,
-        evaluated: np.ndarray,
-        serve: str,
-        client_axis: Any,
-        further: tuple,
-    ) -> None:
-        """Prepares the evaluations, always of the clients `evaluated`, under the models that they are served."""
-        split, algorithm, store = self.split, self.algorithm, self.store
-        served = jax.eval_shape(lambda state: algorithm.serve(state, None), self.shapes)
-        self._num_models = 1 if split.personal else jax.tree.leaves(served.models)[0].shape[0]
-        self._evaluated, self._chooses = evaluated, serve == "loss"
-        learners = example_shapes(store, self.cohort + self.remember) if self._chooses else None
-        several = split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
-        self._needs_rows = several and serves_rows(algorithm, split, self.shapes, learners)
-        self._tests = self._learners = true = None
-        hold = partial(layout.held, client_axis, algorithm.task)
-        if test_store is not None and algorithm.task is not None:
-            self._tests = jax.device_put(hold(test_store.gather(evaluated)))
+        algorithm: Algorithm,
+        store: ClientStore,
+        tests: ClientStore | None,
+        key: jax.Array,
+        seeds: list,
+        cohorts: Cohorts,
+        client_axis: mapping.Mapping,
+        until: int,
+    ):
+        """Checks all arguments, the method and the memory, before anything is computed; `until` is the last round."""
+        check(isinstance(algorithm, Algorithm), "algorithm", algorithm, "an Algorithm")
+        check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
+        check(key.ndim == 0, "key", key.shape, "a single key, for a population")
+        n, size, asked = len(store), cohorts.cohort, _check_cohorts(cohorts, store)
+        self._sampler = make_sampler(store, asked, cohorts.sampling, cohorts.strata)
+        _check_stores(store, tests, algorithm)
+        self._words = np.asarray(jax.random.key_data(key)).tolist()
+        self._evaluated = evaluated = _evaluated(cohorts.evaluate, n, self._words)
+        tested = tests is None or (tests.sizes(evaluated) > 0).any()
+        check(tested, "evaluate", cohorts.evaluate, "clients of which one at least has test examples")
+        self._algorithm, self._store, self._tests, self._key, self._seeds = algorithm, store, tests, key, seeds
+        self._cohorts, self._join, self._client_axis = cohorts, cohorts.join or algorithm.init, client_axis
+
+        # The method and the memory.
+        shapes_of = partial(example_shapes, store)
+        found = check_algorithm(algorithm, n, size, cohorts.join, cohorts.remember, shapes_of)
+        self._remember, self._split, self._shapes = found
+        _check_hardest(algorithm, store, size)
+        self._hold = hold = partial(layout.held, client_axis, algorithm.task)
+        served = jax.eval_shape(lambda state: algorithm.serve(state, None), self._shapes)
+        self._num_models = 1 if self._split.personal else jax.tree.leaves(served.models)[0].shape[0]
+        self._several = self._split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
+        no_collapse = served.active is not None or is_mixture(served) or has_one_cluster(store.cluster)
+        self._choices = 1 if no_collapse or self._num_models >= size else self._num_models
+        judged = [] if tests is None or algorithm.task is None else [tests, store] if self._several else [tests]
+        others = [hold(example_shapes(part, len(evaluated))) for part in judged]
+        with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
+        trained = hold(example_shapes(store, size + self._remember))
+        memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
+        self.most_silent, self._take, self._drawn = min(n, MOST_SILENT), prefetched(self._prepare, until), None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The cohorts and their clients, for the run's configuration."""
+        of, tests = self._cohorts, self._tests
+        drawn = {"cohort": of.cohort, "sampling": of.sampling, "dropout": of.dropout, "stragglers": of.stragglers}
+        drawn |= {"key": self._words} | ({"remember": self._remember} if self._remember else {})
+        drawn |= {
+            "clients": len(self._store),
+            "store": self._store.hash,
+            "test_store": None if tests is None else tests.hash,
+        }
+        strata = None if of.strata is None else zlib.crc32(np.asarray(of.strata, np.int64).tobytes())
+        return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes()), "strata": strata}}
+
+    def _prepare(self, t: int) -> Cohort:
+        """Draws and gathers the cohort of round `t`, and sends it to the device; in the thread.
+
+        It is divided among devices here if their number divides it, otherwise by the mapping.
+        """
+        size, asked, dropout = self._cohorts.cohort, self._cohorts.asked, self._cohorts.dropout
+        rng = np.random.default_rng([*self._words, COHORT_STREAM, t])
+        ids = self._sampler(rng)
+        chosen, answered, dropped = who_answers(rng, asked, size, dropout)
+        clients = self._store.gather(ids[chosen])
+        clients = clients if self._cohorts.change is None else self._cohorts.change(clients)
+        sizes = np.where(answered, clients.size, 0).astype(np.int32)
+        even = mapping.num_rows(self._client_axis, size) == size
+        send = partial(mapping.place, self._client_axis) if even else jax.device_put
+        cut = max(asked - dropped - size, 0)
+        return Cohort(ids[chosen], sizes, send(self._hold(clients)._replace(size=sizes)), asked, dropped, cut)
+
+    def place(self, serve: str, further: tuple) -> None:
+        """Prepares the evaluations, always of the same clients, under the models that they are served."""
+        split, algorithm, store, evaluated = self._split, self._algorithm, self._store, self._evaluated
+        self._chooses = serve == "loss"
+        learners = example_shapes(store, self._cohorts.cohort + self._remember) if self._chooses else None
+        self._needs_rows = self._several and serves_rows(algorithm, split, self._shapes, learners)
+        self._test_clients = self._learners = true = None
+        if self._tests is not None and algorithm.task is not None:
+            self._test_clients = jax.device_put(self._hold(self._tests.gather(evaluated)))
             if self._needs_rows or self._num_models > 1:
-                self._learners = jax.device_put(hold(store.gather(evaluated)))
+                self._learners = jax.device_put(self._hold(store.gather(evaluated)))
             known = store.cluster is not None and (store.cluster[evaluated] >= 0).any()
             true = store.cluster[evaluated] if known else None
-        self._how = {"client_axis": client_axis, "further": further}
+        self._how = {"client_axis": self._client_axis, "further": further}
         self._refresh = jitted(algorithm.refresh) if algorithm.refresh else lambda state, clients: state
-        test_size = None if self._tests is None else np.asarray(self._tests.size)
-        is_listed = self._tests is not None and len(evaluated) <= MOST_LISTED
-        classes = None if algorithm.task is None else algorithm.task.num_classes
-        self.subjects = Subjects([seed], test_size, None, true, is_listed, classes)
-        self.most_silent = min(len(store), MOST_SILENT)
-        no_collapse = served.active is not None or is_mixture(served)  # one that is never split is none
-        models = 1 if no_collapse else self._num_models
-        self.warn = partial(warn_once, set(), num_models=models, num_clients=self.cohort, true_cluster=store.cluster)
+        self.subjects = Subjects(
+            self._seeds,
+            evaluated.tolist(),
+            None if self._test_clients is None else np.asarray(self._test_clients.size),
+            None,
+            true,
+            num_clients=len(store),
+            entries=algorithm.entries,
+            lists_clusters=self._test_clients is not None and len(evaluated) <= MOST_LISTED,
+            num_classes=None if algorithm.task is None else algorithm.task.num_classes,
+            choices=self._choices,
+        )
+
+    def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
+        """Returns the checkpoint that is resumed, or the beginning of a run; the rows of clients are those of it."""
+        for part in (self._store, self._tests) if resume else ():
+            if part is not None:
+                part.verify()
+        common, of_clients = self._split.apart(self._shapes)
+        row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in of_clients]
+        place = None if folder is None else folder.path / "client_rows"
+        is_there, in_memory = resume and folder.has_checkpoint(), self._cohorts.rows_in_memory
+        if is_there:  # the rows stay where they were
+            in_memory = -1.0 if place.is_dir() else math.inf
+        elif resume:  # rows of rounds that are begun again
+            shutil.rmtree(place, ignore_errors=True)
+        self.client_rows = ClientRows(len(self._store), row, folder=place, resume=is_there, in_memory=in_memory)
+        like = {"common": common, **self.client_rows.saved()}
+        found = read_checkpoint(folder, like, num_rounds) if resume else None
+        if found is None:
+            before = self._algorithm.init_rounds
+            return Restored(before, [], {"init_rounds": before}, [])
+        begun = {row["seed"] for row in found.records}
+        accepted = f"{', '.join(map(str, begun))}, the name in the records of {folder.path}"
+        check(begun <= {*self._seeds}, "seeds", self._seeds, accepted)
+        self.client_rows.restore(found.round, found.state)
+        return found._replace(state=[jnp.asarray(x) for x in found.state["common"]])
 
     def advance(self, state, first, count, silence) -> Block:
         # The cohort, the remembered clients and their rows.
-        drawn = self.take(first)
-        others = self._heard_last(drawn.ids) if self.remember else NONE
-        static = {"algorithm": self.algorithm, "split": self.split}
+        drawn, rows = self._take(first), self.client_rows
+        others = self._heard_last(drawn.ids) if self._remember else NONE
+        static = {"algorithm": self._algorithm, "split": self._split}
         if first == 1:
-            common, before = _start(self.key, drawn.clients, others, **static)
+            common, before = _start(self._key, drawn.clients, others, **static)
         else:
             common, before = state, self._rows_of(drawn.ids, drawn.clients, others)
 
         # The round.
-        args = (self.key, np.int32(first), common, jax.device_put(before), drawn.clients, others)
+        args = (self._key, np.int32(first), common, jax.device_put(before), drawn.clients, others)
         common, after, values, finite = _round(*args, **static)
         after, values, finite = jax.device_get((after, values, finite))
+        entries, each = self._algorithm.entries, {name: v[None] for name, v in values.items()}
+        silence = silence_after(silence, each)
 
-        # The rows of participants change, and those of remembered clients where the server has changed them.
+        # The rows of participants change, and those of remembered clients where the server has changed them; none where
+        # the models are lost, which ends the run.
         changed = drawn.size > 0
-        if self.remember:
-            changed = np.concatenate([changed, self.rows.seen[others] & _differ(before, after, self.cohort)])
-        self._drawn, self._after, self._changed = drawn, after, changed
-        self._ids = np.concatenate([drawn.ids, others])
-        sums = {name: [float(v)] for name, v in values.items() if name in SUMMED}
+        if self._remember:
+            changed = np.concatenate([changed, rows.seen[others] & _differ(before, after, self._cohorts.cohort)])
+        self._drawn, self._after, kept = drawn, after, np.flatnonzero(changed)
+        if finite and silence.count[0] < self.most_silent:
+            rows.write(np.concatenate([drawn.ids, others])[kept], [values[kept] for values in after])
+        sums = {name: [float(v)] for name, v in values.items() if name in (*SUMMED, *entries.sums)}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
-        events = {name: np.asarray(values[name], np.int32)[None] for name in EVENTS if name in values}
-        values = {name: v[None] for name, v in values.items()}
-        silence = silence_after(silence, values)
-        return Block(common, values, sums, events, finite[None], silence, silence.count)
-
-    def compile(self) -> bool:
-        return False  # the first round compiles its programs
-
-    def commit(self) -> None:
-        kept = np.flatnonzero(self._changed)
-        self.rows.write(self._ids[kept], [values[kept] for values in self._after])
+        largest = {name: each[name].astype(np.int32) for name in entries.largest if name in each}
+        return Block(common, each, sums, largest, finite[None], silence, silence.count)
 
     def evaluate(self, state, values) -> Assessment:
-        values = values | {"seen": self.rows.seen.sum(keepdims=True)}
-        if self._tests is None:
-            served = self.algorithm.serve(self.split.together(state, self._after), None)
-            count = len(self._ids)
+        values = values | {"seen": self.client_rows.seen.sum(keepdims=True)}
+        if self._test_clients is None:
+            served = self._algorithm.serve(self._split.together(state, self._after), None)
+            count = self._cohorts.cohort + self._remember
             return Assessment(np.asarray(found_clusters(served, (count,)))[None], values)
         to, found, held_out = jax.device_get(self._assess(state))
-        if not self.split.personal:
+        if not self._split.personal:
             check_clusters(np.asarray(to), self._num_models)
         held_out = {name: v[None] for name, v in held_out.items()}
         return Assessment(np.asarray(found)[None], values, held_out)
 
     def _assess(self, common: list) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns what the evaluated clients are served, their clusters, and the results of `metrics.evaluate`."""
-        split, ids, learners = self.split, self._evaluated, self._learners
+        split, ids, learners, serve = self._split, self._evaluated, self._learners, self._algorithm.serve
         rows = self._rows_of(ids, learners) if self._needs_rows else [0] * len(split.axes)
         state = self._refresh(split.together(common, rows), learners)
         if split.personal or self._num_models > 1 or self._needs_rows:
-            served = _served(state, learners if self._chooses else None, serve=self.algorithm.serve)
+            served = _served(state, learners if self._chooses else None, serve=serve)
         else:  # the only model
-            served = self.algorithm.serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
+            served = serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
         if split.personal:
             served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
-        results, found = evaluate_served(self.algorithm.task, served, self._tests, **self._how)
+        results, found = evaluate_served(self._algorithm.task, served, self._test_clients, **self._how)
         return served.to, found, results
 
-    @contextlib.contextmanager
-    def snapshot(self, done, state, totals):
-        self.rows.checkpointing(done)
-        yield {"common": state, **self.rows.saved()}, {name: value[0] for name, value in totals.items()}
-        self.rows.checkpointed(done)
+    def saved(self, state) -> Any:
+        return {"common": state, **self.client_rows.saved()}
 
     def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
         # The rows of the last cohort; of that of round `done` if none was drawn.
-        cohort = self._drawn or self.take(done)
+        cohort = self._drawn or self._take(done)
         rows = self._rows_of(cohort.ids, cohort.clients)
-        whole = self.split.together(state, jax.tree.map(jnp.asarray, rows))
-        clients = {"id": self._evaluated, "examples": self.store.sizes(self._evaluated)[None]}
-        if self._tests is not None:
+        whole = self._split.together(state, jax.tree.map(jnp.asarray, rows))
+        clients = {"id": self._evaluated, "examples": self._store.sizes(self._evaluated)[None]}
+        if self._test_clients is not None:
             clients |= (assessment or self.evaluate(state, {})).of_clients()
-        return whole, clients, self.algorithm.serve(whole, None)
+        return whole, clients, self._algorithm.serve(whole, None)
 
     def _rows_of(self, ids: np.ndarray, clients: Clients, remembered: np.ndarray = NONE) -> list:
         """Returns the rows of the clients `ids` and `remembered`; clients without a row get their first one."""
-        fresh = partial(_fresh, self.key, clients, remembered, join=self.join, split=self.split)
-        return self.rows.take(np.concatenate([ids, remembered]), lambda: jax.device_get(fresh()))
+        fresh = partial(_fresh, self._key, clients, remembered, join=self._join, split=self._split)
+        return self.client_rows.take(np.concatenate([ids, remembered]), lambda: jax.device_get(fresh()))
 
     def _heard_last(self, ids: np.ndarray) -> np.ndarray:
         """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
-        when = np.where(self.rows.seen, self.rows.arrays[self.split.heard], 0)
+        rows = self.client_rows
+        when = np.where(rows.seen, rows.arrays[self._split.last_updates], 0)
         when[ids] = -1
-        return np.sort(np.argpartition(-when, self.remember - 1)[: self.remember]).astype(np.int32)
+        return np.sort(np.argpartition(-when, self._remember - 1)[: self._remember]).astype(np.int32)
 
 
 def _differ(before: list, after: list, first: int) -> np.ndarray:
@@ -252,3 +322,55 @@ def _differ(before: list, after: list, first: int) -> np.ndarray:
         pair = [np.ascontiguousarray(x[first:]).reshape(len(found), -1).view(np.uint8) for x in (old, new)]
         found |= (pair[0] != pair[1]).any(axis=1)
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checks.
+
+
+def _evaluated(evaluate: Any, n: int, words: list[int]) -> np.ndarray:
+    """Returns the ids of the evaluated clients, in ascending order if they are drawn."""
+    if isinstance(evaluate, (int, np.integer)):
+        check_count("evaluate", evaluate)
+        count = min(int(evaluate), n)
+        rng = np.random.default_rng([*words, EVALUATION_STREAM])
+        return np.sort(rng.choice(n, count, replace=False, shuffle=False))
+    ids = np.asarray(evaluate)
+    fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu"
+    check(fits, "evaluate", evaluate, "a number of clients, or a vector of ids")
+    check(ids.min() >= 0 and ids.max() < n, "evaluate", (ids.min(), ids.max()), f"ids in 0..{n - 1}")
+    return ids.astype(np.int64)
+
+
+def _check_cohorts(cohorts: Cohorts, store: ClientStore) -> int:
+    """Returns the number of clients that are drawn for a round; `ValueError` for numbers that are none."""
+    in_memory, dropout, stragglers = cohorts.rows_in_memory, cohorts.dropout, cohorts.stragglers
+    number = isinstance(in_memory, (int, float, np.number)) and in_memory >= 0
+    check(number, "rows_in_memory", in_memory, "a number of bytes, at least 0")
+    check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
+    check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
+    check_cohort(store, cohorts.cohort)
+    n, asked = len(store), cohorts.asked
+    check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients drawn are among the {n} there are")
+    return asked
+
+
+def _check_stores(store: ClientStore, tests: ClientStore | None, algorithm: Algorithm) -> None:
+    """Raises `ValueError` for test examples of another kind, and for labels that the model does not have."""
+    if tests is not None:
+        check(isinstance(tests, ClientStore), "test_clients", type(tests).__name__, "a ClientStore, as clients are")
+        check_fits(store, tests, "test_clients")
+    classes = None if algorithm.task is None else algorithm.task.num_classes
+    for name, part in {"clients": store, "test_clients": tests}.items():
+        if part is not None and "y" in part.fields and classes is not None:
+            check_store_labels(part, classes, name)
+
+
+def _check_hardest(algorithm: Algorithm, store: ClientStore, cohort: int) -> None:
+    """Calls the algorithm's own check, if it has one, on the clients with the fewest examples."""
+    if algorithm.check is not None:
+        sizes = store.sizes().astype(np.int64)
+        order = np.where(sizes > 0, sizes, np.iinfo(np.int64).max)
+        hardest = store.gather(np.sort(np.argpartition(order, cohort - 1)[:cohort]))
+        largest = np.flatnonzero(sizes)[-1].astype(hardest.id.dtype)  # which arguments by id must include as well
+        algorithm.check(hardest._replace(id=np.maximum(hardest.id, largest)))

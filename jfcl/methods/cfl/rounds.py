@@ -36,6 +36,7 @@ from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import check_scopes
 from jfcl.methods.cfl import server
+from jfcl.methods.cfl.entries import ENTRIES
 from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
 from jfcl.methods.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
 from jfcl.methods.cfl.privacy import hide, privacy_code, reveal
@@ -111,7 +112,16 @@ def rounds(options: Options) -> Algorithm:
     options = options._replace(client_axis=client_axis, rules=rules)
     refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
     check_clients = clients_check(options.adversary, options.weights)
-    return Algorithm(partial(init, options), partial(step, options), options.task, check_clients, refresh, serve)
+    return Algorithm(
+        partial(init, options),
+        partial(step, options),
+        options.task,
+        check_clients,
+        refresh,
+        serve,
+        entries=ENTRIES,
+        last_updates=None if rules.cohort is None else lambda state: state.heard.round,
+    )
 
 
 def serve(state: CFLState, clients: Clients | None) -> Served:

@@ -1,0 +1,387 @@
+"""All clients on the device: one program for many rounds, and for many rows: seeds, and cells of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfcl import mapping
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Served,
+    check,
+    check_served,
+    client_ids,
+    client_shapes,
+    is_finite,
+    named_leaves,
+    num_clients,
+)
+from jfcl.mapping import hosts, layout, memory
+from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
+from jfcl.simulation.evaluation import (
+    MOST_LISTED,
+    MOST_SILENT,
+    SUMMED,
+    Assessment,
+    Silence,
+    Subjects,
+    check_clusters,
+    check_step,
+    evaluate_rows,
+    finite_mean,
+    found_clusters,
+    has_one_cluster,
+    is_mixture,
+    serving_part,
+    silence_after,
+)
+from jfcl.simulation.folder import Restored, RunFolder
+from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
+from jfcl.simulation.progress import compile_ahead
+
+# ---------------------------------------------------------------------------------------------------------------
+# The compiled parts. Algorithm and mappings are static: a second call with the same objects compiles nothing.
+
+
+def build(algorithm, hyperparams) -> Algorithm:
+    """Returns the algorithm, made from `hyperparams` where `algorithm` is a function of them."""
+    made = algorithm if hyperparams is None else algorithm(**hyperparams)
+    check(isinstance(made, Algorithm), "algorithm", made, "an Algorithm, or a function of hyperparams that returns one")
+    return made
+
+
+def _constrained(state, clients, client_axis):
+    """Returns `state` with per-client arrays placed like the clients: a resumed run compiles the same program."""
+    if not isinstance(client_axis, mapping.sharded):
+        return state
+    n = num_clients(clients)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, _sharding(x.shape, n, client_axis)), state)
+
+
+def _sharding(shape: tuple[int, ...], n: int, client_axis: mapping.sharded) -> NamedSharding:
+    """Returns the sharding of an array of the state: `[R, N, ...]` as the clients, any other on every device."""
+    spec = PartitionSpec(None, client_axis.mesh.axis_names) if shape[1:2] == (n,) else PartitionSpec()
+    return NamedSharding(client_axis.mesh, spec)
+
+
+STATIC = ("algorithm", "each", "row_axis", "client_axis")
+
+
+@partial(jitted, static_argnames=STATIC, compiler_options=RUNS_ONCE)
+def _init(keys, hyperparams, clients, *, algorithm, each, row_axis, client_axis):
+    def one(key, hyperparams, clients):
+        made = build(algorithm, hyperparams)
+        state = made.init(jax.random.fold_in(key, 0), clients)
+        check_served(made, state, clients)
+        return strong(state)
+
+    state = row_axis(one, in_axes=(0, 0 if each else None, None))(keys, hyperparams, clients)
+    return _constrained(state, clients, client_axis)
+
+
+@partial(jitted, static_argnames=STATIC, donate_argnames="state")
+def _advance(keys, hyperparams, state, silence, first, count, clients, *, algorithm, each, row_axis, client_axis):
+    """Runs `count` rounds from round `first` on, at most `MOST_ROUNDS`.
+
+    Returns:
+      `(state, values, sums, largest, finite, silence, most)`, all but the state on the host's side of `Block`: the
+      metrics of the last round; those of `Entries.sums` of every round, `[R, MOST_ROUNDS]` each; the largest values of
+      `Entries.largest`; whether the models are finite; the silence after the last round, and its largest count.
+    """
+
+    def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
+        long = {name: v.ndim > 0 and v.shape[0] > MOST_LISTED for name, v in values.items()}
+        return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
+
+    def one(key, hyperparams, state, silence, first, count, clients):
+        made = build(algorithm, hyperparams)
+
+        def one_round(t, carry):
+            state, _, sums, largest, silence, most = carry
+            state, values = step(jax.random.fold_in(key, t), state, clients)
+            silence = silence_after(silence, values)
+            sums = {name: x.at[t - first].set(values[name].astype(jnp.float32)) for name, x in sums.items()}
+            largest = {name: jnp.maximum(x, values[name].astype(jnp.int32)) for name, x in largest.items()}
+            return state, values, sums, largest, silence, jnp.maximum(most, silence.count)
+
+        step, returned = traced_once(made.step, key, state, clients)
+        _, like = check_step(returned, state)
+        last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+        sums = {name: jnp.zeros(MOST_ROUNDS) for name in (*SUMMED, *made.entries.sums) if name in like}
+        largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in made.entries.largest if name in like}
+        carry = state, last, sums, largest, silence, silence.count
+        state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
+        finite = is_finite(made.serve(state, None).models)
+        return state, shorten(last), sums, largest, finite, silence, most
+
+    axes = (0, 0 if each else None, 0, 0, None, None, None)
+    state, *results = row_axis(one, in_axes=axes)(keys, hyperparams, state, silence, first, count, clients)
+    return _constrained(state, clients, client_axis), *results
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Padding clients, which fill up the devices: a checkpoint leaves them out.
+
+
+def _without_padding(tree: Any, like: Any) -> Any:
+    """Returns `tree`, cut to the shapes of `like`."""
+    return jax.tree.map(lambda x, small: x[tuple(slice(0, s) for s in small.shape)], tree, like)
+
+
+def _with_padding(small: Any, whole: Any) -> Any:
+    """Returns `small` on the devices of `whole`, padded to its shapes with zeros: the inverse of `_without_padding`."""
+
+    def put(array, like):
+        host = np.pad(array, [(0, b - a) for a, b in zip(array.shape, like.shape, strict=True)])
+        return jax.make_array_from_callback(host.shape, like.sharding, lambda index: host[index])
+
+    return jax.tree.map(put, small, whole)
+
+
+def _selection(serve: Callable[[Any], Served], like: Any) -> Callable[[Any], Served]:
+    """Returns `serve`, without a call of JAX in every evaluation where its results are arrays of the state as they are.
+
+    `like` has the shapes of the state.
+    """
+    traced, shapes = jax.make_jaxpr(serve, return_shape=True)(like)
+    places = {id(v): i for i, v in enumerate(traced.jaxpr.invars)}
+    chosen, structure = [places.get(id(v)) for v in traced.jaxpr.outvars], jax.tree.structure(shapes)
+    if None in chosen:
+        return serve
+    return lambda state: jax.tree.unflatten(structure, [jax.tree.leaves(state)[i] for i in chosen])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The source.
+
+
+class Resident:
+    """A source of `run_rounds` with all clients on the device, and a leading axis of rows in every array of the state.
+
+    Attributes:
+      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or with `each` for every row, `[R, ...]`.
+      like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
+        devices.
+      whole: shapes of the state on the devices.
+    """
+
+    resident, client_rows = True, None
+
+    def __init__(
+        self,
+        algorithm: Algorithm | Callable[..., Algorithm],
+        clients: Clients,
+        keys: jax.Array,
+        hyperparams: Any,
+        *,
+        seeds: list,
+        row_axis: mapping.Mapping,
+        client_axis: mapping.Mapping,
+        tests: Clients | None = None,
+        newcomers: Clients | None = None,
+        true_cluster: Any = None,
+        each: bool = False,
+    ):
+        self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
+        self._static = {"algorithm": algorithm, "each": each, "row_axis": row_axis, "client_axis": client_axis}
+        one = jax.tree.map(lambda x: x[0], hyperparams) if each else hyperparams
+        self.made = build(algorithm, one)
+        self._n, self._single = hosts.total(num_clients(clients)), keys.ndim == 0
+        self.identity = {"key": np.asarray(jax.random.key_data(keys)).tolist()}
+        self.identity |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
+        mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
+        self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
+        self._ids = list(range(self._n)) if hosts.several() else np.asarray(client_ids(clients)).tolist()
+        clients = layout.held(client_axis, self.made.task, clients)
+        self._clients = clients._replace(size=clients.size.astype(np.int32))
+        self.like = jax.eval_shape(partial(_init, **self._static), *self.rows, client_shapes(self._clients, self._n))
+        self._tests, self._newcomers = (layout.held(client_axis, self.made.task, x) for x in (tests, newcomers))
+        self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
+        self._compiling, self._first = compile_ahead(()), None
+
+    def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
+        """Moves the clients and those of evaluations to the devices, if the memory suffices.
+
+        Raises every `ValueError` of a round before anything is computed. `serving` is what evaluations need of the
+        algorithm, by default that of `made`; the function of hyperparameters where each row is served by its own.
+        """
+        n, made, self._further, self._serving = self._n, self.made, further, serving
+
+        # Memory.
+        tests, newcomers, true_cluster = self._tests, self._newcomers, self._true_cluster
+        shapes = client_shapes(self._clients, n)
+        others = [] if tests is None else [client_shapes(tests, n)]
+        others += [] if newcomers is None else [newcomers]
+        axis, count = self._row_axis, len(self._seeds)
+        if isinstance(axis, mapping.sharded):
+            axis, count = axis.inner, -(-count // axis.mesh.size)
+        at_once = min(axis.size, count) if isinstance(axis, mapping.chunked) else count
+        memory.check_memory(made, shapes, self._client_axis, self.like, others=others, seeds_at_once=at_once)
+
+        # Placement.
+        place = partial(mapping.place, self._client_axis)
+        if isinstance(self._row_axis, mapping.sharded):  # everything on every device
+            everywhere = NamedSharding(self._row_axis.mesh, PartitionSpec())
+            place = lambda part, count: jax.device_put(part, everywhere)  # noqa: E731
+        self._clients = place(self._clients, n)
+        test_size = new_size = None
+        if tests is not None:
+            tests = place(tests, n)
+            test_size = np.asarray(hosts.fetch(tests.size))[:n]
+        if newcomers is not None:
+            new_size = np.asarray(newcomers.size)
+            if hosts.several():  # every process holds all newcomers
+                own = mapping.own_rows(self._client_axis, len(new_size))
+                newcomers = jax.tree.map(lambda x: x[own], newcomers)
+            newcomers = place(newcomers, len(new_size))
+        self._tests, self._newcomers = tests, newcomers
+        self._size = np.asarray(hosts.fetch(self._clients.size))[:n]
+        self.most_silent = min(int((self._size > 0).sum()), MOST_SILENT)
+
+        # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one, nor have
+        # mixtures in which one model has the largest weight for all clients.
+        self._serve = _selection(jax.vmap(lambda one: made.serve(one, None)), self.like)
+        served = jax.eval_shape(self._serve, self.like)
+        self._num_models = jax.tree.leaves(served.models)[0].shape[1]
+        self._learners = self._clients if serve == "loss" and tests is not None and made.task is not None else None
+        no_collapse = served.active is not None or is_mixture(served) or has_one_cluster(true_cluster)
+        self.subjects = Subjects(
+            self._seeds,
+            self._ids,
+            test_size,
+            new_size,
+            true_cluster,
+            num_clients=n,
+            entries=made.entries,
+            lists_clusters=n <= MOST_LISTED,
+            num_classes=None if made.task is None else made.task.num_classes,
+            choices=1 if no_collapse or self._num_models >= n else self._num_models,
+        )
+
+        # Programs. A call finds the one that is compiled already, or waits for it.
+        self.whole, rows = self.like, num_clients(self._clients)
+        if rows != n:
+            self.whole = jax.eval_shape(partial(_init, **self._static), *self.rows, self._clients)
+        if isinstance(self._client_axis, mapping.sharded):
+            put = partial(_sharding, n=rows, client_axis=self._client_axis)
+            self.whole = jax.tree.map(lambda x: x.update(sharding=put(x.shape)), self.whole)
+        one, silence = np.int32(1), Silence(*np.zeros((2, len(self._seeds)), np.int32))
+        args = *self.rows, self.whole, silence, one, one, self._clients
+        if isinstance(self._row_axis, mapping.sharded):  # the programs depend on where the rows are
+            jax.eval_shape(partial(_advance, **self._static), *args)
+            return
+        self._programs = [_advance.lower(*args, **self._static)]
+        for data in (tests, newcomers) if made.task is not None else ():
+            if data is not None:
+                args, how = self._evaluation(self.whole, data)
+                self._programs.append(evaluate_rows.lower(*args, **how))
+
+    def start_from(self, state: Any) -> None:
+        """Takes a user's `state` for the first one; `ValueError` unless its shapes are those of the algorithm."""
+        if self._single:
+            state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+
+        def shapes(tree):
+            return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
+
+        found, wanted = shapes(state), shapes(self.like)
+        names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+        difference = "; ".join(f"{n} is {found.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:3])
+        accepted = "of this algorithm with these options, of these clients, with a seed axis if there are several keys"
+        fits = not names and jax.tree.structure(state) == jax.tree.structure(self.like)
+        check(fits, "state", difference or type(state).__name__, accepted)
+
+        def copied(x):  # since a round overwrites its state
+            return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
+
+        self._first = jax.tree.map(copied, state)
+
+    def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
+        """Returns the checkpoint that is resumed with its state on the devices, or the beginning of a run.
+
+        The programs are compiled from here on, since up to here the run may still be refused.
+        """
+        found = read_checkpoint(folder, self.like, num_rounds) if resume else None
+        if found is None and self._first is not None:
+            found = Restored(0, self._first, {}, [])
+        self._compiling = compile_ahead(self._programs)
+        del self._programs
+        if found is None:
+            before = self.made.init_rounds
+            return Restored(before, self.first_state(), {"init_rounds": before}, [])
+        if isinstance(self._client_axis, mapping.sharded):
+            return found._replace(state=_with_padding(found.state, self.whole))
+        return found._replace(state=jax.device_put(found.state))
+
+    def first_state(self) -> Any:
+        """Returns the state of `init`."""
+        return _init(*self.rows, self._clients, **self._static)
+
+    def advance(self, state, first, count, silence) -> Block:
+        args = *self.rows, state, silence, np.int32(first), np.int32(count), self._clients
+        self._compiling.wait()
+        state, values, sums, largest, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
+        sums, largest, silence = hosts.fetch((sums, largest, silence))
+        sums = {name: each[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, each in sums.items()}
+        return Block(state, values, sums, largest, finite, *silence)
+
+    def evaluate(self, state, values) -> Assessment:
+        n, padded, new = self._n, num_clients(self._clients), self.subjects.new_size
+        held_out, newcomers = self._losses(state, self._tests), self._losses(state, self._newcomers)
+        served = self._serve(state)._replace(models=None, personal=None)
+        held_out, newcomers, values, served = hosts.fetch((held_out, newcomers, values, served))
+        if served.to is not None:
+            check_clusters(served.to[:, :n], self._num_models)
+        if newcomers is not None and "model" in newcomers:
+            to, count = newcomers.pop("model"), newcomers.pop("num_models")
+            check_clusters(to[:, : len(new)], int(count[0]))
+        of_seeds = len(self._seeds), padded
+        cluster = found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
+
+        # Padding clients are behind the others.
+        values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
+        cluster, held_out, excluded = jax.tree.map(lambda x: x[:, :n], (cluster, held_out, served.excluded))
+        newcomers = jax.tree.map(lambda x: x[:, : len(new)], newcomers)
+        return Assessment(cluster, values, held_out, newcomers, excluded)
+
+    def held_out(self, state: Any) -> dict[str, np.ndarray]:
+        """Returns the results of the test clients, `[R, N]` each, also of rows that have diverged."""
+        return jax.device_get(self._losses(state, self._tests))
+
+    def _losses(self, state: Any, data: Clients | None):
+        """Returns the results of `evaluate_rows` on `data`, `[R, ...]` each; None without data or task."""
+        if data is None or self.made.task is None:
+            return None
+        self._compiling.wait()
+        args, how = self._evaluation(state, data)
+        return evaluate_rows(*args, **how)
+
+    def _evaluation(self, state: Any, data: Clients) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
+        learners, of_newcomers = self._learners, None
+        if data is self._newcomers:
+            learners, of_newcomers = None, (self._n, self._num_models)
+        how = {"algorithm": self._serving or serving_part(self.made), "of_newcomers": of_newcomers}
+        how |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
+        hyperparams = self.rows[1] if self._serving is self._algorithm else None
+        return (state, hyperparams, data, learners), how
+
+    def saved(self, state) -> Any:
+        return hosts.fetch(_without_padding(state, self.like))
+
+    def final(self, state, done, assessment) -> tuple[Any, dict[str, np.ndarray], Served]:
+        assessment = assessment or self.evaluate(state, {})
+        clients = assessment.of_clients() | {"examples": np.tile(self._size, (len(self._seeds), 1))}
+        kept = state if num_clients(self._clients) == self._n else _without_padding(state, self.like)
+        if self._single:
+            kept = jax.tree.map(lambda x: x[0], kept)
+            return kept, clients, self.made.serve(kept, None)  # shares its arrays
+        return kept, clients, self._serve(kept)
