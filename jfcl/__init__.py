@@ -13,7 +13,7 @@ from jfcl.analysis.metrics import cluster_recovery, evaluate
 from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
-from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
+from jfcl.mapping.axis import auto, chunked, client_mesh, sharded, use_all_cores
 from jfcl.methods import (
     byzantine_cfl,
     cfl,
@@ -109,7 +109,6 @@ __all__ = [
     "parameter_tree",
     "plan",
     "plots",
-    "pmapped",
     "privacy",
     "rollout",
     "sharded",
