@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jfcl
 from jfcl import mapping as client_mapping
 from jfcl.core import Clients
+from jfcl.mapping import axis as axis_module
 from jfcl.mapping import memory
 from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, num_rows, place, sharded
 from jfcl.simulation import evaluation
