@@ -117,13 +117,13 @@ def _evaluate(params, clients, cluster, personal, *, task, metrics, client_axis)
         scores = {"loss": task.cost} | ({} if task.correct is None else {"accuracy": task.correct})
 
         def score(outputs, batch):
-            return {name: function(outputs, batch) for name, function in scores.items()}
+            return {name: function(outputs, batch) for name, function in scores.items()}, outputs if metrics else ()
 
-        result = {name: masked_mean(values, real) for name, values in task.scores(score, model, examples).items()}
+        each, outputs = task.scores(score, model, examples)  # the outputs are computed once, also in parts
+        result = {name: masked_mean(values, real) for name, values in each.items()}
         if task.perplexity:
             result["perplexity"] = jnp.exp(result["loss"])
         if metrics:
-            outputs = task.outputs(model, examples)
             values = {name: jnp.asarray(function(outputs, examples, real)) for name, function in metrics}
             result |= {name: v.astype(jnp.result_type(v.dtype, jnp.float32)) for name, v in values.items()}
         result = {name: jnp.where(size > 0, value, jnp.full_like(value, jnp.nan)) for name, value in result.items()}

@@ -200,14 +200,6 @@ class Callbacks:
                 self._started.append(one)
         self._share()
 
-    def records(self, rows: list[dict[str, Any]]) -> None:
-        """Calls `on_records`."""
-        self._call_all("on_records", rows)
-
-    def checkpoint(self) -> None:
-        """Calls `on_checkpoint`."""
-        self._call_all("on_checkpoint", self.round, self.folder)
-
     def is_finished(self) -> bool:
         """Returns whether the run has ended without an error, and not only by `stop_after`."""
         return self.ended.status == "finished" or self.reason is not None
@@ -232,7 +224,8 @@ class Callbacks:
             self._share()
             self.raise_failure()
 
-    def _call_all(self, method: str, *values: Any) -> None:
+    def call(self, method: str, *values: Any) -> None:
+        """Calls a method of all callbacks that have begun."""
         for one in self._started:
             if self.failure is None:
                 self._call(one, method, *values)

@@ -109,9 +109,15 @@ class Subjects(NamedTuple):
     choices: int = 1
 
 
-def has_one_cluster(true_cluster: np.ndarray | None) -> bool:
-    """Returns whether all clients are known to be of one cluster."""
-    return true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1
+def choices_among(served: Served, num_models: int, num_clients: int, true_cluster: np.ndarray | None) -> int:
+    """Returns `Subjects.choices`.
+
+    Methods that start with one cluster and split it have not collapsed while they have one, nor have mixtures in which
+    one model has the largest weight for all clients, nor clients that are known to be of one cluster.
+    """
+    alike = true_cluster is not None and len(np.unique(true_cluster[true_cluster >= 0])) == 1
+    none = served.active is not None or is_mixture(served) or alike or num_models >= num_clients
+    return 1 if none else num_models
 
 
 class Assessment(NamedTuple):

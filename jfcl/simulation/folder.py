@@ -229,17 +229,9 @@ class RunFolder:
 
     def _go_on(self) -> None:
         """Turns a finished run into one that goes on: its summary gives way to the lines that follow it."""
-        summary = self.path / "summary.json"
-        aside = summary.with_name(summary.name + files.SUFFIX)
         self._write_config()
-        os.replace(summary, aside)
-        try:
-            files.sync(self.path)
-            self._add(b"".join(self._waiting))
-        except BaseException:  # such as a full disk: the run stays finished
-            os.replace(aside, summary)
-            raise
-        os.unlink(aside)
+        self._add(b"".join(self._waiting))  # on a full disk the run stays finished
+        os.unlink(self.path / "summary.json")
         self._ended, self._waiting = False, []
 
     def append(self, records: list[dict[str, Any]]) -> None:

@@ -230,7 +230,7 @@ def run_rounds(
                     folder.append(rows)
                 warn_once(warned, rows, subjects)
                 totals = {name: value for name, value in totals.items() if name not in entries.largest}
-                callbacks.records(rows)
+                callbacks.call("on_records", rows)
                 until = done if has_ended or callbacks.reason else until
             watch.advance(done, records[-len(seeds)] if records else {})
 
@@ -244,7 +244,7 @@ def run_rounds(
                     more = {"time": watch.clock(), "silence": np.array(silence).tolist(), "init_rounds": before}
                     folder.save(done, kept, totals | more, source.client_rows)
                 watch.saved()
-                callbacks.checkpoint()
+                callbacks.call("on_checkpoint", done, callbacks.folder)
             callbacks.raise_failure()
             if is_interrupted:
                 raise KeyboardInterrupt

@@ -26,23 +26,8 @@ from jfcl.core import (
 )
 from jfcl.mapping import hosts, layout, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
-from jfcl.simulation.evaluation import (
-    MOST_LISTED,
-    MOST_SILENT,
-    SUMMED,
-    Assessment,
-    Silence,
-    Subjects,
-    check_clusters,
-    check_step,
-    evaluate_rows,
-    finite_mean,
-    found_clusters,
-    has_one_cluster,
-    is_mixture,
-    serving_part,
-    silence_after,
-)
+from jfcl.simulation import evaluation
+from jfcl.simulation.evaluation import Assessment, Silence, Subjects
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import MOST_ROUNDS, Block, read_checkpoint
 from jfcl.simulation.progress import compile_ahead
@@ -98,8 +83,8 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
     """
 
     def shorten(values):  # the loss, and arrays too long for a record, as their mean over participating clients
-        long = {name: v.ndim > 0 and v.shape[0] > MOST_LISTED for name, v in values.items()}
-        return {name: finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
+        long = {name: v.ndim > 0 and v.shape[0] > evaluation.MOST_LISTED for name, v in values.items()}
+        return {name: evaluation.finite_mean(v) if name == "loss" or long[name] else v for name, v in values.items()}
 
     def one(key, hyperparams, state, silence, first, count, clients):
         made = build(algorithm, hyperparams)
@@ -107,15 +92,15 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
         def one_round(t, carry):
             state, _, sums, largest, silence, most = carry
             state, values = step(jax.random.fold_in(key, t), state, clients)
-            silence = silence_after(silence, values)
+            silence = evaluation.silence_after(silence, values)
             sums = {name: x.at[t - first].set(values[name].astype(jnp.float32)) for name, x in sums.items()}
             largest = {name: jnp.maximum(x, values[name].astype(jnp.int32)) for name, x in largest.items()}
             return state, values, sums, largest, silence, jnp.maximum(most, silence.count)
 
         step, returned = traced_once(made.step, key, state, clients)
-        _, like = check_step(returned, state)
+        _, like = evaluation.check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-        sums = {name: jnp.zeros(MOST_ROUNDS) for name in (*SUMMED, *made.entries.sums) if name in like}
+        sums = {name: jnp.zeros(MOST_ROUNDS) for name in (*evaluation.SUMMED, *made.entries.sums) if name in like}
         largest = {name: jnp.full(like[name].shape, -1, jnp.int32) for name in made.entries.largest if name in like}
         carry = state, last, sums, largest, silence, silence.count
         state, last, sums, largest, silence, most = jax.lax.fori_loop(first, first + count, one_round, carry)
@@ -244,15 +229,13 @@ class Resident:
             newcomers = place(newcomers, len(new_size))
         self._tests, self._newcomers = tests, newcomers
         self._size = np.asarray(hosts.fetch(self._clients.size))[:n]
-        self.most_silent = min(int((self._size > 0).sum()), MOST_SILENT)
+        self.most_silent = min(int((self._size > 0).sum()), evaluation.MOST_SILENT)
 
-        # Evaluation. Methods that start with one cluster and split it have not collapsed while they have one, nor have
-        # mixtures in which one model has the largest weight for all clients.
+        # Evaluation.
         self._serve = _selection(jax.vmap(lambda one: made.serve(one, None)), self.like)
         served = jax.eval_shape(self._serve, self.like)
         self._num_models = jax.tree.leaves(served.models)[0].shape[1]
         self._learners = self._clients if serve == "loss" and tests is not None and made.task is not None else None
-        no_collapse = served.active is not None or is_mixture(served) or has_one_cluster(true_cluster)
         self.subjects = Subjects(
             self._seeds,
             self._ids,
@@ -261,9 +244,9 @@ class Resident:
             true_cluster,
             num_clients=n,
             entries=made.entries,
-            lists_clusters=n <= MOST_LISTED,
+            lists_clusters=n <= evaluation.MOST_LISTED,
             num_classes=None if made.task is None else made.task.num_classes,
-            choices=1 if no_collapse or self._num_models >= n else self._num_models,
+            choices=evaluation.choices_among(served, self._num_models, n, true_cluster),
         )
 
         # Programs. A call finds the one that is compiled already, or waits for it.
@@ -282,7 +265,7 @@ class Resident:
         for data in (tests, newcomers) if made.task is not None else ():
             if data is not None:
                 args, how = self._evaluation(self.whole, data)
-                self._programs.append(evaluate_rows.lower(*args, **how))
+                self._programs.append(evaluation.evaluate_rows.lower(*args, **how))
 
     def start_from(self, state: Any) -> None:
         """Takes a user's `state` for the first one; `ValueError` unless its shapes are those of the algorithm."""
@@ -339,12 +322,12 @@ class Resident:
         served = self._serve(state)._replace(models=None, personal=None)
         held_out, newcomers, values, served = hosts.fetch((held_out, newcomers, values, served))
         if served.to is not None:
-            check_clusters(served.to[:, :n], self._num_models)
+            evaluation.check_clusters(served.to[:, :n], self._num_models)
         if newcomers is not None and "model" in newcomers:
             to, count = newcomers.pop("model"), newcomers.pop("num_models")
-            check_clusters(to[:, : len(new)], int(count[0]))
+            evaluation.check_clusters(to[:, : len(new)], int(count[0]))
         of_seeds = len(self._seeds), padded
-        cluster = found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
+        cluster = evaluation.found_clusters(served, of_seeds) if held_out is None else held_out.pop("found")
 
         # Padding clients are behind the others.
         values = {name: v[:, :n] if v.shape[1:] == (padded,) else v for name, v in values.items()}
@@ -362,14 +345,14 @@ class Resident:
             return None
         self._compiling.wait()
         args, how = self._evaluation(state, data)
-        return evaluate_rows(*args, **how)
+        return evaluation.evaluate_rows(*args, **how)
 
     def _evaluation(self, state: Any, data: Clients) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments of `evaluate_rows` for the test clients or the newcomers, and its static arguments."""
         learners, of_newcomers = self._learners, None
         if data is self._newcomers:
             learners, of_newcomers = None, (self._n, self._num_models)
-        how = {"algorithm": self._serving or serving_part(self.made), "of_newcomers": of_newcomers}
+        how = {"algorithm": self._serving or evaluation.serving_part(self.made), "of_newcomers": of_newcomers}
         how |= {"row_axis": self._row_axis, "client_axis": self._client_axis, "further": self._further}
         hyperparams = self.rows[1] if self._serving is self._algorithm else None
         return (state, hyperparams, data, learners), how

@@ -21,22 +21,10 @@ from jfcl.core import Algorithm, Clients, Served, check, check_count, check_serv
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import layout, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
+from jfcl.simulation import evaluation
 from jfcl.simulation.client_rows import ClientRows
 from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, Cohorts, make_sampler, prefetched, who_answers
-from jfcl.simulation.evaluation import (
-    MOST_LISTED,
-    MOST_SILENT,
-    SUMMED,
-    Assessment,
-    Subjects,
-    check_clusters,
-    evaluate_served,
-    finite_mean,
-    found_clusters,
-    has_one_cluster,
-    is_mixture,
-    silence_after,
-)
+from jfcl.simulation.evaluation import Assessment, Subjects
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import Block, read_checkpoint
 from jfcl.simulation.state_split import check_algorithm, serves_rows
@@ -89,7 +77,7 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
     state, values = algorithm.step(jax.random.fold_in(key, t), split.together(common, rows), clients)
     n = clients.size.shape[0]
     of_clients = {name for name, v in values.items() if v.ndim > 0 and v.shape[0] == n} - {*algorithm.entries.largest}
-    values = {name: finite_mean(v) if name in of_clients else v for name, v in values.items()}
+    values = {name: evaluation.finite_mean(v) if name in of_clients else v for name, v in values.items()}
     return *strong(split.apart(state)), values, is_finite(algorithm.serve(state, None).models)
 
 
@@ -140,14 +128,14 @@ class Streamed:
         served = jax.eval_shape(lambda state: algorithm.serve(state, None), self._shapes)
         self._num_models = 1 if self._split.personal else jax.tree.leaves(served.models)[0].shape[0]
         self._several = self._split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
-        no_collapse = served.active is not None or is_mixture(served) or has_one_cluster(store.cluster)
-        self._choices = 1 if no_collapse or self._num_models >= size else self._num_models
+        self._choices = evaluation.choices_among(served, self._num_models, size, store.cluster)
         judged = [] if tests is None or algorithm.task is None else [tests, store] if self._several else [tests]
         others = [hold(example_shapes(part, len(evaluated))) for part in judged]
         with_seed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._shapes)
         trained = hold(example_shapes(store, size + self._remember))
         memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
-        self.most_silent, self._take, self._drawn = min(n, MOST_SILENT), prefetched(self._prepare, until), None
+        self.most_silent, self._drawn = min(n, evaluation.MOST_SILENT), None
+        self._take = prefetched(self._prepare, until)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -203,7 +191,7 @@ class Streamed:
             true,
             num_clients=len(store),
             entries=algorithm.entries,
-            lists_clusters=self._test_clients is not None and len(evaluated) <= MOST_LISTED,
+            lists_clusters=self._test_clients is not None and len(evaluated) <= evaluation.MOST_LISTED,
             num_classes=None if algorithm.task is None else algorithm.task.num_classes,
             choices=self._choices,
         )
@@ -248,7 +236,7 @@ class Streamed:
         common, after, values, finite = _round(*args, **static)
         after, values, finite = jax.device_get((after, values, finite))
         entries, each = self._algorithm.entries, {name: v[None] for name, v in values.items()}
-        silence = silence_after(silence, each)
+        silence = evaluation.silence_after(silence, each)
 
         # The rows of participants change, and those of remembered clients where the server has changed them; none where
         # the models are lost, which ends the run.
@@ -258,7 +246,7 @@ class Streamed:
         self._drawn, self._after, kept = drawn, after, np.flatnonzero(changed)
         if finite and silence.count[0] < self.most_silent:
             rows.write(np.concatenate([drawn.ids, others])[kept], [values[kept] for values in after])
-        sums = {name: [float(v)] for name, v in values.items() if name in (*SUMMED, *entries.sums)}
+        sums = {name: [float(v)] for name, v in values.items() if name in (*evaluation.SUMMED, *entries.sums)}
         sums |= {name: [float(getattr(drawn, name))] for name in ("asked", "dropped", "cut")}
         largest = {name: each[name].astype(np.int32) for name in entries.largest if name in each}
         return Block(common, each, sums, largest, finite[None], silence, silence.count)
@@ -268,10 +256,10 @@ class Streamed:
         if self._test_clients is None:
             served = self._algorithm.serve(self._split.together(state, self._after), None)
             count = self._cohorts.cohort + self._remember
-            return Assessment(np.asarray(found_clusters(served, (count,)))[None], values)
+            return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
         to, found, held_out = jax.device_get(self._assess(state))
         if not self._split.personal:
-            check_clusters(np.asarray(to), self._num_models)
+            evaluation.check_clusters(np.asarray(to), self._num_models)
         held_out = {name: v[None] for name, v in held_out.items()}
         return Assessment(np.asarray(found)[None], values, held_out)
 
@@ -286,7 +274,7 @@ class Streamed:
             served = serve(state, None)._replace(to=jnp.zeros(len(ids), jnp.int32))
         if split.personal:
             served = served._replace(to=jnp.arange(len(ids), dtype=jnp.int32))
-        results, found = evaluate_served(self._algorithm.task, served, self._test_clients, **self._how)
+        results, found = evaluation.evaluate_served(self._algorithm.task, served, self._test_clients, **self._how)
         return served.to, found, results
 
     def saved(self, state) -> Any:
