@@ -10,7 +10,17 @@ from jfcl import data, kernels, mapping, models, testing
 from jfcl._version import __version__
 from jfcl.analysis import metrics, plots
 from jfcl.analysis.metrics import cluster_recovery, evaluate
-from jfcl.core import Adversary, Algorithm, Clients, DenseStart, Served, Task, concatenate_clients, stack_clients
+from jfcl.core import (
+    Adversary,
+    Algorithm,
+    Clients,
+    DenseStart,
+    Entries,
+    Served,
+    Task,
+    concatenate_clients,
+    stack_clients,
+)
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
 from jfcl.mapping.axis import auto, chunked, client_mesh, sharded, use_all_cores
@@ -64,6 +74,7 @@ __all__ = [
     "Clients",
     "DenseStart",
     "DivergedError",
+    "Entries",
     "History",
     "Served",
     "Sweep",

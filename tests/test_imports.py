@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jfcl
+from jfcl.methods import METHODS
 
 # A module imports only from modules before it in this list.
 ORDER = [
@@ -100,6 +101,23 @@ def test_only_mapping_knows_how_clients_are_mapped():
         owner = {n: getattr(n.value, "attr", getattr(n.value, "id", "")) for n in attributes}  # jax.lax.map, lax.map
         uses_map = [n for n in attributes if n.attr == "map" and owner[n] == "lax"]
         assert not uses_map, file
+
+
+def test_what_is_below_the_methods_knows_none_of_them():
+    """What a method has to say it says through `Algorithm`: no text names one, no code reads a field of its state."""
+    names, fields = {*METHODS} - {"local", "oracle"}, ("params", "cluster")  # those of the default of `serve`
+    found = []
+    for file, tree in TREES.items():
+        if file.relative_to(ROOT).parts[0] not in ("training", "mapping", "data", "models", "analysis", "simulation"):
+            continue
+        docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                found += [(file.name, name) for name in names if re.search(rf"\b{name}\b", node.value)]
+            elif isinstance(node, ast.Attribute):
+                reads = getattr(node.value, "id", "") == "state" and node.attr not in (*fields, "_replace")
+                found += [(file.name, node.attr)] if reads or node.attr in names else []
+    assert not found
 
 
 def test_importing_jfcl_leaves_heavy_packages_alone():

@@ -263,7 +263,7 @@ def test_other_sweeps_are_refused_and_nothing_changes():
         with pytest.raises(ValueError, match=words):
             sweep(**{"grid": {"lr": [0.1]}, "out": "out", "resume": True} | change)
         assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
-    with pytest.raises(ValueError, match="out holds a sweep; choose a new or empty folder"):
+    with pytest.raises(ValueError, match="out holds a sweep already; choose a new or empty folder"):
         RunFolder.create("out", {})
     assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
     Path("run").mkdir()

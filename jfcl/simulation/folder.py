@@ -59,23 +59,19 @@ class Restored(NamedTuple):
 def check_folder(path: str | Path, resume: bool, kind: str) -> None:
     """`ValueError` if no new run or sweep (`kind`) can begin in `path`; with `resume`, one that is there continues."""
     plain.check_path("out", path)
-    path, (_, written) = Path(path), KINDS[kind]
+    path, how = Path(path), "choose a new or empty folder"
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; the output folder must be a new or empty folder")
+        raise ValueError(f"{path} is a file; {how}")
     plain.check_plain(path)
     there = [known for known, (file, _) in KINDS.items() if (path / file).exists()]
     if resume and kind in there:
         return
     if kind in there:
-        raise ValueError(
-            f"{path} already holds a {kind}: resume it (--resume on the command line, resume=True in Python), or"
-            " choose another folder"
-        )
-    if there:
-        raise ValueError(f"{path} holds a {there[0]}; choose a new or empty folder")
-    found = [name for name in written if _holds_something(path / name)]
-    if found:
-        raise ValueError(f"{path} holds {', '.join(found)} already; choose a new or empty folder")
+        resuming = "resume it (--resume on the command line, resume=True in Python)"
+        raise ValueError(f"{path} already holds a {kind}: {resuming}, or {how}")
+    found = [name for name in KINDS[kind][1] if _holds_something(path / name)]
+    if there or found:
+        raise ValueError(f"{path} holds {f'a {there[0]}' if there else ', '.join(found)} already; {how}")
 
 
 class RunFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -77,14 +78,6 @@ def _supports(algorithm: Algorithm, clients: Clients, n: int) -> bool:
     return True
 
 
-def _known(file: Path | None) -> str | None:
-    """Returns the choice kept in `file`; None if the file cannot be read."""
-    try:
-        return None if file is None else json.loads(file.read_text())["fastest"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 def fastest(
     make: Callable[[mapping.Mapping], Algorithm],
     clients: Clients,
@@ -121,7 +114,10 @@ def fastest(
     key = hashlib.sha256(json.dumps([about, sizes, sorted(candidates), environment()]).encode()).hexdigest()[:16]
     folder = cache_dir()
     file = None if folder is None or about is None else folder / "mappings" / f"{key}.json"
-    known = hosts.same_everywhere(_known(file))
+    known = None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no file, or none that can be read
+        known = None if file is None else json.loads(file.read_text())["fastest"]
+    known = hosts.same_everywhere(known)
     console = Console(stderr=True, quiet=not (show and hosts.is_first()))
     if known in candidates:
         console.print(f"mapping: {known}, as an earlier probe found ({file})")
@@ -129,9 +125,9 @@ def fastest(
 
     limit = memory.free_memory() - num_bytes(clients.examples)
     shapes = client_shapes(clients, hosts.total(num_clients(clients)))
-    table = Table(title="mapping: a short probe", title_justify="left")
-    for head in ("mapping", "ms a client and round", "MB of temporaries"):
-        table.add_column(head, justify="left" if head == "mapping" else "right")
+    table = Table("mapping", title="mapping: a short probe", title_justify="left")
+    for head in ("ms a client and round", "MB of temporaries"):
+        table.add_column(head, justify="right")
     found, needs = {}, {}
     few = enough_clients(candidates.values())
     for name, axis in candidates.items():

@@ -50,9 +50,8 @@ def _moved(x: Any, source: int, target: int) -> Any:
     """Returns an array, or its shape, with one axis moved; a placeholder without axes as it is."""
     if source == target or not hasattr(x, "shape"):
         return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.eval_shape(partial(jnp.moveaxis, source=source, destination=target), x)
-    return jnp.moveaxis(x, source, target)
+    move = partial(jnp.moveaxis, source=source, destination=target)
+    return jax.eval_shape(move, x) if isinstance(x, jax.ShapeDtypeStruct) else move(x)
 
 
 def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int) -> tuple[Split, Any]:
@@ -68,12 +67,11 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
     state, more = (jax.eval_shape(init, key, cohorts(c)) for c in (count, count + 1))
     jax.eval_shape(partial(check_served, algorithm), state, cohorts(count))
     served, of_more = (jax.eval_shape(lambda state: algorithm.serve(state, None), one) for one in (state, more))
-    if served.active is not None:  # options that a population cannot have
+    if served.active is not None:  # numbers of models that a population cannot have
         k, accepted = len(served.active), f"given for a cohort of {count}: the default depends on it"
         check(k == len(of_more.active), "max_clusters", None, accepted)
-        check(
-            k != count, "cohort", count, f"another number than max_clusters, {k}, so that records can tell them apart"
-        )
+        accepted = f"another number than max_clusters, {k}, so that records can tell them apart"
+        check(k != count, "cohort", count, accepted)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [[getattr(part, "name", None) for part in path] for path, _ in leaves]
     axes = []
@@ -83,7 +81,7 @@ def split_state(algorithm: Algorithm, init: Start, cohorts: Cohorts, count: int)
             raise ValueError(
                 "algorithm must be a method that allows other clients in every round; this one compares all of"
                 f" them with each other: state{jax.tree_util.keystr(path)} has shape {one.shape} for {count} clients."
-                " Use simulate for it, with all clients on the device"
+                " Give it all clients on the device, as Clients"
             )
         axes.append(grown[0] if grown else None)
     # Each client has a model of its own: row `i`, also where the default of `serve` finds it by `cluster`.
