@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jfcl
-from benchmarks.papers import RECIPES, reproduce
 from jfcl.core import divided
 from jfcl.data import DATASETS, Dataset
 from jfcl.experiments import Config, setup
@@ -350,17 +349,6 @@ def test_configurations_name_them(monkeypatch):
     task = setup(Config("fedavg", model="gpt", dataset="pets", length=4, **few)).task
     assert task.perplexity and jax.eval_shape(task.init, jax.random.key(0))["positions"].shape == (3, 128)
     assert setup(Config("fedavg", model="resnet18_bn", **few)).task.train_loss is not None
-
-
-@pytest.mark.slow
-def test_the_recipe_with_a_small_width(monkeypatch, tmp_path):
-    monkeypatch.setitem(MODELS, "resnet18_narrow", (partial(ResNet, width=2, stages=(1, 1)), ""))
-    recipe = RECIPES["ifca.resnet18"]
-    changes = {"dataset": "digits", "clients": 2, "examples_per_client": 6, "batch_size": 3, "rounds": 1}
-    tiny = {"x": recipe._replace(small=recipe.small | changes | {"eval_every": 1})}
-    rows = reproduce("x", recipes=tiny, out=tmp_path)["rows"]
-    assert [row["method"] for row in rows] == ["ifca", "fedavg", "oracle"]
-    assert rows[-1]["right cluster %"] == 100 and all(0 <= row["accuracy %"] <= 100 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import jfcl
-from benchmarks.papers.recipes import Bench
 from jfcl import cli, plots
 from jfcl.core import files
 from jfcl.core.plain import check_plain, open_plain
@@ -241,24 +240,6 @@ def test_no_name_in_a_summary_leads_out(copy, tmp_path):
     for read in (read_run, report, load_run):
         with pytest.raises(ValueError, match="is none of the results of this run"):
             read(copy)
-
-
-@pytest.mark.parametrize("damage", ["{}", "[]", "", "{", '{"success": 1.0}', "without digest", "changed", "another"])
-def test_a_damaged_part_of_an_experiment_is_computed_again(damage, tmp_path):
-    bench, file = Bench(tmp_path, None, False), tmp_path / "part.json"
-    right = {"success": 0.0}
-    assert bench.keep("part", lambda: right) == right and bench.keep("part", lambda: {}) == right
-    value = json.loads(file.read_text())
-    if damage == "without digest":
-        del value["sha256"]
-    elif damage == "another":
-        bench.keep("other", lambda: {"success": 1.0})
-        value = json.loads((tmp_path / "other.json").read_text())
-    elif damage == "changed":
-        value["success"] = 1.0
-    file.write_text(damage if damage[:1] in ("", "{", "[") else json.dumps(value))
-    with pytest.warns(UserWarning, match="is kept as .*part.json.damaged-1, and computed again"):
-        assert bench.keep("part", lambda: right) == right
 
 
 def test_another_version_is_named_and_nothing_changes(copy, capsys):

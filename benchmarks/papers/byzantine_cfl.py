@@ -96,19 +96,21 @@ def removals(config: Config, records: list[dict[str, Any]]) -> dict[str, Any]:
 def table(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """Accuracies of FL and CFL in the four scenarios; α_cross per round as in figure 2."""
     check_choice("inputs", setting["inputs"], ["text", "code"])
-    rows, seen = [], {}
-    cells = list(product(setting["datasets"], setting["scenarios"], setting["methods"]))
-    configs = {"-".join(cell).replace(" ", "_").lower(): cell_config(setting, *cell) for cell in cells}
-    runs = bench.run_all(configs)
-    for (dataset, scenario, method), (name, config) in zip(cells, configs.items(), strict=True):
-        summary, records = runs[name]
-        row = {"data": dataset, "scenario": scenario, "method": method} | report.accuracy_columns(summary)
-        paper = of_paper(setting["clients"], dataset, scenario, method)
-        row |= report.paper_columns(row["accuracy %"], paper)
-        if method == "CFL":
-            row |= removals(config, records)
-            seen[dataset, scenario] = records, malicious_clients(config)
-        rows.append(row)
+    keys = list(product(setting["datasets"], setting["scenarios"], setting["methods"]))
+    cells = [
+        report.Cell(
+            dict(zip(("data", "scenario", "method"), key, strict=True)),
+            cell_config(setting, *key),
+            {"paper %": of_paper(setting["clients"], *key)},
+        )
+        for key in keys
+    ]
+    rows, runs = report.run_cells(bench, cells)
+    seen = {}
+    for key, cell, row, records in zip(keys, cells, rows, runs, strict=True):
+        if key[2] == "CFL":
+            row |= removals(cell.config, records)
+            seen[key[:2]] = records, malicious_clients(cell.config)
     notes = "" if setting["rounds"] == 200 else f"after {setting['rounds']} rounds; the paper's accuracies after 200"
     return Outcome(rows, _figure_2(setting["datasets"], setting["scenarios"], seen), notes)
 

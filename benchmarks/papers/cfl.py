@@ -8,7 +8,8 @@ splits at the paper's rounds, by `min_rounds`, wherever `γ_max` allows them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,35 +82,35 @@ def _split_probability(found: theory.SplitProbability, num_clusters: Sequence[in
     return figure
 
 
-def _gaps(
-    setting: dict[str, Any],
-    xlabel: str,
-    of: Callable[[str, Any, str], tuple[Sequence[int], np.ndarray, list[Row]]],
-    **style: Any,
-) -> Outcome:
-    """A panel per data set: the separation gaps of updates and of gradients.
-
-    `of(dataset, examples, similarity)` returns the values on the x axis, the gaps by value and seed, and the rows.
-    """
-    rows, count = [], len(setting["examples"])
-    figure, [line] = report.panels(5 * count, 3.8, 1, count)
-    for axes, (dataset, examples) in zip(line, setting["examples"].items(), strict=True):
-        for similarity in SIMILARITIES:
-            x, gaps, found = of(dataset, examples, similarity)
-            report.plot_band(axes, x, gaps, label=similarity, **style)
-            rows += found
-        axes.axhline(0, color="0.5", lw=1)
-        report.label_axes(axes, xlabel=xlabel, ylabel=r"separation gap $g(\alpha)$", title=dataset)
-    return Outcome(rows, figure)
-
-
-def _gap_config(
-    setting: dict[str, Any], dataset: str, examples: int, similarity: str, eval_every: int | None = None
-) -> Config:
+def _gap_config(setting: dict[str, Any], dataset: str, similarity: str, examples: int, eval_every: int) -> Config:
     models = _GAPS["models"] | setting["models"]
     given = CLIENTS | UNSPLIT | {"model": models[dataset], "local_epochs": 3, "eval_every": eval_every}
     given |= {"dataset": dataset, "examples_per_client": examples, "similarity": similarity}
     return report.configure("cfl", setting | given | {"heterogeneity": "label_swap"})
+
+
+def _gap_records(
+    bench: Bench, setting: dict[str, Any], counts: dict[str, list[int]], eval_every: int
+) -> dict[tuple[str, str, int], report.Records]:
+    """Runs CFL without splits, by data set, by what is compared, and by the examples per client."""
+    cells = [(dataset, of, n) for dataset in counts for of in SIMILARITIES for n in counts[dataset]]
+    names = {"-".join(map(str, cell)): cell for cell in cells}
+    runs = bench.run_all({name: _gap_config(setting, *cell, eval_every) for name, cell in names.items()})
+    return {cell: runs[name][1] for name, cell in names.items()}
+
+
+def _gap_figure(
+    curves: dict[tuple[str, str], tuple[Sequence[int], np.ndarray]], xlabel: str, **style: Any
+) -> plots.Figure:
+    """A panel per data set: `curves` are the gaps of updates and of gradients, by x and seed."""
+    datasets = list(dict.fromkeys(dataset for dataset, _ in curves))
+    figure, [line] = report.panels(5 * len(datasets), 3.8, 1, len(datasets))
+    for axes, dataset in zip(line, datasets, strict=True):
+        for similarity in SIMILARITIES:
+            report.plot_band(axes, *curves[dataset, similarity], label=similarity, **style)
+        axes.axhline(0, color="0.5", lw=1)
+        report.label_axes(axes, xlabel=xlabel, ylabel=r"separation gap $g(\alpha)$", title=dataset)
+    return figure
 
 
 @recipe(
@@ -120,20 +121,16 @@ def _gap_config(
 def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 5: separation gap by examples per client, label swap."""
     paper = {"mnist": "above 0 from 20", "cifar10": "above 0 from about 500"}
-    cells = [(data, n, of) for data, counts in setting["examples"].items() for n in counts for of in SIMILARITIES]
-    runs = bench.run_all({f"{d}-{n}-{of}": _gap_config(setting, d, n, of, setting["rounds"]) for d, n, of in cells})
-
-    def of(dataset, counts, similarity):
-        gaps, rows = [], []
-        for examples in counts:
-            _, records = runs[f"{dataset}-{examples}-{similarity}"]
-            gaps.append(report.seed_columns(records, "separation_gap")[-1])
-            row = {"data": dataset, "examples": examples, "similarity of": similarity}
-            row |= {"gap": float(np.mean(gaps[-1])), "lowest seed": float(np.min(gaps[-1]))}
-            rows.append(row | {"paper": paper[dataset] if similarity == "updates" else "below updates"})
-        return counts, np.array(gaps), rows
-
-    return _gaps(setting, "examples per client", of, marker=".")
+    rows, curves = [], defaultdict(list)
+    found = _gap_records(bench, setting, setting["examples"], setting["rounds"])
+    for (dataset, similarity, examples), records in found.items():
+        gaps = report.seed_columns(records, "separation_gap")[-1]
+        curves[dataset, similarity].append(gaps)
+        row = {"data": dataset, "examples": examples, "similarity of": similarity}
+        row |= {"gap": float(gaps.mean()), "lowest seed": float(gaps.min())}
+        rows.append(row | {"paper": paper[dataset] if similarity == "updates" else "below updates"})
+    curves = {of: (setting["examples"][of[0]], np.array(gaps)) for of, gaps in curves.items()}
+    return Outcome(rows, _gap_figure(curves, "examples per client", marker="."))
 
 
 @recipe(
@@ -143,17 +140,15 @@ def figure_5(bench: Bench, setting: dict[str, Any]) -> Outcome:
 )
 def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """CFL, figure 6: separation gap by round, label swap."""
-    cells = [(data, n, of) for data, n in setting["examples"].items() for of in SIMILARITIES]
-    runs = bench.run_all({f"{data}-{of}": _gap_config(setting, data, n, of, 1) for data, n, of in cells})
-
-    def of(dataset, examples, similarity):
-        _, records = runs[f"{dataset}-{similarity}"]
+    rows, curves = [], {}
+    counts = {dataset: [examples] for dataset, examples in setting["examples"].items()}
+    for (dataset, similarity, _), records in _gap_records(bench, setting, counts, 1).items():
         rounds, gaps = [r["round"] for r in report.first_seed(records)], report.seed_columns(records, "separation_gap")
+        curves[dataset, similarity] = rounds, gaps
         row = {"data": dataset, "similarity of": similarity, "gap at the end": float(gaps[-1].mean())}
         row |= {"above 0 from round on": rounds_to_recovery(rounds, (gaps > 0).all(axis=1))}
-        return rounds, gaps, [row | {"paper": "about 10" if similarity == "updates" else ""}]
-
-    return _gaps(setting, "round", of)
+        rows.append(row | {"paper": "about 10" if similarity == "updates" else ""})
+    return Outcome(rows, _gap_figure(curves, "round"))
 
 
 @recipe(

@@ -1,4 +1,4 @@
-"""The experiments of Provably Personalized and Robust Federated Learning (Werner et al. 2023): figures 1 to 5, and 7.
+"""The experiments of Provably Personalized and Robust Federated Learning (Werner et al. 2023): figures 2 to 5, and 7.
 
 Where the paper's text leaves a choice open, its authors' code decides (github.com/liehe/PRFL); each experiment states
 what is ours.
@@ -16,52 +16,16 @@ import numpy as np
 import optax
 
 from benchmarks.papers import report
-from benchmarks.papers.failure_modes import failure, failure_runs, paths
 from benchmarks.papers.recipes import Bench, Outcome, recipe
 from jfcl import data, methods, models
-from jfcl.analysis import plots
 from jfcl.core import Algorithm, Clients, PyTree, Task
 from jfcl.experiments.config import Config
 from jfcl.kernels import threshold_clustering
 from jfcl.training.local import LocalTraining, local_training
 
-# Figure 1: models of one number.
-
 _CIFAR = {"dataset": "cifar10", "clients": 20, "clusters": 4, "examples_per_client": None, "batch_size": 32, "seeds": 1}
 _CIFAR |= {"augment": "crop_flip", "threshold_rounds": 10}
 _DIGITS = {"dataset": "digits", "model": "mlp", "rounds": 200, "augment": None, "subgroup_size": None, "fc_every": 1}
-
-
-@recipe("federated_clustering.failures", full={"rounds": 1000, "seeds": 1000}, small={"seeds": 200})
-def failures(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """FC, figure 1: where Myopic-Clustering, IFCA and CFL go wrong, and Federated-Clustering does not.
-
-    A row of panels for each failure mode: the clients' models by round.
-    """
-    lr, rows = 0.1, []
-    figure, grid = report.panels(12, 9, 3, 3, sharex=True)
-    for line, (name, runs) in zip(grid, failure_runs(lr).items(), strict=True):
-        problem = failure(name, lr)
-        for axes in line[len(runs) :]:
-            axes.set_axis_off()
-        for axes, (label, algorithm, paper) in zip(line, runs, strict=False):
-            path = paths(algorithm, problem.clients, setting["seeds"], setting["rounds"])
-            late = path[:, setting["rounds"] // 2 :].mean(axis=1)  # over rounds too: one client's steps are noisy
-            wrong = np.abs(late - problem.optima[None, :]).max(axis=1) > 0.4
-            row = {"failure of": name, "method": label, "optima": _numbers(problem.optima)}
-            row |= {"models, mean of runs": _numbers(late.mean(axis=0)), "runs that go wrong": float(wrong.mean())}
-            rows.append(row | {"paper": paper})
-            for i in range(path.shape[2]):
-                axes.plot(path[0, :, i], lw=1, label=f"client {i + 1}")
-                axes.axhline(problem.optima[i], color=plots.PALETTE[i], lw=1, ls=":")
-            axes.set_title(f"{name}: {label}", fontsize=9)
-            axes.legend(fontsize=7)
-        line[0].set_ylabel("model")
-    return Outcome(rows, figure, "dotted: the minimum of each client's true cluster")
-
-
-def _numbers(values: np.ndarray) -> str:
-    return "(" + ", ".join(f"{v + 0.0:.2f}" for v in np.round(values, 2)) + ")"
 
 
 # Figures 2 and 3: synthetic regression.
@@ -282,8 +246,8 @@ def _fc(setting: dict[str, Any], make: Callable[..., Config], quantile: float, e
 
 
 def _compare(bench: Bench, configs: dict[str, Config], paper: dict[str, str], title: str) -> Outcome:
-    cells = [report.Cell(name, {"run": name}, c, {"paper": paper.get(name, "")}) for name, c in configs.items()]
-    return Outcome(*report.compare(bench, cells, "local steps", title=title, lw=1))
+    cells = [report.Cell({"run": name}, config, {"paper": paper.get(name, "")}) for name, config in configs.items()]
+    return report.compare(bench, cells, "local steps", title=title, lw=1)
 
 
 @recipe(

@@ -9,8 +9,6 @@ after each call of a client.
 from __future__ import annotations
 
 import functools
-import time
-from itertools import product
 from typing import Any
 
 import flax.linen as nn
@@ -20,14 +18,7 @@ import numpy as np
 import optax
 
 from benchmarks.papers import report
-from benchmarks.papers.federated_clustering_mnist import (
-    BATCH,
-    accuracy_curve,
-    deal_images,
-    ditto_of_the_code,
-    tester,
-    trained,
-)
+from benchmarks.papers.federated_clustering_mnist import BATCH, accuracies, ditto_of_the_code
 from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl import data, methods, models
 from jfcl.core import Algorithm, Clients, Task
@@ -37,8 +28,7 @@ from jfcl.training.local import local_training
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of the code, the latter smaller than those of pixels
 BLOCKS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # convolutions, and their channels in multiples of the first's
-METHODS = ("local", "fedavg", "ditto", "federated_clustering", "oracle")
-PAPER = {"federated_clustering": "above local", "ditto": "poor", "fedavg": "poor", "oracle": "above local"}
+PAPER = {"local": "", "fedavg": "poor", "ditto": "poor", "federated_clustering": "above local", "oracle": "above local"}
 LR, MOMENTUM = 0.1, 0.9
 
 
@@ -131,34 +121,27 @@ def _cifar(data_dir: str | None) -> data.Dataset:
 
 @recipe(
     "federated_clustering.figure4_code",
-    full={"methods": list(METHODS), "clients": 20, "images": 2500, "epochs": 60, "eval_every": 5, "seeds": 1}
+    full={"methods": list(PAPER), "clients": 20, "images": 2500, "epochs": 60, "eval_every": 5, "seeds": 1}
     | {"channels": 64, "dense": 512, "quantile": 0.2, "subgroup_size": 10, "every": 10},
     small={"images": 500, "epochs": 2, "channels": 4, "dense": 64, "eval_every": 1},
 )
 def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """FC, figure 4 as the authors' code: private labels on CIFAR-10, images drawn again in every epoch."""
     _cifar(bench.data_dir)  # before any process starts
-    calls, rows, (figure, [[axes]]) = {}, [], report.panels(6, 4)
-    for name, seed in product(setting["methods"], range(setting["seeds"])):
-        calls[f"{name}-{seed}"] = _cell, bench.data_dir, setting, {"method": name, "seed": seed}
-    kept = bench.keep_all(calls, "cells")
-    for name in setting["methods"]:
-        found = [kept[f"{name}-{seed}"] for seed in range(setting["seeds"])]
-        row = {"method": name} | report.mean_and_std([one["accuracy %"][-1] for one in found])
-        rows.append(row | {"paper": PAPER.get(name, ""), "seconds": sum(one["seconds"] for one in found)})
-        axes.plot(found[0]["epoch"], np.mean([one["accuracy %"] for one in found], axis=0), label=name)
-    axes.set(xlabel="epoch", ylabel="test accuracy %")
-    axes.legend(fontsize=8)
+    cells = [{"method": name} for name in setting["methods"]]
+    rows, (figure, [[axes]]) = [], report.panels(6, 4)
+    for cell, kept in zip(cells, report.kept_cells(bench, _cell, setting, cells), strict=True):
+        rows.append(cell | report.accuracy_of(kept) | {"paper": PAPER[cell["method"]]})
+        report.plot_epochs(axes, kept, cell["method"])
+    report.label_axes(axes, 8, xlabel="epoch", ylabel="test accuracy %")
     return Outcome(rows, figure, "the authors' IFCA is FedAvg here: its four models are one object")
 
 
 def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
-    """The accuracy in percent by epoch, the seconds with compilation, and what they are of."""
-    dataset, started = _cifar(data_dir), time.perf_counter()
-    true, rounds = (np.arange(setting["clients"]) % 4).astype(np.int32), -(-setting["images"] // BATCH)
-    network = VGG16(setting["channels"], setting["dense"])
-    algorithm = figure_4_method(models.classification(network, (32, 32, 3), 10), of["method"], true, rounds, setting)
-    deal = deal_images(dataset, "private_label", true, of["seed"], redraw=True, each=setting["images"])
-    states = trained(algorithm, deal, of["seed"], setting["epochs"], rounds, in_order=True)
-    curve = accuracy_curve(states, tester(algorithm.task, dataset, "private_label", true), setting)
-    return curve | {"seconds": time.perf_counter() - started} | of
+    """Trains one method with one seed."""
+    clients, rounds = setting["clients"], -(-setting["images"] // BATCH)
+    task = models.classification(VGG16(setting["channels"], setting["dense"]), (32, 32, 3), 10)
+    algorithm = figure_4_method(task, of["method"], (np.arange(clients) % 4).astype(np.int32), rounds, setting)
+    schedule = {name: setting[name] for name in ("epochs", "eval_every", "images")} | {"rounds": rounds}
+    options = schedule | {"in_order": True, "redraw": True}
+    return accuracies(algorithm, _cifar(data_dir), "private_label", clients, of["seed"], **options) | of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from jfcl.robust import attacks
 from jfcl.simulation.loop import rollout
 from jfcl.training.local import LocalTraining, draw_batch, local_training
 
+LABELS = ("task", "column", "method")  # of a row
 TASKS = {"rotation": "rotation", "private label": "private_label"}
 CODE, CORRECTED = "as the authors' code", "corrected"
 PAPER = {
@@ -109,10 +110,15 @@ def ditto_of_the_code(task: Task, training: LocalTraining, lr: float, lam: float
     return Algorithm(init, step, task)
 
 
+def one_step() -> LocalTraining:
+    """A step of a batch with the momentum that a client keeps."""
+    return local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
+
+
 def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[str, Any]) -> tuple[Algorithm, int, int]:
     """`(algorithm, epochs, rounds in each)` of one row: 7 batches of 32 make an epoch of 200 images."""
     task, of_code = likelihood_task(column), column == CODE
-    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
+    one = one_step()
     if name == "federated_clustering":
         algorithm = methods.federated_clustering(
             task,
@@ -196,67 +202,6 @@ def tester(task: Task, dataset, heterogeneity: str, true: np.ndarray) -> Callabl
     return lambda params, model_of: np.asarray(of_all(params, jnp.asarray(model_of), tests))
 
 
-@recipe(
-    "federated_clustering.table1",
-    full={"clients": 300, "epochs": 30, "epochs_of_fc": 50, "subgroup_size": 20, "columns": [CODE, CORRECTED]}
-    | {"batches": "in order", "seeds": 3},
-    small={"epochs": 5, "epochs_of_fc": 8, "seeds": 1},
-)
-def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """FC, table 1: seven methods on MNIST, 300 clients, as the authors' code and corrected.
-
-    As the code, but for kNN-Per, with batches at random, and IFCA, where clients compare models on the batch that they
-    train on. With `batches="at random"`, all are drawn at random.
-    """
-    check_choice("batches", setting["batches"], BATCHES)
-    normalised_mnist(bench.data_dir)  # before any process starts
-    calls, rows = {}, []
-    for title, column, name in product(TASKS, setting["columns"], METHODS):
-        for seed in range(setting["seeds"]):
-            of = {"task": title, "column": column, "method": name, "seed": seed}
-            calls[_file(*of.values())] = _cell, bench.data_dir, setting, of
-    kept = bench.keep_all(calls, "cells")
-    for title, column, (index, name) in product(TASKS, setting["columns"], enumerate(METHODS)):
-        row = {"task": title, "column": column, "method": name}
-        found = [kept[_file(*row.values(), seed)] for seed in range(setting["seeds"])]
-        row |= report.mean_and_std([one["accuracy %"] for one in found])
-        row["seconds"] = sum(one.get("seconds", np.nan) for one in found)  # cells of earlier versions have none
-        theirs, again = (PAPER[title][index], RERUN[title].get(name)) if column == CODE else (None, None)
-        row |= report.paper_columns(row["accuracy %"], theirs) | {"rerun %": again}
-        rows.append(row)
-    figure, [line] = report.panels(10, 3.8, 1, 2, sharey=True)
-    for axes, title in zip(line, TASKS, strict=True):
-        for shift, column in enumerate(setting["columns"]):
-            mine = [r for r in rows if r["task"] == title and r["column"] == column]
-            places = np.arange(len(METHODS)) + 0.27 * (shift - 1)
-            axes.bar(places, [r["accuracy %"] for r in mine], 0.25, yerr=[r["std"] for r in mine], label=column)
-        axes.bar(np.arange(len(METHODS)) + 0.27, PAPER[title], 0.25, color="0.7", label="paper")
-        axes.set_xticks(range(len(METHODS)), [m.replace("_", "\n") for m in METHODS], fontsize=7)
-        axes.set_title(title)
-    line[0].set_ylabel("test accuracy %")
-    line[0].legend(fontsize=8)
-    return Outcome(rows, figure, "corrected: log-likelihood, fixed data, cluster means, as many steps for all")
-
-
-def _file(*parts: Any) -> str:
-    """The name of a cell's file."""
-    return "-".join(map(str, parts)).replace(" ", "_").replace("'", "")
-
-
-def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
-    """The accuracy in percent of one method with one seed, its seconds with compilation, and what it is of."""
-    dataset, started = normalised_mnist(data_dir), time.perf_counter()
-    title, column, name, seed = of.values()
-    heterogeneity, true = TASKS[title], (np.arange(setting["clients"]) % 4).astype(np.int32)
-    algorithm, epochs, rounds = table_1_method(name, column, true, setting)
-    deal = deal_images(dataset, heterogeneity, true, seed, redraw=column == CODE)
-    in_order = column == CODE and name not in AT_RANDOM and setting["batches"] == "in order"
-    for state in trained(algorithm, deal, seed, epochs, rounds, in_order):  # noqa: B007
-        pass
-    found = tester(algorithm.task, dataset, heterogeneity, true)(state.params, state.cluster)
-    return {"accuracy %": float(100 * found.mean()), "seconds": time.perf_counter() - started} | of
-
-
 def batch_in_order(clients: Clients, turn: jax.Array) -> Clients:
     """The clients with the images of one batch, which follow those of the turn before; the last has what is left."""
     most = jax.tree.leaves(clients.examples)[0].shape[1]
@@ -293,6 +238,73 @@ def trained(
         yield state
 
 
+def accuracies(
+    algorithm: Algorithm,
+    dataset: data.Dataset,
+    heterogeneity: str,
+    clients: int,
+    seed: int,
+    *,
+    epochs: int,
+    rounds: int,
+    eval_every: int,
+    in_order: bool,
+    redraw: bool,
+    images: int | None = None,
+    hostile: int = 0,
+) -> Row:
+    """Trains, and returns the mean accuracy of the clients in percent by epoch, and the seconds with compilation.
+
+    It is measured after every so many epochs, and after the last. `rounds` are those of an epoch.
+    """
+    started, curve = time.perf_counter(), {"epoch": [], "accuracy %": []}
+    true = (np.arange(clients) % 4).astype(np.int32)
+    test = tester(algorithm.task, dataset, heterogeneity, true)
+    deal = deal_images(dataset, heterogeneity, true, seed, redraw, images, hostile)
+    for epoch, state in enumerate(trained(algorithm, deal, seed, epochs, rounds, in_order), 1):
+        if epoch % eval_every == 0 or epoch == epochs:
+            curve["epoch"].append(epoch)
+            curve["accuracy %"].append(float(100 * test(state.params, state.cluster[:clients]).mean()))
+    return curve | {"seconds": time.perf_counter() - started}
+
+
+@recipe(
+    "federated_clustering.table1",
+    full={"clients": 300, "epochs": 30, "epochs_of_fc": 50, "subgroup_size": 20, "columns": [CODE, CORRECTED]}
+    | {"batches": "in order", "seeds": 3},
+    small={"epochs": 5, "epochs_of_fc": 8, "seeds": 1},
+)
+def table_1(bench: Bench, setting: dict[str, Any]) -> Outcome:
+    """FC, table 1: seven methods on MNIST, 300 clients, as the authors' code and corrected.
+
+    As the code, but for kNN-Per, with batches at random, and IFCA, where clients compare models on the batch that they
+    train on. With `batches="at random"`, all are drawn at random.
+    """
+    check_choice("batches", setting["batches"], BATCHES)
+    normalised_mnist(bench.data_dir)  # before any process starts
+    cells = [dict(zip(LABELS, of, strict=True)) for of in product(TASKS, setting["columns"], METHODS)]
+    rows = []
+    for cell, kept in zip(cells, report.kept_cells(bench, _cell, setting, cells), strict=True):
+        task, column, method = cell.values()
+        row = cell | report.accuracy_of(kept)
+        paper = PAPER[task][METHODS.index(method)] if column == CODE else None
+        row |= report.paper_columns(row["accuracy %"], paper)
+        rows.append(row | {"rerun %": RERUN[task].get(method) if column == CODE else None})
+    return Outcome(rows, None, "corrected: log-likelihood, fixed data, cluster means, as many steps for all")
+
+
+def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
+    """Trains one method with one seed."""
+    task, column, method, seed = of.values()
+    clients, of_code = setting["clients"], column == CODE
+    cluster = (np.arange(clients) % 4).astype(np.int32)
+    algorithm, epochs, rounds = table_1_method(method, column, cluster, setting)
+    schedule = {"epochs": epochs, "rounds": rounds, "eval_every": epochs, "redraw": of_code}
+    in_order = of_code and method not in AT_RANDOM and setting["batches"] == "in order"
+    dataset, heterogeneity = normalised_mnist(data_dir), TASKS[task]
+    return accuracies(algorithm, dataset, heterogeneity, clients, seed, in_order=in_order, **schedule) | of
+
+
 ATTACKS = {"far": attacks.far, "opposite": attacks.opposite}
 # Read off the figure.
 PAPER_6 = {"fedavg": {"far": 10.0, "opposite": 24.0}, "federated_clustering": {"far": 55.0, "opposite": 55.0}}
@@ -311,66 +323,31 @@ def figure_6(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """
     check_choice("batches", setting["batches"], BATCHES)
     normalised_mnist(bench.data_dir)
-    calls, rows, (figure, [line]) = {}, [], report.panels(10, 3.8, 1, 2, sharey=True)
-    cells = list(product(ATTACKS, setting["columns"], PAPER_6))
-    for *parts, seed in ((*cell, seed) for cell in cells for seed in range(setting["seeds"])):
-        of = dict(zip(("attack", "column", "method"), parts, strict=True)) | {"seed": seed}
-        calls[_file(*of.values())] = _attacked, bench.data_dir, setting, of
-    kept = bench.keep_all(calls, "cells")
+    cells = [{"attack": a, "column": c, "method": m} for a, c, m in product(ATTACKS, setting["columns"], PAPER_6)]
+    rows, (figure, [line]) = [], report.panels(10, 3.8, 1, 2, sharey=True)
+    for cell, kept in zip(cells, report.kept_cells(bench, _attacked, setting, cells), strict=True):
+        attack, column, method = cell.values()
+        row = cell | report.accuracy_of(kept)
+        paper = PAPER_6[method][attack] if column == CODE else None
+        rows.append(row | report.paper_columns(row["accuracy %"], paper))
+        report.plot_epochs(line[list(ATTACKS).index(attack)], kept, f"{method}, {column}")
     for axes, attack in zip(line, ATTACKS, strict=True):
-        axes.set(title=f"gradients {attack}", xlabel="epoch")
-    for attack, column, method in cells:
-        found = [kept[_file(attack, column, method, seed)] for seed in range(setting["seeds"])]
-        row = {"attack": attack, "column": column, "method": method}
-        row |= report.mean_and_std([one["accuracy %"][-1] for one in found])
-        row |= {"seconds": sum(one["seconds"] for one in found)}
-        theirs = PAPER_6[method][attack] if column == CODE else None
-        rows.append(row | report.paper_columns(row["accuracy %"], theirs))
-        curve = np.mean([one["accuracy %"] for one in found], axis=0)
-        line[list(ATTACKS).index(attack)].plot(found[0]["epoch"], curve, label=f"{method}, {column}")
-    line[0].set_ylabel("test accuracy %")
-    line[1].legend(fontsize=8)
+        report.label_axes(axes, 8, title=f"gradients {attack}", xlabel="epoch", ylabel="test accuracy %")
     return Outcome(rows, figure, "good clients only; the paper's numbers are read off its figure")
 
 
 def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
-    """The good clients' accuracy in percent by epoch, the seconds with compilation, and what it is of."""
-    dataset, started = normalised_mnist(data_dir), time.perf_counter()
-    attack, column, name, seed = of.values()
+    """Trains one method with one seed among hostile clients; the accuracy is that of the good ones."""
+    attack, column, method, seed = of.values()
     good, hostile, of_code = setting["clients"], setting["hostile"], column == CODE
-    adversary = Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)
-    one = local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
-    make, options = {
-        "fedavg": (methods.fedavg, {"weights": "equal"}),
-        "federated_clustering": (
-            methods.federated_clustering,
-            {"quantile": 0.2, "quantile_rule": "index_shrunk" if of_code else "linear", "threshold_rounds": 10}
-            | {"subgroup_size": setting["subgroup_size"]},
-        ),
-    }[name]
-    algorithm = make(likelihood_task(column), one, adversary=adversary, **options)
-    true = (np.arange(good) % 4).astype(np.int32)
-    deal = deal_images(dataset, "private_label", true, seed, of_code, setting["images"], hostile)
-    states = trained(
-        algorithm,
-        deal,
-        seed,
-        setting["epochs"],
-        -(-setting["images"] // BATCH),
-        of_code and setting["batches"] == "in order",
-    )
-    curve = accuracy_curve(states, tester(algorithm.task, dataset, "private_label", true), setting)
-    return curve | {"seconds": time.perf_counter() - started} | of
-
-
-def accuracy_curve(
-    states: Iterable[Any], accuracies: Callable[[PyTree, Any], np.ndarray], setting: dict[str, Any]
-) -> Row:
-    """The mean accuracy of the setting's clients in percent, after every so many epochs and after the last."""
-    curve = {"epoch": [], "accuracy %": []}
-    for epoch, state in enumerate(states, 1):
-        if epoch % setting["eval_every"] == 0 or epoch == setting["epochs"]:
-            curve["epoch"].append(epoch)
-            found = accuracies(state.params, state.cluster[: setting["clients"]])
-            curve["accuracy %"].append(float(100 * found.mean()))
-    return curve
+    options = {"adversary": Adversary(ATTACKS[attack](), np.arange(good + hostile) >= good)}
+    task, one = likelihood_task(column), one_step()
+    if method == "fedavg":
+        algorithm = methods.fedavg(task, one, weights="equal", **options)
+    else:
+        options |= {"quantile": 0.2, "quantile_rule": "index_shrunk" if of_code else "linear", "threshold_rounds": 10}
+        algorithm = methods.federated_clustering(task, one, subgroup_size=setting["subgroup_size"], **options)
+    schedule = {name: setting[name] for name in ("epochs", "eval_every", "images", "hostile")}
+    schedule |= {"rounds": -(-setting["images"] // BATCH), "redraw": of_code}
+    in_order, dataset = of_code and setting["batches"] == "in order", normalised_mnist(data_dir)
+    return accuracies(algorithm, dataset, "private_label", good, seed, in_order=in_order, **schedule) | of

@@ -14,7 +14,6 @@ from benchmarks.papers import report
 from benchmarks.papers.recipes import Bench, Outcome, Row, recipe
 from jfcl import data
 from jfcl.analysis import plots
-from jfcl.analysis.metrics import rounds_to_recovery
 from jfcl.core import check_choice
 from jfcl.experiments.config import Config
 
@@ -234,17 +233,16 @@ def _table_1(bench: Bench, sizes: list[tuple[str, int, Callable[[str], Config]]]
         row = {"newcomers %": None if None in new else 100 * float(np.mean(new)), "rounds": summary["num_rounds"]}
         if summary["method"] != "ifca":
             return row
-        first = report.first_seed(records)
-        recovered = rounds_to_recovery([r["round"] for r in first], [r["cluster_accuracy"] for r in first])
         identity = float(np.mean([seed["cluster_accuracy"] for seed in summary["per_seed"]]))
-        return row | {"identity": identity, "99 % from round": recovered}
+        return row | {"identity": identity, "99 % from round": summary["per_seed"][0]["rounds_to_recovery"]}
 
     cells = [
-        report.Cell(f"{title}-{method}", {"data": title, "method": method}, make(method), {"paper %": paper[index]})
+        report.Cell({"data": title, "method": method}, make(method), {"paper %": paper[index]})
         for title, index, make in sizes
         for method, paper in TABLE_1.items()
     ]
-    return Outcome(*report.compare(bench, cells, "round", accuracy="clients %", measured=measured), notes)
+    outcome = report.compare(bench, cells, "round", accuracy="clients %", measured=measured)
+    return outcome._replace(notes=notes)
 
 
 @recipe(
@@ -286,12 +284,11 @@ def figure_4(bench: Bench, setting: dict[str, Any]) -> Outcome:
     """IFCA, figure 4: clients in the right cluster by round, rotated MNIST."""
     rows, (figure, [[axes]]) = [], report.panels(6.4, 4.2)
     runs = bench.run_all({f"mnist_{m}_x_{n}": _mnist("ifca", setting, m, n) for m, n in setting["mnist"]})
-    for (m, n), (_, records) in zip(setting["mnist"], runs.values(), strict=True):
+    for (m, n), (summary, records) in zip(setting["mnist"], runs.values(), strict=True):
+        for end in summary["per_seed"]:
+            row = {"data": f"mnist {m} x {n}", "seed": end["seed"], "identity at the end": end["cluster_accuracy"]}
+            rows.append(row | {"99 % from round": end["rounds_to_recovery"], "paper": "about 30"})
         for seed, mine in report.by_seed(records).items():
-            right = [r["cluster_accuracy"] for r in mine]
-            first = rounds_to_recovery([r["round"] for r in mine], right)
-            row = {"data": f"mnist {m} x {n}", "seed": seed, "identity at the end": float(right[-1])}
-            rows.append(row | {"99 % from round": first, "paper": "about 30"})
             report.plot_metric(axes, mine, "cluster_accuracy", label=f"{m} x {n}, seed {seed}")
     report.label_axes(axes, 7, xlabel="round", ylabel="clients in the right cluster")
     return Outcome(rows, figure, "the restarts are ours: 5, in rounds 1 to 3")
@@ -313,9 +310,8 @@ def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     writers = setting | {"partition": "writer", "heterogeneity": "none", "local_epochs": 1, "clusters": 1}
 
     def cell(method: str, paper: float, **own: Any) -> report.Cell:
-        name = " ".join([method, *(f"K={k}" for k in own.values())])
-        labels = {"data": setting["dataset"], "method": name}
-        return report.Cell(name, labels, report.configure(method, writers | own), {"paper, FEMNIST %": paper})
+        labels = {"data": setting["dataset"], "method": " ".join([method, *(f"K={k}" for k in own.values())])}
+        return report.Cell(labels, report.configure(method, writers | own), {"paper, FEMNIST %": paper})
 
     def best(summary, records):
         return {"best round %": max(100 * r["accuracy"] for r in records)}
@@ -330,29 +326,4 @@ def table_2(bench: Bench, setting: dict[str, Any]) -> Outcome:
     ]
     femnist = setting["dataset"] == "femnist"
     notes = "" if femnist else "MNIST's writers stand in for FEMNIST's: other data, other figures"
-    return Outcome(*report.compare(bench, cells, "round", measured=best), notes)
-
-
-@recipe(
-    "ifca.resnet18",
-    full={"dataset": "cifar10", "model": "resnet18_gn", "clients": 20, "clusters": 2, "examples_per_client": 5000}
-    | {"local_epochs": 1, "batch_size": 50, "lr": 0.1, "augment": "crop_flip", "restarts": 3, "restart_rounds": 2}
-    | {"rounds": 100, "seeds": 1, "eval_every": 10},
-    small={"model": "resnet18_narrow", "examples_per_client": 100, "batch_size": 20, "rounds": 3}
-    | {"restarts": None, "restart_rounds": None, "eval_every": 3},
-)
-def resnet_18(bench: Bench, setting: dict[str, Any]) -> Outcome:
-    """IFCA, rotated CIFAR-10 as in table 1, with ResNet-18 (group norm) and 20 clients: ours.
-
-    The paper's figures, of its CNN and 200 clients, stand beside: a deeper network, larger clients.
-    """
-    rotated = setting | {"heterogeneity": "rotation", "reuse": "cluster"}
-
-    def recovered(summary, records):
-        return {"right cluster %": 100 * float(np.mean([row["cluster_accuracy"] for row in summary["per_seed"]]))}
-
-    cells = [
-        report.Cell(method, {"method": method}, report.configure(method, rotated), {"paper's CNN %": paper})
-        for method, paper in {"ifca": 81.51, "fedavg": 77.87, "oracle": None}.items()
-    ]
-    return Outcome(*report.compare(bench, cells, "round", measured=recovered), f"after {setting['rounds']} rounds")
+    return report.compare(bench, cells, "round", measured=best)._replace(notes=notes)

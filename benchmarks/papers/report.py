@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.papers.recipes import Bench, Row
+from benchmarks.papers.recipes import Bench, Outcome, Row
 from jfcl.analysis import plots
 from jfcl.analysis.metrics import deviation
 from jfcl.experiments.config import Config, common_options, method_options, methods_with
@@ -95,49 +95,82 @@ def plot_band(axes: plots.Axes, x: Sequence[float], values: np.ndarray, **option
     axes.fill_between(x, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.15)
 
 
+def kept_cells(
+    bench: Bench, compute: Callable[[str | None, dict[str, Any], Row], Row], setting: dict[str, Any], cells: list[Row]
+) -> list[list[Row]]:
+    """Returns what `compute(data_dir, setting, cell)` returns for each cell, by seed; the cell that it gets has one.
+
+    Each result is kept in a file of its own.
+    """
+
+    def name(cell: Row) -> str:
+        return "-".join(map(str, cell.values())).replace(" ", "_").replace("'", "")
+
+    of_seeds = [[cell | {"seed": seed} for seed in range(setting["seeds"])] for cell in cells]
+    calls = {name(one): (compute, bench.data_dir, setting, one) for of in of_seeds for one in of}
+    kept = bench.keep_all(calls, "cells")
+    return [[kept[name(one)] for one in of] for of in of_seeds]
+
+
+def accuracy_of(kept: Sequence[Row]) -> Row:
+    """Returns the columns of a cell: its last accuracy in percent, over seeds, and the seconds of all seeds."""
+    return mean_and_std([one["accuracy %"][-1] for one in kept]) | {"seconds": sum(one["seconds"] for one in kept)}
+
+
+def plot_epochs(axes: plots.Axes, kept: Sequence[Row], label: str) -> None:
+    """Plots the accuracy by epoch, the mean over seeds."""
+    axes.plot(kept[0]["epoch"], np.mean([one["accuracy %"] for one in kept], axis=0), label=label)
+
+
 class Cell(NamedTuple):
     """A run of a recipe, which becomes a row of its table and a curve of its figure.
 
     Attributes:
-      name: of the run, and of its folder.
-      labels: the first columns of its row; the accuracy follows.
+      labels: the first columns of its row, and the name of its folder; the accuracy follows.
       config: the run.
       paper: the last columns of its row; the difference from `paper %` is added.
     """
 
-    name: str
     labels: Row
     config: Config
     paper: Row
 
 
-def compare(
+def run_cells(
     bench: Bench,
-    cells: Iterable[Cell],
-    xlabel: str,
-    *,
+    cells: Sequence[Cell],
     accuracy: str = "accuracy %",
     measured: Callable[[dict[str, Any], Records], Row] = lambda summary, records: {},
-    title: str = "",
-    **style: Any,
-) -> tuple[list[Row], plots.Figure]:
-    """Runs the cells: a row for each, with mean and deviation over seeds, and its first seed's accuracy by step.
+) -> tuple[list[Row], list[Records]]:
+    """Runs the cells: a row for each, with mean and deviation over seeds, and the records of each.
 
-    A step is a round, or as many steps as a round has where `xlabel` is `"local steps"`. `measured` returns the columns
-    after the accuracy.
+    `measured` returns the columns after the accuracy.
     """
-    rows, (figure, [[axes]]) = [], panels(6.4, 4.2)
-    of_folder = {cell.name.replace(" ", "_").replace(",", ""): cell for cell in cells}
-    runs = bench.run_all({folder: cell.config for folder, cell in of_folder.items()})
-    for cell, (summary, records) in zip(of_folder.values(), runs.values(), strict=True):
-        row = cell.labels | accuracy_columns(summary, accuracy)
-        row |= measured(summary, records) | cell.paper
+    folders = ["-".join(cell.labels.values()).replace(" ", "_").replace(",", "").lower() for cell in cells]
+    runs = bench.run_all({folder: cell.config for folder, cell in zip(folders, cells, strict=True)})
+    rows = []
+    for folder, cell in zip(folders, cells, strict=True):
+        summary, records = runs[folder]
+        row = cell.labels | accuracy_columns(summary, accuracy) | measured(summary, records) | cell.paper
         if "paper %" in cell.paper:
             row |= paper_columns(row[accuracy], cell.paper["paper %"])
         rows.append(row)
+    return rows, [runs[folder][1] for folder in folders]
+
+
+def compare(
+    bench: Bench, cells: Sequence[Cell], xlabel: str, *, title: str = "", lw: float | None = None, **options: Any
+) -> Outcome:
+    """Returns the rows of `run_cells(bench, cells, **options)`, and each first seed's accuracy by step for a figure.
+
+    A step is a round, or as many steps as a round has where `xlabel` is `"local steps"`.
+    """
+    rows, runs = run_cells(bench, cells, **options)
+    figure, [[axes]] = panels(6.4, 4.2)
+    for cell, records in zip(cells, runs, strict=True):
         first = first_seed(records)
         steps = cell.config.local_steps or 1 if xlabel == "local steps" else 1
         x, label = [r["round"] * steps for r in first], ", ".join(cell.labels.values())
-        axes.plot(x, 100 * column(first, "accuracy"), label=label, **style)
+        axes.plot(x, 100 * column(first, "accuracy"), label=label, lw=lw)
     label_axes(axes, 7, xlabel=xlabel, ylabel="accuracy %", title=title)
-    return rows, figure
+    return Outcome(rows, figure)
