@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ import jfcl
 from benchmarks.papers import RECIPES, cfl, ifca, recipes, report, reproduce
 from benchmarks.papers import federated_clustering_cifar as fc_cifar
 from benchmarks.papers import federated_clustering_mnist as fc
-from benchmarks.papers.__main__ import main
+from benchmarks.papers.__main__ import main, parser
 from benchmarks.papers.byzantine_cfl import PAPER, SCENARIOS, of_paper
 from benchmarks.papers.jobs import in_processes
 from benchmarks.papers.recipes import Bench, Outcome, Recipe
@@ -219,6 +222,15 @@ def test_the_command_line(tmp_path, capsys):
     assert "give ENTRY=VALUE, such as panels=c, and not 'rounds'" in capsys.readouterr().err
     assert cli.main(["reproduce", "cfl.figure3"]) == 2
     assert "python -m benchmarks.papers NAME" in capsys.readouterr().err
+
+
+def test_commands_in_the_documentation_name_recipes():
+    root = Path(recipes.__file__).parents[2]
+    pages = [root / "README.md", root / "benchmarks" / "README.md", *(root / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    commands = re.findall(r"python -m benchmarks\.papers ([^`\n#]*)", text)
+    names = {parser().parse_args(shlex.split(command)).name for command in commands if "[" not in command.split("'")[0]}
+    assert len(names) > 5 and names - {None, "NAME"} <= RECIPES.keys()
 
 
 def test_a_setting_holds_the_options_of_several_methods():
