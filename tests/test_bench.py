@@ -142,6 +142,7 @@ def test_throughput_draws_a_line_for_every_method_and_mapping():
     assert all(a.get_xscale() == a.get_yscale() == "log" for a in axes)
 
 
+@pytest.mark.slow
 def test_the_command_keeps_results_and_never_overwrites_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_compilation_cache", None)  # compilation is measured, so nothing may come from a cache
     monkeypatch.setenv("COLUMNS", "80")

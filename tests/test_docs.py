@@ -21,6 +21,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0].startswith("_"))
 GENERATED = ("api/", "notebooks/", "methods/pictures/")  # written by docs/_ext when the site is built
 RUN_ELSEWHERE = {"cfl", "federated_clustering", "mappings", "populations"}  # by tests/test_readme.py
+# Pages that compile much even when they are shortened.
+SLOW = {f"howto/{name}" for name in ("model", "optimizers", "pretrained", "results", "serve", "sweeps", "tpu", "track")}
 # A fenced block, with the HTML comments above it.
 FENCE = re.compile(r"((?:<!-- [^>]* -->\n)*)^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
@@ -131,7 +133,7 @@ def runnable() -> list:
         runs = any("<!-- not run" not in notes for notes, _ in blocks(page, "python"))
         if runs and name_of(page) not in RUN_ELSEWHERE:
             for is_short in (True, False):
-                marks = [] if is_short else [pytest.mark.slow]
+                marks = [pytest.mark.slow] if not is_short or name_of(page) in SLOW else []
                 name = f"{name_of(page)}{', short' * is_short}"
                 found.append(pytest.param(page, is_short, id=name, marks=marks))
     return found

@@ -1,6 +1,7 @@
 """The parameter tree against loops over Algorithm 4 in float64."""
 
 import itertools
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +12,31 @@ from test_cfl import CLUSTER, TASK, TRAINING, TRUTH, local_update, regression
 import jfcl
 from jfcl import parameter_tree, plots
 from jfcl.core import Clients
+from jfcl.methods.cfl.privacy import privacy_code
 from jfcl.testing import count_compilations
 
 CLIENTS = regression(TRUTH, CLUSTER)
 
 
-def run(rounds=80, **options):
-    options = {"eps_1": 0.05, "eps_2": 0.2, "max_clusters": 6} | options
-    algorithm = jfcl.cfl(TASK, TRAINING, **options)
-    return jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(0), num_rounds=rounds)[0]
+OPTIONS = {"eps_1": 0.05, "eps_2": 0.2, "max_clusters": 6}
+
+
+@cache
+def run(**options):
+    algorithm = jfcl.cfl(TASK, TRAINING, **OPTIONS | options)
+    return jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(0), num_rounds=80)[0]
 
 
 STATE = run()
 
 
+def with_tree(**changes):
+    return STATE._replace(tree=STATE.tree._replace(**changes))
+
+
 @pytest.mark.parametrize(("of_run", "of_newcomers"), [(None, "rotation"), ("rotation", None), ("sign", "permutation")])
 def test_updates_hidden_otherwise_are_refused(of_run, of_newcomers, tmp_path):
-    state = run(privacy=of_run)
+    state = with_tree(privacy=jnp.int32(privacy_code(of_run)))
     ask = {"key": jax.random.key(1), "privacy": of_newcomers}
     parameter_tree.save_tree(tmp_path / "tree.npz", state)
     for tree in (state, parameter_tree.load_tree(tmp_path, TASK)):
@@ -96,7 +105,15 @@ def test_a_newcomer_without_a_finite_update_moves_nowhere():
     assert found.cluster.tolist()[0] == 0 and np.isnan(found.similarity).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("options", [{}, {"privacy": "permutation"}, {"privacy": "rotation"}, {"tree_dim": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"privacy": "rotation"},
+        pytest.param({"privacy": "permutation"}, marks=pytest.mark.slow),
+        pytest.param({"tree_dim": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_clients_of_the_run_find_their_own_leaf(options):
     state = run(**options)
     known = {name: value for name, value in options.items() if name == "privacy"}
@@ -114,7 +131,7 @@ def test_hidden_updates_say_nothing_to_those_without_the_secret():
 
 
 def test_a_tree_of_one_node():
-    state = run(rounds=1, eps_1=1e-9, eps_2=1.0)
+    state = jfcl.cfl(TASK, TRAINING, **OPTIONS).init(jax.random.key(0), CLIENTS)
     found = jfcl.assign_newcomer(TASK, TRAINING, state, CLIENTS, key=jax.random.key(1))
     assert (np.asarray(found.cluster) == 0).all() and np.isnan(found.similarity).all()
     assert len(parameter_tree.nodes(state)) == 1
@@ -138,7 +155,7 @@ def test_models_on_the_path():
 def test_leavers_train_no_more_and_are_forgotten():
     who = np.arange(8) == 3
     state = parameter_tree.leave(STATE, who)
-    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, max_clusters=6)
+    algorithm = jfcl.cfl(TASK, TRAINING, **OPTIONS)
     after, metrics = jfcl.rollout(algorithm, CLIENTS, key=jax.random.key(9), num_rounds=2, state=state)
     assert metrics["participants"].tolist() == [7, 7]
     assert all(3 not in node.clients for node in parameter_tree.nodes(after))
@@ -149,8 +166,9 @@ def test_leavers_train_no_more_and_are_forgotten():
     np.testing.assert_array_equal(after.params["w"], other.params["w"])
 
 
+@pytest.mark.slow
 def test_a_recursive_run_ends_without_a_cluster_that_all_clients_have_left():
-    algorithm = jfcl.cfl(TASK, TRAINING, eps_1=0.05, eps_2=0.2, max_clusters=6, recursive=True)
+    algorithm = jfcl.cfl(TASK, TRAINING, **OPTIONS, recursive=True)
     go_on = {"algorithm": algorithm, "clients": CLIENTS, "key": jax.random.key(0)}
     state, _ = jfcl.rollout(num_rounds=5, **go_on)
     last = int(state.cluster[-1])
@@ -221,7 +239,7 @@ def test_bad_input_is_named(tmp_path):
         with pytest.raises(ValueError, match="state must be of the task's model"):
             parameter_tree.evaluate_paths(other, STATE, CLIENTS)
     with pytest.raises(ValueError, match="tree_dim must be above 0 in the run"):
-        jfcl.assign_newcomer(TASK, TRAINING, run(tree_dim=0), CLIENTS, key=key)
+        jfcl.assign_newcomer(TASK, TRAINING, with_tree(updates=STATE.tree.updates[:, :, :0]), CLIENTS, key=key)
     fedavg = jfcl.fedavg(TASK, TRAINING).init(key, CLIENTS)
     with pytest.raises(ValueError, match="state must be a CFLState"):
         parameter_tree.nodes(fedavg)

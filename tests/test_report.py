@@ -452,27 +452,14 @@ def test_a_damaged_run_is_refused_in_a_sentence(damage, copy):
         (copy / "cfl" / name).write_bytes(whole)
 
 
-ODD_SUMMARIES = {
-    "no seeds": lambda s: s.pop("per_seed"),
-    "an empty list": lambda s: s.update(per_seed=[]),
-    "a seed of text": lambda s: s["per_seed"][0].update(seed="0"),
-    "text for a number": lambda s: s["mean"].update(accuracy="high"),
-    "a list for a number": lambda s: s.update(seconds=[1]),
-    "no rounds": lambda s: s.pop("num_rounds"),
-    "a number for the method": lambda s: s.update(method=3),
-    "no split": lambda s: s.pop("split_hash"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", ODD_SUMMARIES)
-def test_an_odd_summary_is_a_sentence(how, copy):
+def test_a_summary_without_its_entries_is_a_sentence(copy):
     file = copy / "cfl" / "summary.json"
     summary = json.loads(file.read_text())
-    ODD_SUMMARIES[how](summary)
-    file.write_text(json.dumps(files.seal(summary)))
-    for read in (read_run, report):
-        with pytest.raises(ValueError, match=r"summary\.json is damaged: it does not have "):
-            read(copy / "cfl")
+    for other in (summary | {"per_seed": []}, {name: summary[name] for name in summary if name != "mean"}):
+        file.write_text(json.dumps(files.seal(other)))
+        for read in (read_run, report):
+            with pytest.raises(ValueError, match=r"summary\.json is damaged: it does not have (per_seed|mean) as"):
+                read(copy / "cfl")
 
 
 @pytest.mark.parametrize("how", ["missing", "of another run"])
@@ -490,7 +477,7 @@ def test_a_line_that_is_no_record_is_named(copy, capsys):
     file = copy / "local" / "metrics.jsonl"
     lines = file.read_text().splitlines()
     (copy / "local" / "summary.json").unlink()
-    for line in (lines[2][:50], json.dumps(json.loads(lines[2]) | {"accuracy": "high"})):
+    for line in (lines[2][:50], json.dumps(json.loads(lines[2]) | {"seed": "0"})):
         file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
         assert cli.main(["report", str(copy / "local")]) == 2
         assert re.search(r"metrics\.jsonl is damaged: (line|record) 3", " ".join(capsys.readouterr().err.split()))

@@ -19,7 +19,7 @@ def folders(tmp_path_factory):
     small = {"clients": 6, "clusters": 2, "rounds": 4, "model": "mlp"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a start in which all clients pick one model
-        run(Config("ifca", **small, options={"restarts": 2, "restart_rounds": 1}), out=out / "ifca")
+        run(Config("ifca", **small, options={"restarts": 1}), out=out / "ifca")
     run(Config("fedper", **small), out=out / "fedper")
     return {name: load_run(out / name) for name in ("ifca", "fedper")}
 
@@ -116,6 +116,7 @@ def test_newcomers_choose(folders):
         assert found.choose({"x": examples["x"]}, by="inputs") == np.unique(found.cluster)[nearest]
 
 
+@pytest.mark.slow
 def test_models_of_a_method_with_its_own_structure(tmp_path):
     """kNN-Per's models hold a model and remembered examples: its predictors give the accuracies of the run."""
     run(Config("knn_per", clients=4, clusters=2, rounds=2), out=tmp_path)
@@ -166,6 +167,7 @@ def test_scalars_keep_their_shape_in_safetensors(tmp_path):
     assert read["scale"].shape == () and read["w"].shape == (3, 2)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_exported_for_whole_numbers(tmp_path):
     task = jfcl.models.language_model(jfcl.models.LSTMLanguageModel(12, features=3, hidden=4), 5, 12)
     model = task.init(jax.random.key(0))

@@ -186,6 +186,7 @@ def test_damaged_identities_are_named(tmp_path):
         simulate(tracker, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line_tracks(tmp_path, capsys):
     pytest.importorskip("tensorboardX", reason="pip install 'jfcl[tensorboard]'")
     out = tmp_path / "run"

@@ -221,20 +221,20 @@ def bars(runs: Mapping[str, Records], metrics: Sequence[str] = ("accuracy", "wor
     return figure
 
 
-def match_clusters(found: np.ndarray, true: np.ndarray) -> dict[int, int]:
+def match_clusters(found: np.ndarray, true: np.ndarray, others: Sequence[int] = ()) -> dict[int, int]:
     """Names found clusters after the true ones with which they share most clients; the others get unused numbers.
 
     Example:
-      >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]))
-      {3: 1, 7: 0}
+      >>> match_clusters(np.array([7, 7, 3]), np.array([0, 0, 1]), others=[5])
+      {3: 1, 7: 0, 5: 2}
     """
     from scipy.optimize import linear_sum_assignment  # takes long to import
 
-    names, truth = np.unique(found).tolist(), np.unique(true)
-    rows, columns = linear_sum_assignment(contingency(found, true), maximize=True)
-    matched = {names[r]: int(truth[c]) for r, c in zip(rows, columns, strict=True)}
-    free = iter(range(int(truth.max()) + 1, int(truth.max()) + 1 + len(names)))
-    return {name: matched[name] if name in matched else next(free) for name in names}
+    names, truth = np.unique(found).tolist(), np.unique(true).tolist()
+    pairs = zip(*linear_sum_assignment(contingency(found, true), maximize=True), strict=True)
+    matched = {names[row]: truth[column] for row, column in pairs}
+    free = [name for name in dict.fromkeys([*names, *others]) if name not in matched]
+    return matched | {name: truth[-1] + 1 + i for i, name in enumerate(free)}
 
 
 def assignments(records: Records, true_cluster: np.ndarray | None = None, *, seed: int | None = None) -> Figure:
@@ -256,16 +256,12 @@ def assignments(records: Records, true_cluster: np.ndarray | None = None, *, see
     is_known = true_cluster is not None
     sorted_by = np.asarray(true_cluster) if is_known else found[:, -1]
     sorted_by = np.where(sorted_by < 0, sorted_by.max() + 1, sorted_by)  # unknown ones: last, in a colour of their own
-    names = match_clusters(found[:, -1], sorted_by)
-    free = max([*names.values(), int(sorted_by.max())]) + 1
-    others = [k for k in np.unique(found).tolist() if k not in names]
-    names |= {k: free + i for i, k in enumerate(others)}
-    free += len(others)
+    names = match_clusters(found[:, -1], sorted_by, np.unique(found).tolist())
     order = np.argsort(sorted_by, kind="stable")
     renamed = np.vectorize(names.get)(found)[order]
     figure = new_figure(6.4, 3.8)
     strip, axes = figure.subplots(1, 2, width_ratios=[1, 24])
-    colors = cluster_colors(free)
+    colors = cluster_colors(max([*names.values(), int(sorted_by.max())]) + 1)
     style = {"cmap": colors, "vmin": -0.5, "vmax": colors.N - 0.5, "aspect": "auto", "interpolation": "nearest"}
     strip.imshow(sorted_by[order][:, None], **style)
     kind = "true" if is_known else "last"

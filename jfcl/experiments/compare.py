@@ -10,17 +10,7 @@ from typing import Any
 
 from jfcl.analysis import plots
 from jfcl.core.files import write_whole
-from jfcl.experiments.comparison import (
-    MOST_DRAWN,
-    by_name,
-    differences,
-    judged_by,
-    results_csv,
-    results_rows,
-    seeds_text,
-    unused,
-    with_name,
-)
+from jfcl.experiments import comparison
 from jfcl.experiments.results import Results, read_finished
 from jfcl.experiments.used import as_used
 
@@ -65,19 +55,19 @@ def compare(
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
     """Reads finished runs, by their names."""
-    return {name: read_finished(folder) for name, folder in by_name(folders).items()}
+    return {name: read_finished(folder) for name, folder in comparison.by_name(folders).items()}
 
 
 def run_differences(runs: dict[str, Results]) -> dict[str, dict[str, str]]:
     """Returns the options in which runs differ, as they were used, and the rounds that were computed."""
     done = {name: {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
     used = {name: as_used(run.config, str(run.folder / "config.json")) | done[name] for name, run in runs.items()}
-    return differences({name: run.config | done[name] for name, run in runs.items()}, used)
+    return comparison.differences({name: run.config | done[name] for name, run in runs.items()}, used)
 
 
 def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:
     """Returns the folder of the files of a comparison: `out`, or a new one beside the first run."""
-    return Path(out) if out else unused(with_name(runs[0]).parent / "compare")
+    return Path(out) if out else comparison.beside(runs[0], "compare")
 
 
 def write_comparison(
@@ -85,8 +75,8 @@ def write_comparison(
 ) -> list[Path]:
     """Writes the files of `compare` into `out`, and returns them."""
     summaries = {name: run.summary for name, run in runs.items()}
-    records = {plots.label(name): run.records for name, run in itertools.islice(runs.items(), MOST_DRAWN)}
-    metric = judged_by(summary["mean"] for summary in summaries.values())
+    records = {plots.label(name): run.records for name, run in itertools.islice(runs.items(), comparison.MOST_DRAWN)}
+    metric = comparison.judged_by(summary["mean"] for summary in summaries.values())
     if not any(row.get(metric) is not None for rows in records.values() for row in rows):  # nothing was evaluated
         metric = "train_loss"
 
@@ -95,7 +85,9 @@ def write_comparison(
         return {metric: plots.curves(records, metric), "methods": bars}
 
     files = [plots.save(figure, out / f"{name}.png") for name, figure in figures().items()]
-    texts = {"results.csv": results_csv(summaries)} | ({"results.tex": results_tex(summaries)} if latex else {})
+    texts = {"results.csv": comparison.results_csv(summaries)} | (
+        {"results.tex": results_tex(summaries)} if latex else {}
+    )
     for name, text in texts.items():
         write_whole(out / name, text.encode())
         files.append(out / name)
@@ -113,9 +105,9 @@ def results_tex(summaries: dict[str, dict[str, Any]]) -> str:
       >>> print(results_tex({"a_b": {"per_seed": rows, "mean": mean}}).splitlines()[-3])
       a\_b & 62.5 $\pm$ 17.7 & -- & -- & -- & 1.0 & -- & -- & -- \\
     """
-    heads, rows = results_rows(summaries)
+    heads, rows = comparison.results_rows(summaries)
     heads = [" ".join(head.replace("-\n", "").split()) for head in heads]
-    about = " or ".join(sorted({seeds_text(summary) for summary in summaries.values()}))
+    about = " or ".join(sorted({comparison.seeds_text(summary) for summary in summaries.values()}))
     lines = [[tex(cell).replace(r"$\pm$", r" $\pm$ ") for cell in row] for row in [heads, *rows]]
     head, *body = (" & ".join(cells) + r" \\" for cells in lines)
     columns = "l" + "r" * (len(heads) - 1)

@@ -47,6 +47,11 @@ def unused(path: Path, suffix: str = "") -> Path:
     return next(found for name in names if not (found := path.with_name(name)).exists())
 
 
+def beside(run: str | Path, name: str, suffix: str = "") -> Path:
+    """Returns an unused path of a name beside a run's folder."""
+    return unused(with_name(run).parent / name, suffix)
+
+
 def number(value: float | None, std: float | None, digits: int, scale: float = 1) -> str:
     """Returns `value`, and the standard deviation where there is one, times `scale`, with so many decimals."""
     if value is None:

@@ -15,18 +15,8 @@ from jfcl.analysis import plots
 from jfcl.core import check, files
 from jfcl.core.plain import check_path
 from jfcl.core.texts import printable
+from jfcl.experiments import comparison
 from jfcl.experiments.compare import run_differences
-from jfcl.experiments.comparison import (
-    MOST_DRAWN,
-    by_name,
-    differences_notes,
-    results_notes,
-    results_rows,
-    seeds_text,
-    size_text,
-    unused,
-    with_name,
-)
 from jfcl.experiments.report_parts import Figure, TableOf, figure, parts_of
 from jfcl.experiments.results import Results, read_results
 
@@ -64,14 +54,13 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
     """
     folders = [runs] if isinstance(runs, str | Path) or not isinstance(runs, Iterable) else list(runs)
     check(len(folders) > 0, "runs", folders, "at least one folder")
-    named = by_name(folders)
-    if out is not None:
+    named = comparison.by_name(folders)
+    if out is None:
+        file = Path(folders[0]) / NAME if len(folders) == 1 else comparison.beside(folders[0], "report", ".html")
+    else:
         check_path("out", out)
         check(Path(out).suffix == ".html", "out", str(out), "a file that ends in .html")
         file = Path(out)
-    else:
-        alone = len(folders) == 1
-        file = Path(folders[0]) / NAME if alone else unused(with_name(folders[0]).parent / "report", ".html")
     found = {name: read_results(folder) for name, folder in named.items()}
     write_report(found, file)
     for run in found.values():
@@ -107,18 +96,19 @@ def _template() -> Any:
 def page_of(runs: dict[str, Results]) -> bytes:
     """Returns the page on runs, by their names."""
     names, is_alone = list(runs), len(runs) == 1
-    each = runs if len(runs) <= MOST_DRAWN else {}  # runs with sections of their own
+    each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
     title = names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}"
     parts = [parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in each.items()]
     together = {
         "results": _results(runs),
-        "figures": _curves(dict(list(runs.items())[:MOST_DRAWN])),
+        "figures": _curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
         "costs": _costs(runs),
     }
     if not is_alone:
         differ = [[option, *values.values()] for option, values in run_differences(runs).items()]
         together["differences"] = differ and TableOf("differences", ["option", *names], differ, kind="text")
-        together["differences_notes"] = _sentences(differences_notes({name: run.config for name, run in runs.items()}))
+        notes = comparison.differences_notes({name: run.config for name, run in runs.items()})
+        together["differences_notes"] = _sentences(notes)
     notes = [run.note for run in runs.values() if run.note]
     about = {"title": title, "version": __version__, "is_alone": is_alone, "notes": notes, "runs": parts}
     return f"{_template().render(about | together)}\n".encode(errors="replace")
@@ -139,10 +129,10 @@ def _results(runs: dict[str, Results]) -> TableOf | None:
     summaries = {name: run.summary for name, run in runs.items() if run.summary["per_seed"]}
     if not summaries:
         return None
-    heads, rows = results_rows(summaries)
-    seeds = " or ".join(sorted({seeds_text(summary) for summary in summaries.values()}))
+    heads, rows = comparison.results_rows(summaries)
+    seeds = " or ".join(sorted({comparison.seeds_text(summary) for summary in summaries.values()}))
     rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in summaries.values()))
-    caption = _sentences([f"after round {' or '.join(rounds)}; {seeds}", *results_notes(summaries)])
+    caption = _sentences([f"after round {' or '.join(rounds)}; {seeds}", *comparison.results_notes(summaries)])
     return TableOf("results", heads, rows, caption)
 
 
@@ -187,13 +177,13 @@ def _costs(runs: dict[str, Results]) -> TableOf:
 
     def per_round(name: str) -> list[str]:
         totals = [(s.get(name), max(s["num_rounds"], 1)) for s in summaries]
-        return [size_text(None if total is None else total / rounds) for total, rounds in totals]
+        return [comparison.size_text(None if total is None else total / rounds) for total, rounds in totals]
 
     rows = {
         "rounds": [str(s["num_rounds"]) for s in summaries],
         "clients": numbers("num_clients", 0),
-        "bytes up, all clients and rounds": [size_text(s.get("bytes_up")) for s in summaries],
-        "bytes down, all clients and rounds": [size_text(s.get("bytes_down")) for s in summaries],
+        "bytes up, all clients and rounds": [comparison.size_text(s.get("bytes_up")) for s in summaries],
+        "bytes down, all clients and rounds": [comparison.size_text(s.get("bytes_down")) for s in summaries],
         "bytes up in a round": per_round("bytes_up"),
         "bytes down in a round": per_round("bytes_down"),
         "seconds, all seeds together": numbers("seconds", 1),

@@ -190,26 +190,25 @@ def _worst_clients(run: Results, label: str) -> TableOf | None:
     by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
     if by is None:
         return None
-    # Over the seeds of each client.
-    is_known = np.isfinite(clients[by])
-    ids, of = np.unique(clients["client"][is_known], return_inverse=True)
-    values = clients[by][is_known]
-    mean = np.bincount(of, values) / np.bincount(of)
-    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
-    np.minimum.at(low, of, values)
-    np.maximum.at(high, of, values)
+    of_client: dict[int, list[float]] = {}
+    for client, value in zip(clients["client"].tolist(), clients[by].tolist(), strict=True):
+        if np.isfinite(value):
+            of_client.setdefault(client, []).append(value)
     sign, scale, digits, unit = (1, 100, 1, "accuracy %") if by == "accuracy" else (-1, 1, 3, "loss")
-    worst = np.lexsort((ids, sign * mean))[:WORST]
+    worst = sorted(of_client, key=lambda client: (sign * np.mean(of_client[client]), client))[:WORST]
     # A row for each.
     first, several, rows = run.first_seed(), len(np.unique(clients["seed"])) > 1, []
     columns = {"examples": "training examples", "true_cluster": "true cluster", "cluster": "cluster"}
     columns = {name: head for name, head in columns.items() if name in clients}
-    for i in worst:
-        about = [int(first[name][first["client"] == ids[i]][0]) for name in columns]
-        over = [mean[i], low[i], high[i]] if several else [mean[i]]
-        rows.append([ids[i], *about, *(number(scale * float(value), None, digits) for value in over)])
+    for client in worst:
+        about = [int(first[name][first["client"] == client][0]) for name in columns]
+        values = of_client[client]
+        over = [float(np.mean(values)), min(values), max(values)] if several else values
+        rows.append([client, *about, *(number(value, None, digits, scale) for value in over)])
     heads = ["client", *columns.values(), *([f"mean {unit}", "lowest seed", "highest seed"] if several else [unit])]
-    caption = f"The {len(worst)} worst of {len(ids)} clients with test examples, by their {unit.split()[0]} on these."
+    caption = (
+        f"The {len(worst)} worst of {len(of_client)} clients with test examples, by their {unit.split()[0]} on these."
+    )
     return TableOf(f"{label}worst", heads, rows, f"{caption} The cluster is that of seed {first['seed'][0]}.")
 
 
