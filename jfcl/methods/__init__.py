@@ -13,20 +13,15 @@ from jfcl.core import Algorithm
 from jfcl.core.options import Option, argument_texts, first_sentence, options_of
 from jfcl.methods.cfl import byzantine_cfl, cfl
 from jfcl.methods.ditto import ditto
-from jfcl.methods.fedavg import fedavg
-from jfcl.methods.fedbn import fedbn
+from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
 from jfcl.methods.federated_clustering import federated_clustering
-from jfcl.methods.fedper import fedper
-from jfcl.methods.fedrep import fedrep
 from jfcl.methods.fesem import fesem
 from jfcl.methods.flhc import flhc
 from jfcl.methods.hypcluster import hypcluster
 from jfcl.methods.ifca import ifca
 from jfcl.methods.knn_per import knn_per
-from jfcl.methods.lg_fedavg import lg_fedavg
 from jfcl.methods.local_only import local_only
-from jfcl.methods.momentum_clustering import momentum_clustering
-from jfcl.methods.myopic_clustering import myopic_clustering
+from jfcl.methods.myopic_clustering import momentum_clustering, myopic_clustering
 from jfcl.methods.one_shot import one_shot
 from jfcl.methods.oracle import oracle
 from jfcl.methods.restarts import with_restarts

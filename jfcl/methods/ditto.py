@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, num_clients
-from jfcl.core.options import Interval, Real, check_options
+from jfcl.core import Algorithm, Clients, PyTree, Task, num_clients
+from jfcl.core.options import Interval, Real
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
-from jfcl.methods.options import Weights, passed_on
+from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.personal import initial_state, next_personal, serve_own, train_personal
 from jfcl.methods.round import loss_of_all, put_rows, select_cohort, take_rows
 from jfcl.training import local
@@ -38,32 +36,26 @@ class DittoState(NamedTuple):
     common: AveragingState
 
 
+@factory(*AVERAGING)
 def ditto(
     task: Task,
     training: local.LocalTraining,
     *,
     lam: Annotated[Real, Interval("[0, inf)")] = 1.0,
-    weights: Weights = "size",
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Trains a global model `w` by FedAvg, and each client's own `v_i` on `f_i(v) + λ/2 ‖v − w‖²`.
 
     Args:
+      task: as in `jfcl.fedavg`.
+      training: of both models; a proximal term in it is that of the global model.
       lam: `λ`, 0 or more: 0 is local training, infinity would be FedAvg. `w` is the global model that the round began
         with (Algorithm 1 of the paper).
-      training: of both models; a proximal term in it is that of the global model.
-      task, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`. An
-        adversary attacks updates of the global model; personal models are not sent. A client outside the cohort keeps
-        its personal model.
 
     Returns:
-      `Algorithm` with a `DittoState`. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes: as FedAvg.
-      `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
+      `Algorithm` with a `DittoState`. An adversary attacks updates of the global model; personal models are not sent. A
+      client outside the cohort keeps its personal model. Cost of a round: twice that of FedAvg; memory `O(N D)`. Bytes:
+      as FedAvg. `nonfinite` is the larger of two numbers: clients with such an update, and with such a personal model.
 
     Raises:
       ValueError: `λ < 0`, and as in `jfcl.fedavg`.
@@ -78,9 +70,8 @@ def ditto(
       >>> np.round(state.params["b"], 2).tolist(), np.round(state.common.params["b"], 2).tolist()  # halfway
       ([2.0, 4.0], [3.0])
     """
-    check_options(ditto, locals())
-    client_axis = mapping.or_auto(client_axis)
-    common = fedavg(**passed_on(fedavg, locals()))
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    common = fedavg(task, training, **options)
     near = training._replace(prox=lam)
 
     def init(key: jax.Array, clients: Clients) -> DittoState:
@@ -91,7 +82,8 @@ def ditto(
     def step(key: jax.Array, state: DittoState, clients: Clients):
         middle = jax.tree.map(lambda p: p[0], state.common.params)
 
-        chosen = select_cohort(key, clients, cohort)  # that of FedAvg: both models are trained on the same batches
+        # The cohort of FedAvg: both models are trained on the same batches.
+        chosen = select_cohort(key, clients, options["cohort"])
         params, opt_states = take_rows(chosen, (state.params, state.client))
         mine = state._replace(params=params, client=opt_states)
         trained, finite = train_personal(task, near, client_axis, chosen, mine, anchor=middle)

@@ -1,57 +1,28 @@
-"""FedAvg: one model for all (McMahan et al. 2017, Algorithm 1), with any server optimiser (Reddi et al. 2021)."""
+"""FedAvg: one model for all (McMahan et al. 2017, Algorithm 1), with any server optimiser (Reddi et al. 2021).
+
+FedPer, FedRep, LG-FedAvg and FedBN are FedAvg with a choice of the parameters that each client keeps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
-import optax
+import jax
 
-from jfcl.core import Adversary, Algorithm, PyTree, Task
-from jfcl.core.options import check_options
-from jfcl.mapping.axis import Mapping
+from jfcl.core import Algorithm, Task, check, in_head, parameter_names
 from jfcl.methods.averaging import Averaging, averaging
-from jfcl.methods.options import PersonalSteps, Weights
-from jfcl.robust.privacy import GaussianDP
+from jfcl.methods.options import AVERAGING, Options, Rounds, factory
 from jfcl.training.local import LocalTraining
 
 
-def fedavg(
-    task: Task,
-    training: LocalTraining,
-    *,
-    weights: Weights = "size",
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    dp: GaussianDP | None = None,
-    client_axis: Mapping | None = None,
-) -> Algorithm:
+@factory(*AVERAGING, "personal", "personal_steps", "dp")
+def fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
     """Trains one global model: each round the cohort's clients train it, and the server averages their models.
 
     Args:
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training`; with `prox > 0` this is FedProx.
-      weights: `"size"` (McMahan et al.) or `"equal"`; or an array `[N]`, the weight of each client by its id.
-      personal: takes a parameter's path, e.g. `"Dense_1/kernel"`; true for the parameters that each client keeps,
-        trains and never sends. `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
-      personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
-        these as they are. Default: all parameters are trained at once.
-      server_optimizer: takes the mean update as a descent direction, and the mean training loss of the round where it
-        needs it (`value`): `optax.sgd(1.0, momentum=0.9)` is FedAvgM,
-        `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam, with Adam's correction of the first steps; default: the mean of
-        the clients' models.
-      cohort: clients per round, drawn without replacement; default: all.
-      init_params: a model to start from.
-      adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
-      aggregator: `(updates, mask=...) -> update`, a robust one from `jfcl.kernels` in place of the mean; clients then
-        have equal weights.
-      dp: differential privacy of each client, such as `jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)`, with
-        `weights="equal"`: clipped updates and Gaussian noise on their sums.
-      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ...; default: `jfcl.mapping.auto()`.
 
     Returns:
       `Algorithm` with an `AveragingState` of one model. Cost of a round: `C` local trainings; memory `O(chunk D)`.
@@ -73,5 +44,156 @@ def fedavg(
       >>> np.round(state.params["w"], 1).tolist()
       [[1.0, -1.0]]
     """
-    check_options(fedavg, locals())
-    return averaging(Averaging(num_clusters=1, **locals()))
+    return averaging(Averaging(task, training, num_clusters=1, **options))
+
+
+@factory(*AVERAGING, "personal", "dp")
+def fedper(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
+    """Trains a common body by FedAvg, while each client keeps and trains its own head (personalisation layers).
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+      personal: takes a parameter's path, e.g. `"Dense_1/kernel"`; true for the personal ones. Default: the last dense
+        layer.
+
+    Returns:
+      `Algorithm` with an `AveragingState`: `params` holds the body `[1, ...]`, `personal` the heads `[N, ...]`. All
+      heads start alike. Cost of a round: that of FedAvg; bytes: those of the body.
+
+    Raises:
+      ValueError: a model without a known last dense layer, where `personal` is not given; as in `jfcl.fedavg`.
+
+    Source: Federated Learning with Personalization Layers (Arivazhagan, Aggarwal, Singh, Choudhary 2019), Algorithms 1
+    and 2.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.classification(jfcl.models.MLP(2, hidden=(5,)), (3,), 2)
+      >>> rng = np.random.default_rng(0)
+      >>> x, y = rng.normal(size=(4, 8, 3)).astype(np.float32), rng.integers(0, 2, (4, 8))
+      >>> clients = jfcl.Clients({"x": x, "y": y}, np.full(4, 8, np.int32))
+      >>> algorithm = jfcl.fedper(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> state, _ = jax.jit(algorithm.step)(jax.random.key(1), state, clients)
+      >>> state.personal["Dense_1"]["kernel"].shape, state.params["Dense_0"]["kernel"].shape
+      ((4, 5, 2), (1, 3, 5))
+    """
+    options["personal"] = options["personal"] or in_head(task)
+    return fedavg(task, training, **options)
+
+
+@factory(*AVERAGING, "personal", "dp")
+def fedrep(
+    task: Task, training: LocalTraining, *, personal_steps: Rounds = 10, **options: Unpack[Options]
+) -> Algorithm:
+    """Trains in turn, in every round of a client, its own head and the common representation.
+
+    A client takes `personal_steps` steps on its head under the round's representation, and then the steps of `training`
+    on the representation under the new head. The server averages the representations.
+
+    Args:
+      task: as in `jfcl.fedavg`.
+      training: of the representation. Its optimiser and batch size are those of the head too.
+      personal_steps: `τ`, local steps on the head in every round.
+      personal: takes a parameter's path; true for those of the head. Default: the last dense layer.
+
+    Returns:
+      `Algorithm` with an `AveragingState` as that of `jfcl.fedper`. Cost of a round: `personal_steps` and the steps of
+      `training`, each a forward and a backward pass; bytes: those of the representation.
+
+    Raises:
+      ValueError: a model without a known last dense layer, where `personal` is not given; `keep="everything"`; as in
+        `jfcl.fedavg`.
+
+    Source: Exploiting Shared Representations for Personalized Federated Learning (Collins, Hassani, Mokhtari,
+    Shakkottai 2021), Algorithm 1.
+
+    Example:
+      >>> import jax, jfcl, optax
+      >>> task = jfcl.models.classification(jfcl.models.MLP(2, hidden=(5,)), (3,), 2)
+      >>> algorithm = jfcl.fedrep(task, jfcl.local_training(optax.sgd(0.1), num_steps=1), personal_steps=5)
+    """
+    options["personal"] = options["personal"] or in_head(task)
+    return fedavg(task, training, personal_steps=personal_steps, **options)
+
+
+@factory(*AVERAGING, "personal", "dp")
+def lg_fedavg(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
+    """Trains a common head by FedAvg on representations that each client keeps for itself.
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+      personal: takes a parameter's path; true for the parameters of the representation. Default: all but the last dense
+        layer.
+
+    Returns:
+      `Algorithm` with an `AveragingState`: `params` holds the head `[1, ...]`, `personal` the representations
+      `[N, ...]`. Cost of a round: that of FedAvg; memory `O(N D)`; bytes: those of the head.
+
+    Raises:
+      ValueError: a model without a known last dense layer, or without other layers, where `personal` is not given; as
+        in `jfcl.fedavg`.
+
+    Source: Think Locally, Act Globally: Federated Learning with Local and Global Representations (Liang, Liu, Ziyin,
+    Allen, Auerbach, Brent, Salakhutdinov, Morency 2020), Algorithm 1, without its auxiliary and adversarial losses.
+
+    Example:
+      >>> import jax, jfcl, optax
+      >>> task = jfcl.models.classification(jfcl.models.MLP(2, hidden=(5,)), (3,), 2)
+      >>> algorithm = jfcl.lg_fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+    """
+    options["personal"] = options["personal"] or in_body(task)
+    return fedavg(task, training, **options)
+
+
+def in_body(task: Task) -> Callable[[str], bool]:
+    """Returns the choice, by a path, of the parameters outside the last dense layer."""
+    head = in_head(task)
+    return lambda path: not head(path)
+
+
+@factory(*AVERAGING, "dp")
+def fedbn(task: Task, training: LocalTraining, **options: Unpack[Options]) -> Algorithm:
+    """Runs FedAvg on all layers but those of batch normalisation, which each client keeps.
+
+    Args:
+      task, training: as in `jfcl.fedavg`.
+
+    Returns:
+      `Algorithm` with an `AveragingState`: `personal` holds the statistics, scales and biases of batch normalisation,
+      `[N, ...]`. Cost of a round: that of FedAvg.
+
+    Raises:
+      ValueError: a model without batch normalisation; as in `jfcl.fedavg`.
+
+    Source: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li, Jiang, Zhang, Kamp, Dou
+    2021), Algorithm 1.
+
+    Example:
+      >>> import flax.linen as nn, jax, jfcl, numpy as np, optax
+      >>> class Net(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x, train: bool):
+      ...         return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(x))
+      >>> task = jfcl.models.classification(Net(), (3,), 2)
+      >>> rng = np.random.default_rng(0)
+      >>> x, y = rng.normal(size=(4, 8, 3)).astype(np.float32), rng.integers(0, 2, (4, 8))
+      >>> clients = jfcl.Clients({"x": x, "y": y}, np.full(4, 8, np.int32))
+      >>> algorithm = jfcl.fedbn(task, jfcl.local_training(optax.sgd(0.1), num_steps=1))
+      >>> state = algorithm.init(jax.random.key(0), clients)
+      >>> sorted(state.personal["BatchNorm_0"]), state.personal["BatchNorm_0"]["mean"].shape
+      (['bias', 'mean', 'scale', 'var'], (4, 3))
+    """
+    return fedavg(task, training, personal=in_batch_normalisation(task), **options)
+
+
+def in_batch_normalisation(task: Task) -> Callable[[str], bool]:
+    """Returns the choice, by a path, of the parameters in layers with batch statistics.
+
+    Raises:
+      ValueError: a model without any.
+    """
+    names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+    layers = {name.rpartition("/")[0] for name in names if task.statistics is not None and task.statistics(name)}
+    check(bool(layers), "task", "a model without batch statistics", "one with batch normalisation")
+    return lambda path: path.rpartition("/")[0] in layers

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from jfcl.core import (
     Task,
     attack_key,
     check,
-    check_choice,
-    check_count,
     client_ids,
     client_keys,
     is_concrete,
@@ -33,39 +31,61 @@ from jfcl.core import (
     num_clients,
     random_order,
 )
-from jfcl.core.options import Range, check_options
+from jfcl.core.options import Excludes, Interval, OneOf, Range, Real
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row
 from jfcl.methods import round as phases
-from jfcl.methods.options import Quantile, QuantileRule, Rounds, Weights
+from jfcl.methods.options import SENDING, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_own
 from jfcl.robust.aggregate import attacked, clients_check, where_rows
 from jfcl.training import local, losses
 from jfcl.training.optimizer import optimizer_step
 
+CENTERS = ("densest", "carry")
 MEMORY = 2**31  # bytes of gradients that a GPU has at once; temporaries are three times that
 
 
-class Threshold(NamedTuple):
-    """The arguments of `jfcl.kernels.threshold_clustering`, checked by `threshold`."""
+class ThresholdOptions(Options, total=False):
+    """Options of the methods that cluster what clients send by `jfcl.kernels.threshold_clustering`.
+
+    Attributes:
+      radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
+        within a cluster and the separation of clusters. A number, `[K]` or `[threshold_rounds, K]` for `K` centres (one
+        in Federated-Clustering), or "three_means".
+      quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
+        cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's, for one centre, and
+        `1 / (2 K)` for several.
+      threshold_rounds: rounds of Threshold-Clustering, `L`.
+      quantile_rule: see `jfcl.kernels.threshold_clustering`.
+      centers: the starts of several centres, which the paper leaves open. `"densest"`: in every round the gradients
+        with most others around them, see `densest`. `"carry"`: the last round's centres; in the first round
+        `init_centers`, or as `"densest"` without them.
+      init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
+    """
 
     radius: Any
-    quantile: Any
-    num_rounds: int
-    quantile_rule: str
+    quantile: Annotated[Real | None, Interval("[0, 1]")]
+    threshold_rounds: Rounds
+    quantile_rule: Annotated[str, OneOf(QUANTILE_RULES), Excludes("radius")]
+    centers: Annotated[str, OneOf(CENTERS)]
+    init_centers: PyTree | None
 
 
-def threshold(radius: Any, quantile: Any, num_rounds: int, quantile_rule: str) -> Threshold:
-    """Returns a `Threshold`; `ValueError` for arguments that the kernel refuses, before anything compiles."""
-    check((radius is None) != (quantile is None), "radius, quantile", (radius, quantile), "one given, and not both")
-    check_count("threshold_rounds", num_rounds)
-    check_choice("quantile_rule", quantile_rule, QUANTILE_RULES)
-    if is_concrete(quantile) and quantile is not None:
-        check(np.all((np.asarray(quantile) >= 0) & (np.asarray(quantile) <= 1)), "quantile", quantile, "in [0, 1]")
+THRESHOLD = ("radius", "quantile", "threshold_rounds", "quantile_rule")
+DEFAULTS = {"weights": "equal", "threshold_rounds": 10, "quantile_rule": "linear"}
+
+
+def threshold(options: ThresholdOptions, default: float) -> dict[str, Any]:
+    """Returns the arguments of `threshold_clustering`, by default with a quantile of `default`."""
+    radius, quantile = options["radius"], options["quantile"]
+    check(radius is None or quantile is None, "radius, quantile", (radius, quantile), "one given, and not both")
+    if radius is None and quantile is None:
+        quantile = default
     if is_concrete(radius) and radius is not None and not isinstance(radius, str):
         check(np.all(np.asarray(radius) >= 0), "radius", radius, "0 or more")
-    return Threshold(radius, quantile, num_rounds, quantile_rule)
+    of_kernel = {"num_rounds": options["threshold_rounds"], "quantile_rule": options["quantile_rule"]}
+    return {"radius": radius, "quantile": quantile} | of_kernel
 
 
 def gradient(
@@ -118,19 +138,13 @@ def draw_groups(key: jax.Array, clients: Clients, size: int) -> Groups:
     return Groups(rows, real, jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32) // size))
 
 
+@factory(*SENDING, *THRESHOLD, **DEFAULTS)
 def federated_clustering(
     task: Task,
     training: local.LocalTraining,
     *,
-    radius: Any = None,
-    quantile: Quantile = None,
-    threshold_rounds: Rounds = 10,
-    quantile_rule: QuantileRule = "linear",
     subgroup_size: Annotated[int | None, Range(2)] = None,
-    weights: Weights = "equal",
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[ThresholdOptions],
 ) -> Algorithm:
     """Moves each client's model along the mean of the gradients, at that model, that are similar to the client's own.
 
@@ -143,16 +157,8 @@ def federated_clustering(
         gradient, the others along the client's own (clustering only every s-th step). The optimiser gets the clustered
         gradient too: for momentum, `optax.sgd(lr, momentum=0.9)` and `keep="everything"`. With `batch_size`, all models
         have the same batch of client `j` in a round.
-      radius: `τ` of Threshold-Clustering, in units of gradients; theory: `sqrt(σ Δ)`, between the noise of gradients
-        within a cluster and the separation of clusters. A number, `[1]`, `[threshold_rounds, 1]`, or "three_means".
-      quantile: instead of `radius`: of the distances of all gradients to the centre, in each threshold round; about a
-        cluster's share of the clients, or less. Default of the two: `quantile=0.2`, the paper's.
-      threshold_rounds: rounds of Threshold-Clustering, `L`.
-      quantile_rule: see `jfcl.kernels.threshold_clustering`.
       subgroup_size: clusters only random groups of `S` clients, drawn in each round (section 4.2); the last group is
         smaller where `S` does not divide `N` (a single client steps along its own gradient). Default: all together.
-      weights: the weight of a client in a mean: `"equal"` (the paper) or `"size"`.
-      init_params: one model that all start from, or `N` stacked; default: one random model for all.
       adversary: hostile clients; the attack is on the gradients that they send, separately for each model.
       client_axis: mapping over the clients' models, each of which compares `S · D` numbers; default: one at a time on a
         CPU or TPU, as many as fit 1 GB on a GPU. A mapping of all models at once is divided likewise on a GPU or TPU.
@@ -182,18 +188,15 @@ def federated_clustering(
       >>> np.round(state.params["b"], 3).tolist()
       [1.0, 5.0, 1.0, 5.0]
     """
-    check_options(federated_clustering, locals())
-    local.check_parts(task, training)
-    if radius is None and quantile is None:
-        quantile = 0.2
-    rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
+    rule, weights, adversary = threshold(options, 0.2), options["weights"], options["adversary"]
+    client_axis = options["client_axis"]
     phases.check_weights(weights)
     check_one_gradient(training)
     check_no_statistics(task, "federated_clustering")
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
-        return initial_state(task, training, key, clients, init_params)
+        return initial_state(task, training, key, clients, options["init_params"])
 
     check_each = clients_check(adversary, weights)
 
@@ -203,7 +206,7 @@ def federated_clustering(
             check_each(clients)
         if jax.process_count() == 1:
             compared = int((np.asarray(clients.size) > 0).sum())
-            warn_if_alone(quantile, min(compared, subgroup_size or compared), quantile_rule)
+            warn_if_alone(rule["quantile"], min(compared, subgroup_size or compared), rule["quantile_rule"])
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
         # Draw the groups, and a batch of each client.
@@ -241,7 +244,7 @@ def federated_clustering(
 def train_client(
     task: Task,
     training: local.LocalTraining,
-    rule: Threshold,
+    rule: dict[str, Any],
     adversary: Adversary | None,
     lies_key: jax.Array,
     rounds: jax.Array,
@@ -274,7 +277,7 @@ def train_client(
         own = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), own)
         own_lies = jax.random.fold_in(lies_key, ids[i])
         sent, usable = attacked(adversary, own_lies, points, ids[rows], real)
-        options = rule._asdict() | {"weights": counts[rows], "mask": usable}
+        options = rule | {"weights": counts[rows], "mask": usable}
         if by_products and adversary is None:
             center = center_from_row(sent, own_row, **options)
         else:

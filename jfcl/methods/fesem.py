@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    check_count,
-    client_ids,
-    is_finite,
-    num_bytes,
-    trained_part,
-)
-from jfcl.core.options import check_options
+from jfcl.core import Algorithm, Clients, Task, check, check_count, client_ids, is_finite, num_bytes, trained_part
 from jfcl.kernels.base import rows_of, squared_norms
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.once import with_first_costs
 from jfcl.methods.one_shot import cluster_local_models
-from jfcl.methods.options import Rounds, Weights, passed_on
+from jfcl.methods.options import SENDING, Options, Rounds, factory
 from jfcl.methods.personal import PersonalState
 from jfcl.robust.aggregate import add_sent, attacked_models, clients_check, divide_rows, nothing_sent, where_rows
 from jfcl.training import local
 
 
+@factory(*SENDING)
 def fesem(
     task: Task,
     training: local.LocalTraining,
     *,
     num_clusters: int,
     local_rounds: Rounds = 1,
-    weights: Weights = "size",
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Runs EM in parameter space: a client trains its cluster's model and joins the cluster nearest to the result.
 
     E-step: `argmin_k ‖w_i − W_k‖`; M-step: `W_k` is the mean of its clients' `w_i`; then clients train from `W_k`.
 
     Args:
+      task, training: as in `jfcl.fedavg`.
       num_clusters: `K`.
       local_rounds: rounds that clients train alone at first, in `init`; k-means of their models gives the first `W`.
         From random models no client would ever change its cluster. A simulation counts them before its own rounds;
         their cost is in the metrics of its first round.
       init_params: one model that all start from.
       adversary: hostile clients; the attack is on the difference of a client's model to the one it started from.
-      task, training, weights, client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with the state `params` `[K, ...]`, `cluster`, `round`. Cost of a round: FedAvg's, and `N K D`;
@@ -72,14 +59,12 @@ def fesem(
       >>> sorted(np.round(state.params["b"], 2).tolist())
       [1.0, 5.0]
     """
-    check_options(fesem, locals())
-    given = passed_on(Averaging, locals())
-    local.check_parts(task, training)
     check_count("num_clusters", num_clusters)
     check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule")
-    client_axis = mapping.or_auto(client_axis)
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    weights, adversary = options["weights"], options["adversary"]
     phases.check_weights(weights)
-    rules = Averaging(**given | {"client_axis": client_axis})
+    rules = Averaging(task, training, num_clusters, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
         phases.check_at_most_clients("num_clusters", num_clusters, clients)

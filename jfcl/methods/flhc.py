@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    attack_key,
-    client_ids,
-    is_finite,
-    trained_part,
-)
-from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real, check_options
+from jfcl.core import Algorithm, Clients, Task, attack_key, client_ids, is_finite, trained_part
+from jfcl.core.options import MOST_REPEATED, Interval, OneOf, Range, Real
 from jfcl.kernels import complete_linkage_tree, cut, pairwise_cosine, single_linkage_tree, squared_distances
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging
-from jfcl.methods.fedavg import fedavg
+from jfcl.methods.averaging import Averaging, averaging
 from jfcl.methods.once import clustered_once
-from jfcl.methods.options import PersonalSteps, Weights, passed_on
+from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import attacked, ravel_clients, where_rows
 from jfcl.training import local
 
@@ -38,6 +25,7 @@ LINKAGES = {"complete": complete_linkage_tree, "single": single_linkage_tree}
 DISTANCES = ("cosine", "euclidean")
 
 
+@factory(*AVERAGING, *SCOPES)
 def flhc(
     task: Task,
     training: local.LocalTraining,
@@ -47,20 +35,12 @@ def flhc(
     rounds_before: Annotated[int, Range(0, MOST_REPEATED)] = 1,
     distance: Annotated[str, OneOf(DISTANCES)] = "cosine",
     linkage: Annotated[str, OneOf(LINKAGES)] = "complete",
-    weights: Weights = "size",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Clusters the clients once, by a dendrogram of their updates after some FedAvg; then runs FedAvg in each cluster.
 
     Args:
+      task, training: as in `jfcl.fedavg`.
       num_clusters: `K`, the number of clusters; with `distance_threshold`, the most there may be.
       distance_threshold: groups are merged up to this distance between them, which `linkage` defines; more than `K`
         clusters are merged until there are `K`.
@@ -69,14 +49,10 @@ def flhc(
       distance: `"cosine"` (1 − similarity) or `"euclidean"`.
       linkage: `"complete"` or `"single"`.
       init_params: one model that all start from.
-      shared: as in `jfcl.ifca`.
-      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
-        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
-        compared.
 
     Returns:
-      `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Cost of `init`: `rounds_before + 1` local
-      trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
+      `Algorithm` with an `AveragingState`; all its models start at FedAvg's. Statistics are not compared. Cost of
+      `init`: `rounds_before + 1` local trainings of all, `N² D` operations, `O(N D + N²)` memory; of a round: FedAvg's.
 
     Raises:
       ValueError: an unknown distance or linkage, `K` larger than the number of clients, and as in `jfcl.fedavg`.
@@ -90,11 +66,9 @@ def flhc(
       >>> algorithm.init(jax.random.key(0), clients).cluster.tolist()
       [0, 1, 0, 1]
     """
-    check_options(flhc, locals())
-    client_axis = mapping.or_auto(client_axis)
-    options = passed_on(Averaging, locals())
-    common = fedavg(**passed_on(fedavg, options | {"cohort": None}))
-
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    rules, personal_steps = Averaging(task, training, num_clusters, **options), options["personal_steps"]
+    common = averaging(rules._replace(num_clusters=1, shared=None, cohort=None))
     limit = 0.0 if distance_threshold is None else distance_threshold
 
     def cluster_updates(updates, real):
@@ -141,10 +115,10 @@ def flhc(
         kept = state.cluster, (state.client, state.personal)
         updates, own, real = phases.train_clients(client_axis, client, cohort, *kept)
         own = where_rows(real, own, state.personal)
-        updates, real = attacked(adversary, attack_key(last_key), updates, client_ids(clients), real)
+        updates, real = attacked(rules.adversary, attack_key(last_key), updates, client_ids(clients), real)
         cluster = over_columns(client_axis, cluster_updates)(updates, real)[1]
         models = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_clusters, *p.shape[1:])), state.params)
         return models, cluster, own
 
     rounds = rounds_before + 1
-    return clustered_once(Averaging(**options), find, messages=rounds, rounds=rounds, more_steps=personal_steps)
+    return clustered_once(rules, find, messages=rounds, rounds=rounds, more_steps=personal_steps)

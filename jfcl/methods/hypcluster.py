@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, random_order
-from jfcl.core.options import MOST_REPEATED, Range, check_options
+from jfcl.core import Algorithm, Clients, Task, check, random_order
+from jfcl.core.options import MOST_REPEATED, Range
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, averaging, with_models
 from jfcl.methods.ifca import ifca
 from jfcl.methods.once import with_first_costs
-from jfcl.methods.options import PersonalSteps, Weights, passed_on
-from jfcl.robust.privacy import GaussianDP
+from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.training import local
 from jfcl.training.losses import lowest_loss
 
 
+@factory(*AVERAGING, *SCOPES, "dp")
 def hypcluster(
     task: Task,
     training: local.LocalTraining,
     *,
     num_clusters: int,
     warm_rounds: Annotated[int, Range(0, MOST_REPEATED)] = 0,
-    weights: Weights = "size",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    dp: GaussianDP | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Runs IFCA's model averaging with clients weighted by size, usually with epochs, a cohort and a warm start.
 
     Args:
+      task, training: as in `jfcl.ifca`.
       num_clusters: `K`.
       warm_rounds: rounds of FedAvg in each of `K` random parts of the clients. The models start from the results, which
         differ and are of some use to every client. A simulation counts these rounds before its own; their cost is in
         the metrics of its first round. Default: none.
-      task, training, weights, shared, personal, personal_steps, server_optimizer, cohort, init_params, adversary,
-        aggregator, dp, client_axis: as in `jfcl.ifca`; `init_params` (one model, or `K` stacked) is the other kind of
-        warm start.
+      init_params: one model to start from, or `K` stacked: the other kind of warm start.
 
     Returns:
       `Algorithm` with an `AveragingState`. Cost of a round: that of IFCA.
@@ -68,19 +55,17 @@ def hypcluster(
       >>> np.round(state.params["b"], 2).tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
-    check_options(hypcluster, locals())
-    fits = dp is None or warm_rounds == 0
+    fits = options["dp"] is None or warm_rounds == 0
     check(fits, "warm_rounds", warm_rounds, "0 with dp: an epsilon does not count them; give init_params")
-    client_axis = mapping.or_auto(client_axis)
-    options = passed_on(ifca, locals())
-    algorithm = ifca(**options)
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
+    algorithm = ifca(task, training, num_clusters=num_clusters, **options)
     if not warm_rounds:
         return algorithm
 
     def init(key: jax.Array, clients: Clients):
         start_key, parts_key, rounds_key = jax.random.split(key, 3)
         parts = jnp.argsort(random_order(parts_key, clients)).astype(jnp.int32) % num_clusters
-        rules = Averaging(start=lambda *_: parts, **options)
+        rules = Averaging(task, training, num_clusters, start=lambda *_: parts, **options)
         warm = averaging(rules)
 
         def one_round(t, state):
@@ -92,5 +77,5 @@ def hypcluster(
         chosen = lowest_loss(task, end.params, clients, personal=end.personal, client_axis=axis)
         return with_models(rules, start, end.params, chosen, end.personal)
 
-    cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": personal_steps, "cohort": cohort}
-    return with_first_costs(algorithm._replace(init=init), training, **cost)
+    cost = {"messages": warm_rounds, "rounds": warm_rounds, "more_steps": options["personal_steps"]}
+    return with_first_costs(algorithm._replace(init=init), training, **cost, cohort=options["cohort"])

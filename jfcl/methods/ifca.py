@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
 from jfcl.core import (
-    Adversary,
     Algorithm,
     Batch,
     Clients,
@@ -25,14 +22,13 @@ from jfcl.core import (
     get_parameter,
     of_rest,
 )
-from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range, check_options
+from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
-from jfcl.methods.options import PersonalSteps, Rounds, Weights, passed_on
+from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
 from jfcl.methods.round import check_at_most_clients
-from jfcl.robust.privacy import GaussianDP
-from jfcl.training.local import LocalTraining, augmented, check_parts, draw_batch
+from jfcl.training.local import LocalTraining, augmented, draw_batch
 from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, under_all
 
 AVERAGE = ("models", "gradients")
@@ -40,6 +36,7 @@ DIVIDE_BY = ("all", "participants")
 IDENTITY_STREAM = zlib.crc32(b"examples to compare models on")  # folded into a client's key of a round
 
 
+@factory(*AVERAGING, *SCOPES, "dp", weights="equal")
 def ifca(
     task: Task,
     training: LocalTraining,
@@ -47,23 +44,13 @@ def ifca(
     num_clusters: int,
     average: Annotated[str, OneOf(AVERAGE)] = "models",
     divide_by: Annotated[str, OneOf(DIVIDE_BY)] = "all",
-    weights: Weights = "equal",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
     stable_rounds: Annotated[int | None, Range(1, MOST_ADDED)] = None,
     identity_batch: Annotated[int | None, Range(1)] = None,
     identity_augment: bool = False,
     min_share: Annotated[float | None, Interval("(0, 1]")] = None,
     restarts: Rounds = 1,
     restart_rounds: Annotated[int, Range(1, MOST_REPEATED), Needs("restarts")] = 1,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    dp: GaussianDP | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Trains `K` models: each round every client trains the one of lowest loss on its data; the server averages them.
 
@@ -78,9 +65,6 @@ def ifca(
         updates or not (line 14 of Algorithm 2). `"participants"`: the round's clients with an update in a sum, of all
         clusters. With `weights="size"` it is the number of their examples. In a population
         (`jfcl.simulate`) a round has the clients of the cohort alone, and `"all"` are those that answered.
-      weights: the weight of a client: `"equal"` (the paper) or `"size"`.
-      shared: weight sharing (section 4.3): takes a parameter's path, e.g. `"Dense_0/kernel"`; those for which it is
-        true are averaged over all clients.
       stable_rounds: the shortcut of section 4.3: while every client has kept its cluster in the last so many rounds
         that it took part in, clients get their own model only and do not compare the others. In a population, it is
         decided in each round for its cohort. Default: never.
@@ -95,15 +79,13 @@ def ifca(
       restarts: number of random initialisations; the one of lowest training loss after `restart_rounds` rounds is kept.
         A simulation counts these rounds before its own; their cost is in its first record (see `with_restarts`).
       restart_rounds: see `restarts`.
-      personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator, dp, client_axis: as in
-        `jfcl.fedavg`. A client compares the models with its own parameters in each. `init_params` may be `K` stacked
-        models.
 
     Returns:
-      `Algorithm` with an `AveragingState`. A model that no client picks keeps its parameters. Cost of a round: `K`
-      forward passes over each client's data plus its local training; memory `O(chunk D + K D)`. The first dense layers
-      of the `K` passes are one product, with which training in the span of the examples begins (`jfcl.training.span`).
-      Bytes: each client gets `K` models (shared layers once) and sends one.
+      `Algorithm` with an `AveragingState`. A client compares the models with its `personal` parameters in each. A model
+      that no client picks keeps its parameters. Cost of a round: `K` forward passes over each client's data plus its
+      local training; memory `O(chunk D + K D)`. The first dense layers of the `K` passes are one product, with which
+      training in the span of the examples begins (`jfcl.training.span`). Bytes: each client gets `K` models (shared
+      layers once) and sends one.
 
     Raises:
       ValueError: `K` larger than the number of clients, unknown `average` or `divide_by`, more than one step with
@@ -124,14 +106,12 @@ def ifca(
       >>> state.params["b"].tolist(), state.cluster.tolist()
       ([1.0, 5.0], [0, 1, 0, 1])
     """
-    check_options(ifca, locals())
-    given = passed_on(Averaging, locals())
-    check_parts(task, training)
+    init_params, dp = options["init_params"], options["dp"]
     check_count("num_clusters", num_clusters)
     check(average == "gradients" or divide_by == "all", "divide_by", divide_by, 'left out without average="gradients"')
     check(restarts == 1 or init_params is None, "restarts", restarts, "1 with init_params: all would start alike")
     if min_share is not None:
-        check_min_share(min_share, num_clusters, cohort, init_params)
+        check_min_share(min_share, num_clusters, options["cohort"], init_params)
     steps = f"{average}, with num_steps={training.num_steps}"
     check(average == "models" or training.num_steps == 1, "average", steps, "models, or gradients of 1 local step")
     if stable_rounds is not None:
@@ -143,7 +123,7 @@ def ifca(
         check(min_share is None, "min_share", min_share, "left out with dp: it decides by choices without noise")
     possible = not identity_augment or training.augment is not None
     check(possible, "identity_augment", True, "False for a training without an augmentation (augment)")
-    client_axis = mapping.or_auto(client_axis)
+    options["client_axis"] = client_axis = mapping.or_auto(options["client_axis"])
     estimate = training._replace(batch_size=identity_batch, augment=None)
 
     # The products of the first layers with which a client chose its model begin its training, but on a TPU it is faster
@@ -186,12 +166,13 @@ def ifca(
         check_at_most_clients("num_clusters", num_clusters, clients)
         return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
 
-    own = {"start": start, "choose": choose, "client_axis": client_axis}
-    own["divide_by"] = divide_by if average == "gradients" else "cluster"
-    serve = LowestLoss(task, num_clusters, personal is not None, client_axis)
-    algorithm = averaging(Averaging(**given | own))._replace(serve=serve)
+    divide_by = divide_by if average == "gradients" else "cluster"
+    rules = Averaging(task, training, num_clusters, start=start, choose=choose, divide_by=divide_by, **options)
+    serve = LowestLoss(task, num_clusters, options["personal"] is not None, client_axis)
+    algorithm = averaging(rules)._replace(serve=serve)
     if min_share is not None:
-        algorithm = with_balanced_start(algorithm, num_clusters=num_clusters, min_share=min_share, cohort=cohort)
+        shares = {"num_clusters": num_clusters, "min_share": min_share, "cohort": options["cohort"]}
+        algorithm = with_balanced_start(algorithm, **shares)
     if restarts == 1:
         return algorithm
     return with_restarts(algorithm, num_restarts=restarts, num_rounds=restart_rounds)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jfcl import mapping
 from jfcl.core import (
     INT32_MAX,
-    Adversary,
     Algorithm,
     Batch,
     Clients,
@@ -24,11 +22,11 @@ from jfcl.core import (
     is_concrete,
     num_clients,
 )
-from jfcl.core.options import Excludes, Interval, Range, Real, check_options
+from jfcl.core.options import Excludes, Interval, Range, Real
 from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg
-from jfcl.methods.options import Weights, passed_on
+from jfcl.methods.options import AVERAGING, Options, factory
 from jfcl.methods.personal import serve_own
 from jfcl.training import local, losses
 
@@ -71,6 +69,7 @@ class KnnPerState(NamedTuple):
     common: AveragingState
 
 
+@factory(*AVERAGING)
 def knn_per(
     task: Task,
     training: local.LocalTraining,
@@ -81,13 +80,7 @@ def knn_per(
     validation: Annotated[float, Interval("(0, 1)"), Excludes("mixing")] = 0.2,
     scale: Annotated[Real | None, Interval("(0, inf)")] = None,
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
-    weights: Weights = "size",
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Trains a model by FedAvg; each client predicts with `λ p_kNN(y | x) + (1 − λ) p_global(y | x)`, `λ` its own.
 
@@ -96,6 +89,7 @@ def knn_per(
 
     Args:
       task: a classification.
+      training: as in `jfcl.fedavg`.
       num_neighbours: `k`, at most the number of training examples of any client.
       mixing: `λ` in [0, 1] for all clients; default: each client's own, the best of `mixings` (the first of equals) on
         its validation examples.
@@ -106,7 +100,6 @@ def knn_per(
         the experiments of Federated-Clustering.)
       represent: `(params, x [B, ...]) -> [B, H]`; default: the inputs of the last dense layer where the task is made
         from a flax module, else its outputs.
-      training, weights, server_optimizer, cohort, init_params, adversary, aggregator, client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with a `KnnPerState`, and a task of its own: the mixture. Cost of a round: FedAvg's and a pass over
@@ -126,16 +119,13 @@ def knn_per(
       >>> bool(found["accuracy"].mean() > 0.75)  # one model for both clusters cannot reach this
       True
     """
-    check_options(knn_per, locals())
-    given = passed_on(fedavg, locals())
-    local.check_parts(task, training)
     if is_concrete(mixings):
         check(np.all((np.asarray(mixings) >= 0) & (np.asarray(mixings) <= 1)), "mixings", mixings, "in [0, 1]")
     check(task.correct is not None and not task.perplexity, "task", "one without labels", "a classification")
-    client_axis = mapping.or_auto(client_axis)
+    client_axis = mapping.or_auto(options["client_axis"])
     represent = represent or task.represent or task.apply
     method = Mixture(task, represent, num_neighbours, mixing, jnp.asarray(mixings, jnp.float32), validation, scale)
-    common = fedavg(**given)
+    common = fedavg(task, training, **options)
 
     def personal_models(model: PyTree, clients: Clients) -> Neighbours:
         """Returns every client's neighbours under the global model."""

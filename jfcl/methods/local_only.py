@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, PyTree, Task
-from jfcl.core.options import check_options
+from jfcl.core import Algorithm, Clients, Task
+from jfcl.methods.options import Options, factory
 from jfcl.methods.personal import PersonalState, initial_state, serve_own, train_alone
 from jfcl.methods.round import round_metrics
 from jfcl.training import local
 
 
-def local_only(
-    task: Task,
-    training: local.LocalTraining,
-    *,
-    init_params: PyTree | None = None,
-    client_axis: mapping.Mapping | None = None,
-) -> Algorithm:
+@factory("init_params", "client_axis")
+def local_only(task: Task, training: local.LocalTraining, **options: Unpack[Options]) -> Algorithm:
     """Trains a model for each client alone; a round is one local training of each, from the result of the last.
 
     Args:
-      task, training, client_axis: as in `jfcl.fedavg`.
+      task, training: as in `jfcl.fedavg`.
       init_params: one model that all start from, or `N` stacked; default: one random model for all.
 
     Returns:
@@ -40,12 +37,10 @@ def local_only(
       >>> state.params["b"].tolist(), float(metrics["bytes_up"])
       ([1.0, 5.0], 0.0)
     """
-    check_options(local_only, locals())
-    local.check_parts(task, training)
-    client_axis = mapping.or_auto(client_axis)
+    client_axis = mapping.or_auto(options["client_axis"])
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        return initial_state(task, training, key, clients, init_params)
+        return initial_state(task, training, key, clients, options["init_params"])
 
     def step(key: jax.Array, state: PersonalState, clients: Clients):
         state, trained, usable = train_alone(task, training, client_axis, key, state, clients)

@@ -1,9 +1,9 @@
-"""Myopic-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithm 1); its round is also Algorithm 4's."""
+"""Myopic- and Momentum-Clustering (Werner, He, Jordan, Jaggi, Karimireddy 2023, Algorithms 1 and 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import optax
 
 from jfcl import mapping
 from jfcl.core import (
-    Adversary,
     Algorithm,
     Clients,
     PyTree,
@@ -28,26 +27,27 @@ from jfcl.core import (
     num_bytes,
     num_clients,
 )
-from jfcl.core.options import OneOf, check_options
+from jfcl.core.options import Interval, Real
 from jfcl.kernels import squared_distances, threshold_clustering
 from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import over_columns
 from jfcl.methods import round as phases
 from jfcl.methods.federated_clustering import (
-    Threshold,
+    DEFAULTS,
+    THRESHOLD,
+    ThresholdOptions,
     check_no_statistics,
     check_one_gradient,
     gradient,
     model_keys,
     threshold,
 )
-from jfcl.methods.options import Quantile, QuantileRule, Rounds, Weights
+from jfcl.methods.options import SENDING, factory
 from jfcl.methods.personal import initial_state
 from jfcl.robust.aggregate import attacked, clients_check, where_rows
 from jfcl.training import local
 from jfcl.training.optimizer import optimizer_step
 
-CENTERS = ("densest", "carry")
 DENSE_UP_TO = 1024  # clients: an [N, N] of 4 MB
 
 
@@ -82,21 +82,12 @@ def serve(state: CentersState, clients: Clients | None) -> Served:
     return Served(state.params, None, found=state.group)
 
 
+OPTIONS = (*SENDING, *THRESHOLD, "centers", "init_centers")
+
+
+@factory(*OPTIONS, **DEFAULTS, centers="densest")
 def myopic_clustering(
-    task: Task,
-    training: local.LocalTraining,
-    *,
-    num_clusters: int,
-    radius: Any = None,
-    quantile: Quantile = None,
-    threshold_rounds: Rounds = 10,
-    quantile_rule: QuantileRule = "linear",
-    weights: Weights = "equal",
-    centers: Annotated[str, OneOf(CENTERS)] = "densest",
-    init_centers: PyTree | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    client_axis: mapping.Mapping | None = None,
+    task: Task, training: local.LocalTraining, *, num_clusters: int, **options: Unpack[ThresholdOptions]
 ) -> Algorithm:
     """Clusters the gradients that clients send, each at its own model, and moves each model along its cluster's centre.
 
@@ -107,13 +98,6 @@ def myopic_clustering(
       task: from `jfcl.models`, or your own.
       training: from `jfcl.local_training` with `num_steps=1`; its optimiser steps along the centre.
       num_clusters: `K` centres.
-      centers: their starts, which the paper leaves open. `"densest"`: in every round the gradients with most others
-        around them, see `densest`. `"carry"`: the last round's centres; in the first round `init_centers`, or as
-        `"densest"` without them.
-      init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
-      radius, quantile, threshold_rounds, quantile_rule: as in `jfcl.federated_clustering`; `radius` may be `[K]` or
-        `[threshold_rounds, K]`. Default of the first two: `quantile=1 / (2 K)`.
-      weights, init_params, adversary, client_axis: as in `jfcl.federated_clustering`.
 
     Returns:
       `Algorithm` with a `CentersState`. Cost of a round: `N` gradients, `min(N, 1024) N D` operations for the densest
@@ -137,11 +121,58 @@ def myopic_clustering(
       >>> state.params["b"].tolist(), state.group.tolist()
       ([0.5, 2.5, 0.5, 2.5], [0, 1, 0, 1])
     """
-    check_options(myopic_clustering, locals())
-    return centers_of(send=lambda state, gradients: (gradients, ()), **locals())
+    return centers_of(task, training, lambda state, gradients: (gradients, ()), num_clusters, options)
 
 
-def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: Threshold, num_clusters: int) -> PyTree:
+@factory(*OPTIONS, **DEFAULTS, centers="densest")
+def momentum_clustering(
+    task: Task,
+    training: local.LocalTraining,
+    *,
+    num_clusters: int,
+    momentum: Annotated[Real, Interval("[0, 1)")] = 0.9,
+    **options: Unpack[ThresholdOptions],
+) -> Algorithm:
+    """Clusters the clients' momenta, which change slowly and are less noisy than gradients: `N` messages a round.
+
+    Otherwise it is Myopic-Clustering: `m_i ← α g_i(x_i) + (1 − α) m_i`, where the first `m_i` is the first gradient
+    (equation 29); the server threshold-clusters all `m_i` into `K` centres; `x_i ← x_i − η v_{k(i)}` (equation 30).
+
+    Args:
+      task: as in `jfcl.myopic_clustering`.
+      training: as there. The optimiser steps along the centre of momenta, so it should have no momentum of its own.
+      num_clusters: `K` centres, among momenta here.
+      momentum: `1 − α`, in [0, 1); 0 is Myopic-Clustering.
+
+    Returns:
+      `Algorithm` with a `CentersState`. Cost of a round: as of Myopic-Clustering; memory `O(N D)`.
+
+    Raises:
+      ValueError: a momentum outside [0, 1), and as in `jfcl.myopic_clustering`.
+
+    Example:
+      >>> import jax, jfcl, numpy as np, optax
+      >>> task = jfcl.models.task(lambda key: {"b": jax.numpy.zeros(())}, lambda p, x: x + p["b"], kind="regression")
+      >>> y = np.repeat(np.float32([1, 5, 1, 5]), 3).reshape(4, 3)
+      >>> clients = jfcl.Clients({"x": np.zeros((4, 3), np.float32), "y": y}, np.full(4, 3, np.int32))
+      >>> training = jfcl.local_training(optax.sgd(0.05), num_steps=1)
+      >>> algorithm = jfcl.momentum_clustering(task, training, num_clusters=2, radius=0.1)
+      >>> state, _ = jfcl.rollout(algorithm, clients, key=jax.random.key(0), num_rounds=200)
+      >>> np.round(state.params["b"], 2).tolist()
+      [1.0, 5.0, 1.0, 5.0]
+    """
+
+    def send(state, gradients):
+        def mix(keep, m, g):
+            return jax.tree.map(lambda m, g: keep.astype(g.dtype) * m + (1 - keep).astype(g.dtype) * g, m, g)
+
+        momenta = jax.vmap(mix)(jnp.where(state.begun, momentum, 0.0), state.momentum, gradients)
+        return momenta, momenta
+
+    return centers_of(task, training, send, num_clusters, options, has_momenta=True)
+
+
+def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: dict, num_clusters: int) -> PyTree:
     """Returns `K` of the points `[N, ...]` as starts of centres: one after the other, those with most points around.
 
     A start takes the points around it out of the choice of the next. With a radius, it is the point with most of the
@@ -152,9 +183,10 @@ def densest(points: PyTree, usable: jax.Array, ids: jax.Array, rule: Threshold, 
     """
     rows, distances = distances_of_candidates(points, usable, ids)
     n = len(usable)
-    by_radius = rule.quantile is None and not isinstance(rule.radius, str)
-    reach = jnp.max(jnp.asarray(rule.radius)) if by_radius else None
-    share = 1 / (2 * num_clusters) if rule.quantile is None else jnp.max(jnp.asarray(rule.quantile))
+    radius, quantile = rule["radius"], rule["quantile"]
+    by_radius = quantile is None and not isinstance(radius, str)
+    reach = jnp.max(jnp.asarray(radius)) if by_radius else None
+    share = 1 / (2 * num_clusters) if quantile is None else jnp.max(jnp.asarray(quantile))
     few = jnp.clip(jnp.ceil(share * usable.sum().astype(jnp.float32)).astype(jnp.int32) - 1, 0, n - 1)
     can_start = usable[rows]
 
@@ -197,43 +229,30 @@ def centers_of(
     task: Task,
     training: local.LocalTraining,
     send: Callable[[CentersState, PyTree], tuple[PyTree, PyTree]],
-    *,
     num_clusters: int,
-    radius: Any,
-    quantile: Any,
-    threshold_rounds: int,
-    quantile_rule: str,
-    weights: str | jax.Array,
-    centers: str,
-    init_centers: PyTree | None,
-    init_params: PyTree | None,
-    adversary: Adversary | None,
-    client_axis: mapping.Mapping | None,
+    options: ThresholdOptions,
     has_momenta: bool = False,
 ) -> Algorithm:
     """Returns the method of Algorithms 1 and 4.
 
     Args:
+      task, training, num_clusters, options: as in `myopic_clustering`.
       send: `(state, gradients) -> (points, momenta)`, pytrees of `[N, ...]`; the server clusters the points.
       has_momenta: whether the state has momenta.
-      task, training and the others: as in `myopic_clustering`.
     """
-    local.check_parts(task, training)
+    weights, adversary, init_centers = options["weights"], options["adversary"], options["init_centers"]
     phases.check_weights(weights)
     check_count("num_clusters", num_clusters)
-    if radius is None and quantile is None:
-        quantile = 1 / (2 * num_clusters)
-    rule = threshold(radius, quantile, threshold_rounds, quantile_rule)
-    carry = centers == "carry"
+    rule, carry = threshold(options, 1 / (2 * num_clusters)), options["centers"] == "carry"
     check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
     check_no_statistics(task, "myopic_clustering and momentum_clustering")
-    client_axis = mapping.or_auto(client_axis)
+    client_axis = mapping.or_auto(options["client_axis"])
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
         phases.check_at_most_clients("num_clusters", num_clusters, clients)
-        start = initial_state(task, training, key, clients, init_params)
+        start = initial_state(task, training, key, clients, options["init_params"])
         momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
         first = first_centers(start.params, init_centers, num_clusters) if carry else ()
@@ -250,7 +269,7 @@ def centers_of(
 
         starts = if_rare(is_first, new_starts, lambda: carried[0]) if carried else new_starts()
         form = "auto" if len(usable) <= DENSE_UP_TO else "direct"  # no [N, N] of many clients
-        centers = threshold_clustering(points, starts, **rule._asdict(), weights=weight, mask=usable, form=form)
+        centers = threshold_clustering(points, starts, **rule, weights=weight, mask=usable, form=form)
         return centers, jnp.argmin(squared_distances(points, centers), axis=1).astype(jnp.int32)
 
     def step(key: jax.Array, state: CentersState, clients: Clients):

@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jfcl import mapping
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, divided, trained_part
-from jfcl.core.options import check_options
+from jfcl.core import Algorithm, Clients, PyTree, Task, divided, trained_part
 from jfcl.kernels import kmeans
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.mapping.columns import over_columns
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.once import clustered_once
-from jfcl.methods.options import PersonalSteps, Rounds, Weights, passed_on
+from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
 from jfcl.methods.personal import initial_state, train_alone
 from jfcl.methods.round import weights_of
 from jfcl.robust.aggregate import attacked_models, cluster_mean, ravel_clients, shared_means, where_rows
 from jfcl.training import local
 
 
+@factory(*AVERAGING, *SCOPES)
 def one_shot(
     task: Task,
     training: local.LocalTraining,
     *,
     num_clusters: int,
     local_rounds: Rounds = 10,
-    weights: Weights = "size",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Clusters the clients once, by k-means of models trained alone; then runs FedAvg inside each cluster.
 
     Args:
+      task, training: as in `jfcl.fedavg`.
       num_clusters: `K`.
       local_rounds: rounds (of `training`) that clients train alone before that, from one common model. They happen in
         `init`: a simulation counts them before its own, and their cost is in the metrics of its first round.
       init_params: one model that all start from.
-      shared: as in `jfcl.ifca`.
-      task, training, weights, personal, personal_steps, server_optimizer, cohort, adversary, aggregator,
-        client_axis: as in `jfcl.fedavg`. Personal parameters, which a client never sends, and statistics are not
-        compared.
 
     Returns:
-      `Algorithm` with an `AveragingState`; its models start at the means of their clients', where shared at those of
-      all. Cost of `init`: `local_rounds` local trainings of all, k-means of `N` points, `O(N D)` memory; of a round:
-      FedAvg's.
+      `Algorithm` with an `AveragingState`. Statistics are not compared. The models start at the means of their
+      clients', where shared at those of all. Cost of `init`: `local_rounds` local trainings of all, k-means of `N`
+      points, `O(N D)` memory; of a round: FedAvg's.
 
     Raises:
       ValueError: `K` larger than the number of clients, and as in `jfcl.fedavg`.
@@ -71,8 +58,8 @@ def one_shot(
       >>> sorted(np.round(state.params["b"], 2).tolist()), bool(state.cluster[0] == state.cluster[2])
       ([1.0, 5.0], True)
     """
-    check_options(one_shot, locals())
-    rules = Averaging(**passed_on(Averaging, locals()) | {"client_axis": mapping.or_auto(client_axis)})
+    options["client_axis"] = mapping.or_auto(options["client_axis"])
+    rules = Averaging(task, training, num_clusters, **options)
 
     def find(key: jax.Array, clients: Clients):
         return cluster_local_models(rules, key, clients, local_rounds)

@@ -1,37 +1,135 @@
-"""Declarations of options that several methods have; an option of one method is declared in its factory."""
+"""Options that several methods have, declared once; an option of one method is declared in its factory."""
 
+from __future__ import annotations
+
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+import textwrap
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import jax
+import optax
 
-from jfcl.core.options import MOST_REPEATED, Excludes, Interval, Needs, OneOf, Range, Real
-from jfcl.kernels import OPERATORS
-from jfcl.kernels.threshold import QUANTILE_RULES
+from jfcl.core import Adversary, PyTree
+from jfcl.core.names import option_hint
+from jfcl.core.options import MOST_REPEATED, OneOf, Range, argument_texts, check_options
+from jfcl.mapping.axis import Mapping
 from jfcl.methods.round import WEIGHTS
+from jfcl.robust.privacy import GaussianDP
+from jfcl.training.local import check_parts
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 Rounds = Annotated[int, Range(1, MOST_REPEATED)]  # inside `init` or `step`
-PersonalSteps = Annotated[int | None, Range(1, MOST_REPEATED)]
-Weights = Annotated[str | jax.Array, OneOf(WEIGHTS)]  # an array: of one weight per client
-Quantile = Annotated[Real | None, Interval("[0, 1]")]
-QuantileRule = Annotated[str, OneOf(QUANTILE_RULES), Excludes("radius")]
-Privacy = Annotated[str | None, OneOf(OPERATORS)]
-PrivacySeed = Annotated[int, Range(0, 2**32 - 1), Needs("privacy")]
 
 
-def passed_on(to: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the arguments `given` that `to` takes too.
+class Options(TypedDict, total=False):
+    """Options of methods in which clients send updates to be averaged. `SENDING` and `AVERAGING` are common parts.
 
-    `given` is the `locals()` of another factory before it sets any: its arguments. An option is declared in the
-    signature; what the factory itself decides is passed on by name.
+    Attributes:
+      weights: the weight of a client in a mean: `"size"`, its number of examples, or `"equal"`; or an array `[N]`, that
+        of each client by its id.
+      shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those that are averaged over all clients
+        instead of those of a cluster (weight sharing, section 4.3 of IFCA).
+      personal: takes a parameter's path; true for those that each client keeps, trains and never sends, nor compares.
+        `jfcl.fedper`, `fedrep`, `fedbn` and `lg_fedavg` are choices of them.
+      personal_steps: local steps of each round on the personal parameters alone, before the others are trained with
+        these as they are. Default: all parameters are trained at once.
+      server_optimizer: takes the mean update as a descent direction, and the mean training loss of the round where it
+        needs it (`value`): `optax.sgd(1.0, momentum=0.9)` is FedAvgM, `optax.adam(1e-2, b2=0.99, eps=1e-3)` FedAdam,
+        with Adam's correction of the first steps. Default: the mean of the clients' models.
+      cohort: clients per round, drawn without replacement. Default: all.
+      init_params: a model to start from, or one for each cluster or client, stacked. Default: random.
+      adversary: hostile clients: `Adversary(attack, malicious)` with an attack of `jfcl.attacks`.
+      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean. Clients
+        then have equal weights, statistics keep the mean, and a round holds all updates: `O(N D)` memory.
+      dp: differential privacy of each client, such as `jfcl.privacy.GaussianDP(clip=1.0, noise=1.0)`, with
+        `weights="equal"`: clipped updates and Gaussian noise on their sums.
+      client_axis: `jax.vmap`, `jfcl.chunked(size)`, ... Default: `jfcl.mapping.auto()`.
+    """
+
+    weights: Annotated[str | jax.Array, OneOf(WEIGHTS)]
+    shared: Callable[[str], bool] | None
+    personal: Callable[[str], bool] | None
+    personal_steps: Annotated[int | None, Range(1, MOST_REPEATED)]
+    server_optimizer: optax.GradientTransformation | None
+    cohort: int | None
+    init_params: PyTree | None
+    adversary: Adversary | None
+    aggregator: Callable[..., PyTree] | None
+    dp: GaussianDP | None
+    client_axis: Mapping | None
+
+
+SCOPES = ("shared", "personal", "personal_steps")
+SENDING = ("weights", "init_params", "adversary", "client_axis")
+AVERAGING = (*SENDING, "server_optimizer", "cohort", "aggregator")
+
+
+def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
+    """Returns the decorator of a method's factory, whose last parameter is `**options: Unpack[Options]`, or a subclass.
+
+    The factory's signature and docstring then have these options beside its own, as if they were written there. A call
+    is checked as by `check_options`; `TypeError` names the nearest argument for an unknown one. Inside, `options` has
+    all of `names`.
+
+    Args:
+      names: the options that the method has, less those that the factory declares for itself.
+      defaults: of these, other than None, and other than `"size"` for `weights`.
 
     Example:
-      >>> def common(*, weights, cohort=None):
-      ...     return weights, cohort
-      >>> def method(*, weights="size", cohort=None, momentum=0.9):
-      ...     return common(**passed_on(common, locals()))
-      >>> method(cohort=3)
-      ('size', 3)
+      >>> from typing import Unpack
+      >>> @factory("cohort", "weights", weights="equal")
+      ... def method(task, training, *, beta: float = 0.9, **options: Unpack[Options]):
+      ...     return beta, options
+      >>> inspect.signature(method)
+      <Signature (task, training, *, beta: float = 0.9, weights: ... = 'equal', cohort: int | None = None)>
     """
-    return {name: given[name] for name in inspect.signature(to).parameters if name in given}
+    defaults = {"weights": "size"} | defaults
+
+    def decorate(make: Factory) -> Factory:
+        (declared,) = typing.get_args(typing.get_type_hints(make)["options"])
+        hints = typing.get_type_hints(declared, include_extras=True)
+        texts = argument_texts(Options) | argument_texts(declared)
+        own = inspect.signature(make).parameters
+        common = [name for name in hints if name in names and name not in own]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [p for p in own.values() if p.kind is not p.VAR_KEYWORD] + [
+            inspect.Parameter(name, keyword, default=defaults.get(name), annotation=hints[name]) for name in common
+        ]
+
+        @functools.wraps(make)
+        def build(*args, **given):
+            for name in given.keys() - build.__signature__.parameters.keys():
+                hint = option_hint(name, [p.name for p in parameters if p.kind is keyword])
+                raise TypeError(f"{make.__name__} has no argument {name!r}{hint}")
+            call = build.__signature__.bind(*args, **given)
+            call.apply_defaults()
+            check_options(build, call.arguments)
+            check_parts(call.arguments["task"], call.arguments["training"])
+            return make(*call.args, **call.kwargs)
+
+        build.__signature__ = inspect.signature(make).replace(parameters=parameters)
+        build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+        build.__doc__ = _with_entries(make.__doc__, {name: texts[name] for name in common})
+        return typing.cast(Factory, build)
+
+    return decorate
+
+
+def _with_entries(documented: str | None, texts: dict[str, str]) -> str | None:
+    """Returns a docstring with further entries at the end of its `Args` section; its own entries stand."""
+    if documented is None:  # python -OO
+        return None
+    documented = inspect.cleandoc(documented)
+    if "\nArgs:\n" not in documented:
+        documented = documented.replace("\n\nReturns:\n", "\n\nArgs:\n\nReturns:\n", 1)
+    begin = documented.index("\nArgs:\n")
+    end = documented.index("\n\n", begin)
+    known = documented[begin:end]
+    entries = [f"{name}: {text}" for name, text in texts.items() if f"\n  {name}: " not in known]
+    wrap = functools.partial(textwrap.indent, prefix="  ")
+    entries = [wrap(textwrap.fill(entry, 116, subsequent_indent="  ")) for entry in entries]
+    return "\n".join([documented[:end].rstrip(), *entries]) + documented[end:]

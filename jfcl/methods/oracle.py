@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task, check, client_ids, is_concrete, num_clients
-from jfcl.core.options import check_options
-from jfcl.mapping.axis import Mapping
+from jfcl.core import Algorithm, Clients, Task, check, client_ids, is_concrete, num_clients
 from jfcl.methods.averaging import Averaging, averaging
-from jfcl.methods.options import PersonalSteps, Weights, passed_on
+from jfcl.methods.options import AVERAGING, SCOPES, Options, factory
 from jfcl.robust.aggregate import check_entries
-from jfcl.robust.privacy import GaussianDP
 from jfcl.training.local import LocalTraining
 
 
+@factory(*AVERAGING, *SCOPES, "dp")
 def oracle(
     task: Task,
     training: LocalTraining,
     *,
     cluster,
     num_clusters: int | None = None,
-    weights: Weights = "size",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
-    server_optimizer: optax.GradientTransformation | None = None,
-    cohort: int | None = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    dp: GaussianDP | None = None,
-    client_axis: Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
 
     Args:
+      task, training: as in `jfcl.fedavg`.
       cluster: `[N]` integers in `0..K-1`, the true cluster of every client (where clients have ids: of id `i`).
       num_clusters: `K`; default: the largest of `cluster` plus one.
-      shared: as in `jfcl.ifca`.
-      task, training, weights, personal, personal_steps, server_optimizer, cohort, init_params, adversary, aggregator,
-        dp, client_axis: as in `jfcl.fedavg`.
 
     Returns:
       `Algorithm` with an `AveragingState` of `K` models. Cost of a round: that of FedAvg.
@@ -63,8 +48,6 @@ def oracle(
       >>> state.params["b"].tolist()
       [1.0, 5.0]
     """
-    check_options(oracle, locals())
-    given = passed_on(Averaging, locals())
     if is_concrete(cluster):
         cluster = np.asarray(cluster)
         check(cluster.ndim == 1 and cluster.dtype.kind in "iu", "cluster", cluster, "a vector of integers")
@@ -78,7 +61,7 @@ def oracle(
         check(fits, "cluster", cluster.shape, f"of shape ({n},), one entry per client")
         return cluster[jnp.minimum(client_ids(clients), len(cluster) - 1)]  # ids beyond it are padding clients
 
-    algorithm = averaging(Averaging(**given | {"num_clusters": num_clusters, "start": start}))
+    algorithm = averaging(Averaging(task, training, num_clusters, start=start, **options))
 
     def check_each(clients: Clients) -> None:
         check_entries("cluster", cluster, clients)

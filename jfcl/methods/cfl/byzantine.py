@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jfcl import mapping
-from jfcl.core import Adversary, Algorithm, Clients, PyTree, Task
-from jfcl.core.options import Interval, OneOf, Real, check_options
-from jfcl.methods.cfl.rounds import SIMILARITIES, Options, rounds
+from jfcl.core import Algorithm, Clients, Task
+from jfcl.core.options import Interval, OneOf, Real
+from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
 from jfcl.methods.cfl.state import CFLState
-from jfcl.methods.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
+from jfcl.methods.options import SENDING, Options, factory
 from jfcl.training import local
 
 
+@factory(*SENDING, "personal", "personal_steps", "aggregator")
 def byzantine_cfl(
     task: Task,
     training: local.LocalTraining,
     *,
     threshold: Annotated[Real, Interval("(-1, 1)")] = 0.02,
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
-    weights: Weights = "size",
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
     privacy: Privacy = None,
     privacy_seed: PrivacySeed = 0,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Trains one model for the benign majority: excludes the smaller side of each bipartition below a threshold.
 
@@ -41,9 +34,8 @@ def byzantine_cfl(
     models of many more than 2,500 parameters.
 
     Args:
-      task, training, init_params, adversary, aggregator, client_axis: as in `jfcl.cfl`.
+      task, training, similarity, privacy, privacy_seed: as in `jfcl.cfl`.
       threshold: in (-1, 1); the paper's is 0.02.
-      similarity, weights, personal, personal_steps, privacy, privacy_seed: as in `jfcl.cfl`.
 
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
@@ -65,8 +57,6 @@ def byzantine_cfl(
       >>> state.excluded.tolist(), state.params["b"][0, 0].tolist()
       ([0, 0, 1], [1.0, 1.5])
     """
-    check_options(byzantine_cfl, locals())
-    given = passed_on(Options, locals())
 
     def ripe(state, mean_norm, max_norm, members):
         return members >= 0, members >= 3
@@ -74,9 +64,9 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    of_updates = {"similarity": similarity, "aggregator": aggregator, "compares_zero": False}
+    of_updates = {"similarity": similarity, "aggregator": options.pop("aggregator"), "compares_zero": False}
     rules = Rules(1, ripe, accept, exclude_minority, **of_updates)
-    made = rounds(Options(**given, rules=rules))
+    made = rounds(Method(task, training, rules, privacy, privacy_seed, **options))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)

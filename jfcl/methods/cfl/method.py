@@ -11,64 +11,52 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    is_concrete,
-)
-from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real, check_options
+from jfcl.core import Algorithm, Clients, Task, check, is_concrete
+from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.theory import max_noise_of_split
-from jfcl.methods.cfl.rounds import SIMILARITIES, Options, rounds
+from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
-from jfcl.methods.options import PersonalSteps, Privacy, PrivacySeed, Weights, passed_on
+from jfcl.methods.options import SCOPES, SENDING, Options, factory
 from jfcl.training import local
 
 LEAST_SHARE = 0.25  # of the first round's longest update: the least unit of ε₁
 
 
+@factory(*SENDING, *SCOPES, "cohort", "aggregator")
 def cfl(
     task: Task,
     training: local.LocalTraining,
     *,
+    # When a cluster is split.
     eps_1: Annotated[Real | None, Interval("(0, inf]")] = None,
     eps_2: Annotated[Real | None, Interval("(0, inf]")] = None,
     relative: bool | None = None,
     gamma_max: Annotated[Real, Interval("[0, 1)")] = 0.0,
-    max_clusters: Annotated[int | None, Range(1)] = None,
     min_rounds: Annotated[int, Range(1, MOST_ADDED)] = 1,
-    min_size: Annotated[int, Range(1, MOST_ADDED)] = 1,
-    min_examples: Annotated[int, Range(1)] = 1,
+    max_clusters: Annotated[int | None, Range(1)] = None,
     recursive: bool = False,
-    cohort: int | None = None,
+    # Which clients are compared, by what, and how they are divided.
     similarity: Annotated[str, OneOf(SIMILARITIES)] = "updates",
     linkage: Annotated[str, OneOf(LINKAGES)] = "single",
-    weights: Weights = "size",
-    shared: Callable[[str], bool] | None = None,
-    personal: Callable[[str], bool] | None = None,
-    personal_steps: PersonalSteps = None,
+    min_size: Annotated[int, Range(1, MOST_ADDED)] = 1,
+    min_examples: Annotated[int, Range(1)] = 1,
+    # Splits that harm.
     validation: Annotated[float, Interval("[0, 1)")] = 0.0,
     fallback_rounds: Annotated[int, Range(1, MOST_ADDED), Needs("validation")] = 5,
+    # What the server does not see, and what it records.
     privacy: Privacy = None,
     privacy_seed: PrivacySeed = 0,
     tree_dim: Annotated[int, Range(0)] = 1024,
     true_cluster: Any = None,
-    init_params: PyTree | None = None,
-    adversary: Adversary | None = None,
-    aggregator: Callable[..., PyTree] | None = None,
-    client_axis: mapping.Mapping | None = None,
+    **options: Unpack[Options],
 ) -> Algorithm:
     """Splits a cluster where the mean update is short and single updates are long (Algorithm 5).
 
@@ -90,30 +78,23 @@ def cfl(
         where all clients agree. Cold starts have a mean of 0.3 to 0.8 of the largest, and are not affected.
       gamma_max: `γ_max` in [0, 1), the assumed approximation noise; 0 accepts every bipartition of clients the updates
         of which differ by more than rounding (`jfcl.kernels.similarity_tolerance`).
+      min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
       max_clusters: capacity; a split that would need more is not carried out, and `capacity_reached` is set. Default:
         8, or as many as there are clients.
-      min_rounds: rounds that a cluster trains before it may be split, counted from its own split.
+      recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
+        a cluster ends in a round in which more than half of its clients took part.
+        `simulate` ends when all clusters have.
+      similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model: one more pass over all
+        examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
+        (equation 33, Algorithm 3).
+      linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
+        numbers, however many clients there are, and `min_size` is 1.
       min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
         edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
       min_examples: clients with fewer are left out of norms, thresholds, units and bipartitions.
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The
         mean of the others alone does not quite vanish; where small clients hold many examples together, raise `ε₁`.)
-      recursive: Algorithm 3: a stationary cluster that is not split has ended; its clients train no more. With `cohort`
-        a cluster ends in a round in which more than half of its clients took part.
-        `simulate` ends when all clusters have.
-      cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
-        and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
-        mean of their last updates, the longest update of this round, and the bipartition of the last updates.
-      similarity: of `"updates"`, or of full-batch `"gradients"` at the cluster's model: one more pass over all
-        examples, and one more message, in every round. `ε₁` and `ε₂` are then compared with norms of gradients
-        (equation 33, Algorithm 3).
-      linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
-        numbers, however many clients there are, and `min_size` is 1.
-      weights: `"size"` (Algorithm 2) or `"equal"` (Algorithm 5 as printed).
-      shared: as in `jfcl.ifca`: these parameters are averaged over all clusters.
-      personal, personal_steps: as in `jfcl.fedavg`. Personal parameters are never sent, and so not compared; statistics
-        (`Task.statistics`) are sent, averaged, and not compared.
       validation: share of every client's examples, its last ones, that judge splits and are not trained on; 0: no
         split is judged. On them, the clients' mean accuracy (or mean loss, where a task has no accuracy) under their
         models is compared with that under the parent's model. Where it is worse the split is undone, and the parent is
@@ -127,10 +108,9 @@ def cfl(
       privacy_seed: the clients' secret.
       tree_dim: numbers kept of every client's update at every split, for `jfcl.assign_newcomer`; 0 keeps none.
       true_cluster: `[N]`, if known: adds the metric `separation_gap` `[K]` (Definition 2), in every round.
-      init_params: the first model.
-      adversary: hostile clients, see `jfcl.attacks`.
-      aggregator: a robust one from `jfcl.kernels` in place of each cluster's mean; clients then count alike.
-      client_axis: a mapping of `jfcl.mapping`.
+      cohort: clients drawn in each round, as in `fedavg`; default: all. The server keeps every client's last update
+        and its age. A cluster is examined once half of its clients have sent an update since its last change: by the
+        mean of their last updates, the longest update of this round, and the bipartition of the last updates.
 
     Returns:
       `Algorithm` with a `CFLState`; its `tree` is the parameter tree (`jfcl.parameter_tree`). Metrics beside the
@@ -169,14 +149,10 @@ def cfl(
       >>> state.cluster.tolist(), state.parent.tolist()
       ([0, 1, 0, 1], [-1, 0, -1])
     """
-    check_options(cfl, locals())
-    given, of_server = passed_on(Options, locals()), passed_on(Rules, locals())
     in_units = (eps_1 is None, eps_2 is None) if relative is None else (relative, relative)
     eps_1 = 0.4 if eps_1 is None else eps_1
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
-    accepted = (
-        f'left out, or "single", with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
-    )
+    accepted = f'"single" with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
     _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters)
     of_sides = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before they are split again
@@ -196,8 +172,12 @@ def cfl(
     def accept(splits):  # equation 39
         return (max_noise_of_split(splits.cross_similarity) > gamma_max) & (splits.smaller >= min_size)
 
-    rules = Rules(ripe=ripe, accept=accept, decide=split_clusters, thresholds=thresholds, **of_server)
-    made = rounds(Options(**given, rules=rules))
+    compared = {"similarity": similarity, "linkage": linkage, "min_size": min_size, "min_examples": min_examples}
+    recorded = {"thresholds": thresholds, "tree_dim": tree_dim, "true_cluster": true_cluster}
+    averaged = {name: options.pop(name) for name in ("cohort", "shared", "aggregator")}
+    rules = Rules(max_clusters, ripe, accept, split_clusters, recursive, **compared, **recorded, **averaged)
+    judged = {"validation": validation, "fallback_rounds": fallback_rounds}
+    made = rounds(Method(task, training, rules, privacy, privacy_seed, **judged, **options))
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 
@@ -215,41 +195,36 @@ def _check_sizes(
         check_adversary(clients)
     size = np.asarray(clients.size)
     if clients.id is None and jax.process_count() == 1:
-        largest, able = int(size.max()), int((size >= min_examples).sum())
-        accepted = f"at most the {largest} examples of the largest client; splits are decided by larger clients"
-        check(min_examples <= largest, "min_examples", min_examples, accepted)
-        of_these = (
-            f"{able} clients" if min_examples == 1 else f"{able} clients with min_examples={min_examples} or more"
-        )
-        accepted = f"at most {able // 2}, half of the {of_these}, so that a cluster can be split into two of that size"
-        check(min_size == 1 or 2 * min_size <= able, "min_size", min_size, accepted)
-        accepted = f"such that two clients at least have a voice; {able} of {len(size)} has so many examples"
+        able = int((size >= min_examples).sum())
+        accepted = f"a number of examples that two clients at least have; {able} of {len(size)} have so many"
         check(min_examples == 1 or able >= 2, "min_examples", min_examples, accepted)
+        accepted = f"at most {able // 2}, half of the {able} clients with min_examples={min_examples} or more"
+        check(min_size == 1 or 2 * min_size <= able, "min_size", min_size, accepted)
     if is_concrete(validation) and validation:
-        kept = np.floor(np.float32(validation) * size.astype(np.float32))
-        if (kept == 0).any():
+        few = int((np.floor(np.float32(validation) * size.astype(np.float32)) == 0).sum())
+        if few:
             warnings.warn(
-                f"validation is {validation}: {int((kept == 0).sum())} of {len(kept)} clients have too few examples for"
-                " a validation example, and do not count when a split is judged",
+                f"validation is {validation}: {few} of {len(size)} clients have too few examples for a validation"
+                " example, and do not count when a split is judged",
                 stacklevel=1,
             )
 
 
 def _warn_of_thresholds(eps_1: Any, eps_2: Any, in_units: tuple[bool, bool], max_clusters: int | None) -> None:
     """Warns of thresholds with which no cluster, or each one, is split."""
+    concerns = []
     if max_clusters == 1:
-        warnings.warn("max_clusters is 1: no cluster can be split, this is FedAvg", stacklevel=3)
-    if not (is_concrete(eps_1) and is_concrete(eps_2)):
-        return
-    if in_units[1] and eps_2 >= 1:
-        warnings.warn(
+        concerns.append("max_clusters is 1: no cluster can be split, this is FedAvg")
+    known = is_concrete(eps_1) and is_concrete(eps_2)
+    if known and in_units[1] and eps_2 >= 1:
+        concerns.append(
             f"eps_2 is {eps_2} times the longest update of the first round, which is mostly the longest of all: no"
-            " cluster will be split unless updates grow; relative thresholds are usually below 1",
-            stacklevel=3,
+            " cluster will be split unless updates grow; relative thresholds are usually below 1"
         )
-    if not any(in_units) and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
-        warnings.warn(
+    if known and not any(in_units) and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
+        concerns.append(
             f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
-            " updates are between the two, because the thresholds do not separate them from clients that disagree",
-            stacklevel=3,
+            " updates are between the two, because the thresholds do not separate them from clients that disagree"
         )
+    for concern in concerns:
+        warnings.warn(concern, stacklevel=4)

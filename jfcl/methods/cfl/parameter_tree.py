@@ -32,11 +32,9 @@ from jfcl.core import (
 )
 from jfcl.kernels import OPERATORS
 from jfcl.mapping.jitted import jitted
-from jfcl.methods.cfl.last_updates import LastUpdates
-from jfcl.methods.cfl.privacy import hide
-from jfcl.methods.cfl.sides import Sides
-from jfcl.methods.cfl.splits import sketch
-from jfcl.methods.cfl.state import CFLState
+from jfcl.methods.cfl.rounds import hide
+from jfcl.methods.cfl.splits import Sides, sketch
+from jfcl.methods.cfl.state import CFLState, LastUpdates
 from jfcl.methods.cfl.tree_file import check_model, check_newcomers, check_state
 from jfcl.methods.cfl.tree_file import load_tree as load_tree
 from jfcl.methods.cfl.tree_file import save_tree as save_tree

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from jfcl import mapping
 from jfcl.core import (
@@ -27,37 +28,46 @@ from jfcl.core import (
     client_ids,
     is_finite,
     joined,
-    max_examples,
     num_bytes,
     num_clients,
     path_flags,
 )
+from jfcl.core.options import Needs, OneOf, Range
+from jfcl.kernels import OPERATORS, orthonormal
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import check_scopes
 from jfcl.methods.cfl import server
 from jfcl.methods.cfl.entries import ENTRIES
 from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
-from jfcl.methods.cfl.last_updates import forget_moved, is_current, known_size, no_updates, remember_updates
-from jfcl.methods.cfl.privacy import hide, privacy_code, reveal
 from jfcl.methods.cfl.server import Rules, Sent
-from jfcl.methods.cfl.sides import Sides, missed_splits, no_sides
-from jfcl.methods.cfl.state import CFLState, ParameterTree
+from jfcl.methods.cfl.splits import Sides, missed_splits, no_sides
+from jfcl.methods.cfl.state import (
+    CFLState,
+    ParameterTree,
+    forget_moved,
+    is_current,
+    known_size,
+    no_updates,
+    remember_updates,
+)
 from jfcl.robust.aggregate import attacked, check_aggregator, clients_check, where_rows
 from jfcl.training import local, losses
 
 SIMILARITIES = ("updates", "gradients")
+Privacy = Annotated[str | None, OneOf(OPERATORS)]
+PrivacySeed = Annotated[int, Range(0, 2**32 - 1), Needs("privacy")]
 
 
-class Options(NamedTuple):
+class Method(NamedTuple):
     """The arguments of `rounds`: those of `cfl`, with `rules` for the server's."""
 
     task: Task
     training: local.LocalTraining
     rules: Rules
-    weights: str | jax.Array
     privacy: str | None
     privacy_seed: int
+    weights: str | jax.Array
     init_params: PyTree | None
     adversary: Adversary | None
     client_axis: mapping.Mapping | None
@@ -79,7 +89,7 @@ class TakingPart(NamedTuple):
       examples: int32, a client's examples; of absent clients those that the server remembers.
       present: bool, members that train in this round if they are in the cohort.
       learns: int32, examples to train on.
-      missed, pending: of `sides.missed_splits`.
+      missed, pending: of `splits.missed_splits`.
       weight: float32, their weights in means.
     """
 
@@ -92,30 +102,30 @@ class TakingPart(NamedTuple):
     weight: jax.Array
 
 
-def rounds(options: Options) -> Algorithm:
+def rounds(method: Method) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
-    local.check_parts(options.task, options.training)
-    rules, client_axis = options.rules, mapping.or_auto(options.client_axis)
+    local.check_parts(method.task, method.training)
+    rules, client_axis = method.rules, mapping.or_auto(method.client_axis)
     if rules.cohort is not None:
         check_count("cohort", rules.cohort)
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
-    if options.privacy is not None:
+    if method.privacy is not None:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
-        check(rules.shared is None and options.task.statistics is None, "privacy", options.privacy, accepted)
-    phases.check_weights(options.weights)
-    check_scopes(options.task, options.training, rules.shared, options.personal, options.personal_steps)
+        check(rules.shared is None and method.task.statistics is None, "privacy", method.privacy, accepted)
+    phases.check_weights(method.weights)
+    check_scopes(method.task, method.training, rules.shared, method.personal, method.personal_steps)
     accepted = "left out where parameters are shared"
     check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
     check_aggregator(rules.aggregator)
-    rules = rules._replace(statistics=options.task.statistics)
-    options = options._replace(client_axis=client_axis, rules=rules)
-    refresh = (lambda state, clients: in_active_clusters(state)) if options.validation else None
-    check_clients = clients_check(options.adversary, options.weights)
+    rules = rules._replace(statistics=method.task.statistics)
+    method = method._replace(client_axis=client_axis, rules=rules)
+    refresh = (lambda state, clients: in_active_clusters(state)) if method.validation else None
+    check_clients = clients_check(method.adversary, method.weights)
     return Algorithm(
-        partial(init, options),
-        partial(step, options),
-        options.task,
+        partial(init, method),
+        partial(step, method),
+        method.task,
         check_clients,
         refresh,
         serve,
@@ -129,25 +139,23 @@ def serve(state: CFLState, clients: Clients | None) -> Served:
     return Served(state.params, state.cluster, state.personal, active=state.active, excluded=state.excluded)
 
 
-def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
+def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
-    rules, n, m = options.rules, num_clients(clients), max_examples(clients)
+    rules, n = method.rules, num_clients(clients)
     capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
     phases.check_at_most_clients("max_clusters", capacity, clients)
     phases.check_at_most_clients("cohort", rules.cohort, clients)
-    accepted = f"at most the {m} examples of the largest client; splits are decided by larger clients"
-    check(rules.min_examples <= m, "min_examples", rules.min_examples, accepted)
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
-    one = phases.initial_models(options.task, key, 1, options.init_params)
+    one = phases.initial_models(method.task, key, 1, method.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
     cluster = jnp.zeros(n, jnp.int32)
-    opt_states = phases.initial_optimizers(options.task, options.training, params, cluster)
-    params, own = phases.initial_scopes(options.personal, params, cluster)
-    sent = jax.eval_shape(options.hide, jax.tree.map(lambda p: p[0], params))
+    opt_states = phases.initial_optimizers(method.task, method.training, params, cluster)
+    params, own = phases.initial_scopes(method.personal, params, cluster)
+    sent = jax.eval_shape(method.hide, jax.tree.map(lambda p: p[0], params))
     can_split = capacity > 1
     compared = rules.compared(sent)
     length = min(sum(x.size for x in jax.tree.leaves(compared)), rules.tree_dim) if can_split else 0
@@ -157,7 +165,7 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
         model=params,
         side=jnp.zeros((capacity, n), jnp.int8),
         updates=jnp.zeros((capacity, n, length)),
-        privacy=jnp.asarray(privacy_code(options.privacy), jnp.int32),
+        privacy=jnp.asarray(privacy_code(method.privacy), jnp.int32),
     )
     return CFLState(
         params=params,
@@ -177,28 +185,28 @@ def init(options: Options, key: jax.Array, clients: Clients) -> CFLState:
     )
 
 
-def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
+def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
-    rules, client_axis, metrics = options.rules, options.client_axis, {}
+    rules, client_axis, metrics = method.rules, method.client_axis, {}
 
     # Undo splits that harm.
-    if options.validation:
+    if method.validation:
         state = in_active_clusters(state)
-        judging = options.validation, options.fallback_rounds, shared_flags(rules, state.params), client_axis
-        state, metrics["undone"] = undo_harmful_splits(options.task, state, clients, *judging)
+        judging = method.validation, method.fallback_rounds, shared_flags(rules, state.params), client_axis
+        state, metrics["undone"] = undo_harmful_splits(method.task, state, clients, *judging)
 
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
-    part = taking_part(options, state, clients)
+    part = taking_part(method, state, clients)
     here = part.present & (jnp.asarray(clients.size) > 0)
     cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
     kept = here, (state.cluster, part.missed, part.pending), (state.client, state.personal)
     here, place, own = phases.take_rows(cohort, kept)
 
     # Train it.
-    client = train_client(options, state)
+    client = train_client(method, state)
     updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, own)
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
-    updates, usable = attacked(options.adversary, lies_key, updates, ids, here & finite, place[0])
+    updates, usable = attacked(method.adversary, lies_key, updates, ids, here & finite, place[0])
     opt_states, own = phases.put_rows(cohort, kept[2], where_rows(here & finite, trained, own))
 
     # Report.
@@ -208,26 +216,26 @@ def step(options: Options, key: jax.Array, state: CFLState, clients: Clients):
     metrics["loss"] = phases.loss_of_all(cohort, metrics["loss"], num_clients(clients))
 
     # The server decides and averages, without the models.
-    sent, last = messages(options, state, part, cohort, updates, here, usable)
-    sent = sent._replace(gradients=lambda: gradients(options, state, part, clients, lies_key, usable))
+    sent, last = messages(method, state, part, cohort, updates, here, usable)
+    sent = sent._replace(gradients=lambda: gradients(method, state, part, clients, lies_key, usable))
     record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
     record, into, means, decided = server.serve(rules, client_axis, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
-    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), options.privacy, options.privacy_seed)
+    means = reveal(means, jax.tree.map(lambda p: p[0], state.params), method.privacy, method.privacy_seed)
     new, metrics["overflowed"] = new_models(state, record, into, means, shared_flags(rules, state.params))
     last = forget_moved(last, new.cluster != state.cluster)
     return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
 
 
-def taking_part(options: Options, state: CFLState, clients: Clients) -> TakingPart:
+def taking_part(method: Method, state: CFLState, clients: Clients) -> TakingPart:
     """Returns which clients train in this round, and on how many examples."""
     examples = known_size(state.heard, clients.size)
     member = (examples > 0) & (state.excluded == 0)
     missed, pending = missed_splits(state)
-    present = member & (~state.final[state.cluster] | pending) if options.rules.recursive else member
-    learns = jnp.where(present, num_training(examples, options.validation), 0)
-    weight = phases.client_weight(options.weights, learns, phases.own_weights(options.weights, client_ids(clients)))
+    present = member & (~state.final[state.cluster] | pending) if method.rules.recursive else member
+    learns = jnp.where(present, num_training(examples, method.validation), 0)
+    weight = phases.client_weight(method.weights, learns, phases.own_weights(method.weights, client_ids(clients)))
     return TakingPart(member, examples, present, learns, missed, pending, weight)
 
 
@@ -242,35 +250,35 @@ def starting_model(state: CFLState, cluster: jax.Array, missed: jax.Array, pendi
     return if_rare(pending, lambda: jax.tree.map(lambda p: p[missed], state.tree.model), of_cluster)
 
 
-def train_client(options: Options, state: CFLState) -> Callable:
+def train_client(method: Method, state: CFLState) -> Callable:
     """Returns one client's part of the round, for `train_clients`."""
 
     def client(key, examples, size, place, kept):
         opt_state, own = kept
         begin, rest = starting_model(state, *place), (examples, size, opt_state, state.round)
-        how = options.task, options.training, options.personal_steps
+        how = method.task, method.training, method.personal_steps
         trained, update, own = phases.train_scopes(*how, key, begin, own, *rest)
         finite = is_finite((update, own))
-        return options.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
+        return method.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
 
     return client
 
 
-def gradients(options: Options, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
+def gradients(method: Method, state: CFLState, part: TakingPart, clients: Clients, key: jax.Array, usable: jax.Array):
     """Returns the messages with the gradients of all clients `[N, ...]` at the models that they started from."""
 
     def gradient(examples, size, place, own):
         begin = starting_model(state, *place)
-        return options.hide(jax.grad(lambda p: losses.mean_loss(options.task, joined(p, own), examples, size))(begin))
+        return method.hide(jax.grad(lambda p: losses.mean_loss(method.task, joined(p, own), examples, size))(begin))
 
     place = state.cluster, part.missed, part.pending
-    found = options.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
+    found = method.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
     key = jax.random.fold_in(key, 1)
-    return attacked(options.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
+    return attacked(method.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
 
 
 def messages(
-    options: Options,
+    method: Method,
     state: CFLState,
     part: TakingPart,
     cohort: phases.Cohort,
@@ -281,7 +289,7 @@ def messages(
     """Returns the server's input, without gradients, and the last updates of all clients (`()` without a cohort).
 
     Args:
-      options: of the method.
+      method: the arguments.
       state: before the round.
       part: from `taking_part`.
       cohort: of the round.
@@ -289,7 +297,7 @@ def messages(
       here, usable: `[C]` bool, clients that took part, and those with a finite update.
     """
     rows, last = cohort.rows, state.heard
-    able = part.member & (part.examples >= options.rules.min_examples)
+    able = part.member & (part.examples >= method.rules.min_examples)
     if rows is None:
         present, comparable, expected = part.present, usable & ~part.pending, usable
     else:
@@ -350,3 +358,32 @@ def keep_finite(params: PyTree, before: PyTree, active: jax.Array, is_shared: Py
     overflowed = active & ~finite & (active & finite).any()
     kept = where_rows(overflowed, before, params)
     return jax.tree.map(lambda shared, new, own: new if shared else own, is_shared, params, kept), overflowed
+
+
+# Hidden updates (section V-B): clients send their updates through a secret orthonormal operator.
+
+
+def privacy_code(privacy: str | None) -> int:
+    """Returns the value of `ParameterTree.privacy` for an operator's name, or None."""
+    return 0 if privacy is None else 1 + list(OPERATORS).index(privacy)
+
+
+def _operator(privacy: str, seed: int, dim: int):
+    """Returns the clients' operator. Its key is independent of all keys of the server."""
+    return orthonormal(privacy, jax.random.fold_in(jax.random.key(seed), 0x5EC8E7), dim)
+
+
+def hide(update: PyTree, privacy: str | None, seed: int) -> PyTree:
+    """Returns the message of a client: its update, or one vector `{"hidden": [P]}` where updates are hidden."""
+    if privacy is None:
+        return update
+    flat = ravel_pytree(update)[0]
+    return {"hidden": _operator(privacy, seed, len(flat)).apply(flat)}
+
+
+def reveal(means: PyTree, like: PyTree, privacy: str | None, seed: int) -> PyTree:
+    """Returns the mean updates `[K, ...]` behind the server's means of hidden updates; `like` is one model."""
+    if privacy is None:
+        return means
+    flat, unravel = ravel_pytree(like)
+    return jax.vmap(unravel)(_operator(privacy, seed, len(flat)).invert(means["hidden"]))

@@ -7,6 +7,7 @@ their bipartitions, lets the method's rules decide, and averages the updates of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import PyTree, divided, joined
-from jfcl.kernels.base import finite_rows, if_rare, rows_of, squared_norms
-from jfcl.methods.cfl.bipartitions import Splits, bipartitions, no_splits, separation_gaps
-from jfcl.methods.cfl.last_updates import enough_known
-from jfcl.methods.cfl.state import CFLState
+from jfcl.kernels import bipartition_of_updates, optimal_bipartition, pairwise_cosine, similarity_tolerance
+from jfcl.kernels import separation_gap as gap_of
+from jfcl.kernels.base import DENSE_UP_TO, finite_rows, if_rare, rows_of, squared_norms
+from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
+from jfcl.mapping.columns import over_columns
+from jfcl.methods.cfl.state import CFLState, enough_known
 from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean, shared_means
 
 
@@ -29,18 +32,10 @@ class Rules(NamedTuple):
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: the bipartitions to act on.
       decide: `(rules, state, sent, found) -> Decision`: the action on them.
-      similarity: of `"updates"` or `"gradients"`.
-      aggregator: in place of the mean, or None.
-      true_cluster: `[N]`, for the separation gap, or None.
-      tree_dim: numbers kept of an update at a split.
-      recursive: stationary clusters that are not split are final.
+      recursive, similarity, linkage, min_size, min_examples, tree_dim, true_cluster, cohort, shared, aggregator: as in
+        `cfl`.
       compares_zero: clients with an update of zero, which has no direction, have a voice.
-      min_size: least number of clients on either side.
-      min_examples: clients with fewer do not influence decisions.
-      linkage: of `jfcl.kernels.bipartition.LINKAGES`.
-      cohort: clients in each round, or None for all.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
-      shared: takes a parameter's path; true for those averaged over all clusters; or None.
       statistics: of the task.
     """
 
@@ -48,18 +43,18 @@ class Rules(NamedTuple):
     ripe: Callable[..., tuple[jax.Array, jax.Array]]
     accept: Callable[[Splits], jax.Array]
     decide: Callable[..., Decision]
-    similarity: str = "updates"
-    aggregator: Callable[..., PyTree] | None = None
-    true_cluster: Any = None
-    tree_dim: int = 0
     recursive: bool = False
-    compares_zero: bool = True
+    similarity: str = "updates"
+    linkage: str = "single"
     min_size: int = 1
     min_examples: int = 1
-    linkage: str = "single"
-    cohort: int | None = None
+    compares_zero: bool = True
     thresholds: Callable[[CFLState], jax.Array] | None = None
+    tree_dim: int = 0
+    true_cluster: Any = None
+    cohort: int | None = None
     shared: Callable[[str], bool] | None = None
+    aggregator: Callable[..., PyTree] | None = None
     statistics: Callable[[str], bool] | None = None
 
     def compared(self, updates: PyTree) -> PyTree:
@@ -80,7 +75,7 @@ class Sent(NamedTuple):
       able: `[N]` bool: clients that have a voice in their cluster if their update is known.
       comparable: `[N]` bool: clients with a known update that was computed at their cluster's model.
       expected: `[N]` bool: clients that sent a finite update last, or none yet.
-      missed, pending: of `sides.missed_splits`; pending clients trained the model before the split that they missed.
+      missed, pending: of `splits.missed_splits`; pending clients trained the model before the split that they missed.
       gradients: `() -> ` the gradients in the form of `updates`.
     """
 
@@ -201,3 +196,116 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     mean_updates = means(sent.updates, state.cluster, weight)
     mean_updates = shared_means(rules.shared, mean_updates, sent.updates, weight, client_axis)
     return state._replace(round=state.round + 1), into, mean_updates, metrics
+
+
+# Bipartitions.
+
+
+# Beyond `DENSE_UP_TO` clients only a matrix this many times smaller than the updates; else tiles, computed repeatedly.
+DENSE_SHARE = 8
+
+
+class Splits(NamedTuple):
+    """The bipartition of each cluster.
+
+    Attributes:
+      cross_similarity: `[K]`, infinity where no bipartition was computed or possible.
+      smaller: `[K]` int32, clients on the smaller side; 0 where all updates are alike but for rounding.
+      side: `[N]` bool, each client's side in the bipartition of its cluster.
+    """
+
+    cross_similarity: jax.Array
+    smaller: jax.Array
+    side: jax.Array
+
+
+def no_splits(capacity: int, count: int) -> Splits:
+    """Returns the `Splits` of `K` clusters and `N` clients without a bipartition."""
+    return Splits(jnp.full(capacity, jnp.inf, jnp.float32), jnp.zeros(capacity, jnp.int32), jnp.zeros(count, bool))
+
+
+def bipartitions(
+    vectors: PyTree,
+    cluster: jax.Array,
+    usable: jax.Array,
+    wanted: jax.Array,
+    client_axis: mapping.Mapping = jax.vmap,
+    *,
+    min_size: int = 1,
+    linkage: str = "single",
+) -> Splits:
+    """Computes the optimal bipartition of every wanted cluster.
+
+    Args:
+      vectors: pytree of `[N, ...]`, updates or gradients.
+      cluster: `[N]` int32 in `0..K-1`.
+      usable: `[N]` bool; the other clients are on no side (False).
+      wanted: `[K]` bool.
+      client_axis: the clients' mapping.
+      min_size, linkage: as in `cfl`. Complete linkage needs all similarities at once, for any number of clients.
+
+    Returns:
+      `Splits`; for clusters not wanted, and those without a bipartition of that size, the cross similarity is `inf`.
+    """
+    count, capacity = len(cluster), len(wanted)
+    leaves = jax.tree.leaves(vectors)
+    numbers = sum(leaf.size for leaf in leaves) // count
+    coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
+    tolerance = similarity_tolerance(numbers, coarsest)
+    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single"
+
+    def one_by_one(bipartition, points, cluster, active):
+        """Returns the `Bipartition` of all clusters by that of each, which skips those without two active clients."""
+        nothing = Bipartition(jnp.zeros(count, bool), jnp.full((), jnp.inf, jnp.float32))
+
+        def one(k):
+            members = active & (cluster == k)
+
+            def compute():
+                side, cross = bipartition(points, members)
+                return Bipartition(side, cross.astype(jnp.float32))
+
+            return jax.lax.cond(members.sum() > 1, compute, lambda: nothing)
+
+        side, cross = mapping.chunked(1)(one)(jnp.arange(capacity, dtype=jnp.int32))
+        return Bipartition(side.any(axis=0), cross)
+
+    def from_similarities(vectors, cluster, usable, active):
+        similarity = pairwise_cosine(vectors, mask=usable)
+        if linkage == "single":
+            return (), bipartitions_of_clusters(similarity, active, cluster, capacity, min_size)
+        return (), one_by_one(partial(optimal_bipartition, linkage=linkage), similarity, cluster, active)
+
+    active = usable & wanted[cluster]
+    if dense:
+        side, cross = over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
+    else:
+        side, cross = one_by_one(partial(bipartition_of_updates, min_size=min_size), vectors, cluster, active)
+
+    ones, members = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (side, active))
+    smaller = jnp.where(1 - cross <= tolerance, 0, jnp.minimum(ones, members - ones))
+    return Splits(cross.astype(jnp.float32), smaller, side)
+
+
+def separation_gaps(
+    vectors: PyTree,
+    cluster: jax.Array,
+    usable: jax.Array,
+    true_cluster: Any,
+    count: int,
+    client_axis: mapping.Mapping = jax.vmap,
+) -> jax.Array:
+    """Returns `[K]`: the separation gap (Definition 2) in each of `count` clusters; NaN for fewer than two clients."""
+    of_rows = jnp.pad(jnp.asarray(true_cluster), (0, len(cluster) - len(true_cluster)))  # padding clients
+
+    def from_similarities(vectors, cluster, usable, of_rows):
+        similarity = pairwise_cosine(vectors, mask=usable)
+
+        def one(k):
+            members = usable & (cluster == k)
+            gap = gap_of(similarity, of_rows, members)
+            return jnp.where(members.sum() > 1, gap, jnp.nan)
+
+        return (), mapping.chunked(1)(one)(jnp.arange(count, dtype=jnp.int32))
+
+    return over_columns(client_axis, from_similarities)(vectors, cluster, usable, of_rows)[1]

@@ -1,19 +1,31 @@
-"""Splits of clusters: a slot for each, its record in the parameter tree, and the clusters of all clients after it."""
+"""Splits of clusters: a slot for each, its record in the parameter tree, and the clusters of all clients after it.
+
+A bipartition places the clients that it compares. Others remain: clients that were absent or sent NaN in the round of
+the split, clients with too few examples to have a voice, clients of a population that are not on the device. One rule
+places all of them. Every split leaves a *direction*: the mean unit update of the clients that moved minus that of the
+clients that stayed, both scaled to length 1. The inner product of a client's update and the direction is positive where
+the update is more similar to the side that moved.
+
+A client that missed a split is *pending*. In its next round it trains the model from before that split, as the others
+did (and as newcomers do in Algorithm 4 of the paper), so that all updates compared at a split belong to one model. One
+round takes one level of the tree.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jfcl.core import PyTree
-from jfcl.kernels.base import if_rare, rows_of
-from jfcl.kernels.similarity import signed_sums
-from jfcl.methods.cfl.bipartitions import Splits
-from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
-from jfcl.methods.cfl.sides import Sides, missed_splits, place_pending, split_sides
+from jfcl.kernels.base import if_rare, product_of_rows, rows_of
+from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
+from jfcl.methods.cfl.server import Decision, Found, Rules, Sent, Splits
 from jfcl.methods.cfl.state import CFLState
 
 SKETCH_COLUMNS = 4096  # columns of one block of a sketch; signs are drawn per block, so another number changes sketches
+LATER_THAN_ALL = jnp.iinfo(jnp.int32).max
 
 
 def allot(accept: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,3 +120,181 @@ def sketch(updates: PyTree, usable: jax.Array, dim: int) -> jax.Array:
     if dim == 0:
         return jnp.zeros((len(usable), 0))
     return signed_sums(rows, usable, jax.random.key(0), dim, SKETCH_COLUMNS).astype(jnp.float32)
+
+
+# The side of a client.
+
+
+class Sides(NamedTuple):
+    """The directions of all splits, and which splits each client has been placed at.
+
+    Attributes:
+      direction: a list of `[K, d]` float32, one for each array of an update, by the slot of the cluster that the split
+        made.
+      placed: `[N]` int32, the round of the last split at which the client was placed; 0 before any.
+      changing: `[N]` bool, clients without a voice that still compare their side in every round; `()` where all
+        clients have a voice.
+    """
+
+    direction: list[jax.Array]
+    placed: jax.Array
+    changing: jax.Array | tuple
+
+
+def no_sides(sent: PyTree, capacity: int, count: int, *, small: bool) -> Sides:
+    """Returns the `Sides` before the first round.
+
+    Args:
+      sent: shapes of one client's update.
+      capacity: `K`.
+      count: `N`.
+      small: whether there are clients without a voice.
+    """
+    lengths = [max(x.size, 1) for x in jax.tree.leaves(sent)]
+    return Sides(
+        direction=[jnp.zeros((capacity, d)) for d in lengths],
+        placed=jnp.zeros(count, jnp.int32),
+        changing=jnp.zeros(count, bool) if small else (),
+    )
+
+
+def missed_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
+    """Returns the first split of each client's cluster at which the client was not placed.
+
+    Returns:
+      `(split [N] int32, pending [N] bool)`: the slot of the cluster that it made, and whether there is one. Both mean
+      nothing, and no client is pending, in a state without `sides`.
+    """
+    if not isinstance(state.sides, Sides):
+        return state.cluster, jnp.zeros(state.cluster.shape, bool)
+    born = jnp.where(state.active, state.tree.born, 0)
+    missed = state.parent[None, :] == state.cluster[:, None]
+    missed = missed & (born[None, :] > state.sides.placed[:, None])
+    first = jnp.argmin(jnp.where(missed, born[None, :], LATER_THAN_ALL), axis=1)
+    return first.astype(jnp.int32), missed.any(axis=1)
+
+
+def last_splits(state: CFLState) -> tuple[jax.Array, jax.Array]:
+    """Returns the last split of each client's cluster, which was the side that moved or the one that stayed.
+
+    Returns:
+      `(split [N] int32, any [N] bool)`, as in `missed_splits`.
+    """
+    slots = jnp.arange(len(state.active), dtype=jnp.int32)
+    born = jnp.where(state.active, state.tree.born, 0)
+    took_part = (slots[None, :] == state.cluster[:, None]) | (state.parent[None, :] == state.cluster[:, None])
+    took_part = took_part & (born[None, :] > 0)
+    return jnp.argmax(jnp.where(took_part, born[None, :], 0), axis=1).astype(jnp.int32), took_part.any(axis=1)
+
+
+def add_directions(
+    direction: list[jax.Array], vectors: PyTree, placed: jax.Array, moved: jax.Array, into: jax.Array
+) -> list[jax.Array]:
+    """Returns `direction` with those of this round's splits.
+
+    Args:
+      direction: a list of `[K, d]`.
+      vectors: pytree of `[N, ...]`, the compared updates.
+      placed: `[N]` int32, the slot of the cluster that the split of the client's cluster makes; `K` for clients that no
+        bipartition places in this round.
+      moved: `[N]` bool, on the side that moves.
+      into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
+    """
+    rows, capacity = rows_of(vectors), len(into)
+    counts = placed < capacity
+    scale = unit_scale(rows, counts)
+    slots = jnp.arange(capacity, dtype=jnp.int32)
+    here = placed[None, :] == slots[:, None]
+    units = [scaled_rows(x, counts, scale).astype(jnp.float32) for x in rows]
+
+    def mean_direction(members):
+        sums = [product_of_rows(members.astype(jnp.float32), x.T) for x in units]  # the length is divided out below
+        every = jnp.ones(capacity, bool)
+        factors = unit_scale(sums, every)
+        return [scaled_rows(x, every, factors) for x in sums]
+
+    moving, staying = mean_direction(here & moved[None, :]), mean_direction(here & ~moved[None, :])
+    new = jnp.isin(slots, into)[:, None]
+    return [jnp.where(new, m - s, old) for m, s, old in zip(moving, staying, direction, strict=True)]
+
+
+def similarity_to_side(vectors: PyTree, usable: jax.Array, direction: list[jax.Array], split: jax.Array) -> jax.Array:
+    """Returns `[N]`, above 0 for updates more similar to the side of `split` `[N]` that moved, below 0 for the other.
+
+    It is 0 for clients that are not `usable` `[N]` bool, for zero updates, and where both sides are equally similar.
+    """
+    rows = rows_of(vectors)
+    scale = unit_scale(rows, usable)
+    product = sum(
+        product_of_rows(scaled_rows(x, usable, scale).astype(jnp.float32), d)
+        for x, d in zip(rows, direction, strict=True)
+    )
+    return jnp.take_along_axis(product, split[:, None], axis=1)[:, 0]
+
+
+def split_sides(
+    state: CFLState, vectors: PyTree, voice: jax.Array, silent: jax.Array, moves: jax.Array, into: jax.Array
+) -> tuple[Sides, jax.Array]:
+    """Stores the directions of this round's splits, and places the clients without a voice.
+
+    Args:
+      state: before the splits.
+      vectors: pytree of `[N, ...]`, the compared updates or gradients.
+      voice, silent: `[N]` bool, clients of the clusters that are split: those that the bipartition placed, and those
+        without a voice and with a known update.
+      moves: `[N]` bool, clients with a voice on the side that moves.
+      into: `[K]` int32, the slots of the new clusters, `K` where there is no split.
+
+    Returns:
+      `(sides, moves)`; `moves` now has the clients without a voice too.
+    """
+    capacity, sides, slot = len(into), state.sides, into[state.cluster]
+    direction = add_directions(sides.direction, vectors, jnp.where(voice, slot, capacity), moves, into)
+    changing = sides.changing
+    if not isinstance(changing, tuple):
+        similarity = similarity_to_side(vectors, silent, direction, jnp.minimum(slot, capacity - 1))
+        moves, changing = moves | (silent & (similarity > 0)), changing | silent
+    placed = jnp.where(voice | silent, state.round + 1, sides.placed)
+    return Sides(direction, placed, changing), moves
+
+
+def place_pending(
+    state: CFLState, vectors: PyTree, missed: jax.Array, pending: jax.Array, usable: jax.Array, able: jax.Array
+) -> tuple[CFLState, jax.Array]:
+    """Places pending clients at the split that they missed, and compares the sides of changing clients again.
+
+    A pending client is placed once. The update of a client without a voice points towards the right cluster while the
+    client is in the wrong one. In the right cluster the update is noise: the client may move away, and comes back in
+    the next round. So its side is compared until two rounds agree. Equal similarities move no client.
+
+    Args:
+      state: after this round's splits.
+      vectors: pytree of `[N, ...]`; those of pending clients belong to the model before the split.
+      missed, pending: of `missed_splits`, in the state before the round.
+      usable: `[N]` bool, clients with a finite update of this round that this round's splits did not place.
+      able: `[N]` bool, clients with a voice; a pending client without one is changing from its placement on.
+
+    Returns:
+      `(state, moved [N] bool)`.
+    """
+    sides, pending = state.sides, pending & usable
+    split, changing = missed, jnp.zeros_like(pending)
+    if not isinstance(sides.changing, tuple):
+        last, any_split = last_splits(state)
+        changing = sides.changing & ~able & usable & any_split & ~missed_splits(state)[1]
+        split = jnp.where(pending, missed, last)
+
+    def compare():
+        similarity = similarity_to_side(vectors, usable, sides.direction, split)
+        toward = jnp.where(similarity > 0, split, state.parent[split])
+        toward = jnp.where((pending | changing) & (similarity != 0), toward, state.cluster)
+        moved = toward != state.cluster
+        placed = jnp.where(pending | (changing & moved), state.tree.born[split], sides.placed)
+        still = sides.changing
+        if not isinstance(still, tuple):
+            still = (still & ~(changing & ~moved)) | (pending & ~able)
+        return toward, sides._replace(placed=placed, changing=still), moved
+
+    still = (state.cluster, sides, jnp.zeros_like(pending))
+    cluster, sides, moved = if_rare((pending | changing).any(), compare, lambda: still)
+    return state._replace(cluster=cluster, sides=sides), moved

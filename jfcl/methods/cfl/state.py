@@ -1,10 +1,11 @@
-"""The state of Clustered Federated Learning."""
+"""The state of Clustered Federated Learning, and the server's memory of updates."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jfcl.core import PyTree
 
@@ -46,8 +47,8 @@ class CFLState(NamedTuple):
       excluded: `[N]` int32, the round in which a client was excluded or has left; 0 for the others.
       tree: `ParameterTree`.
       client: the local optimisers' states `[N, ...]` under `keep="everything"`, else `()`.
-      sides: `jfcl.methods.cfl.sides.Sides`, for clients that a split did not place; `()` where no split is possible.
-      heard: `jfcl.methods.cfl.last_updates.LastUpdates`, with a cohort in each round; else `()`.
+      sides: `jfcl.methods.cfl.splits.Sides`, for clients that a split did not place; `()` where no split is possible.
+      heard: `LastUpdates`, with a cohort in each round; else `()`.
       personal: the clients' own parameters `[N, ...]`, as in `AveragingState`; `()` without any.
     """
 
@@ -65,3 +66,92 @@ class CFLState(NamedTuple):
     sides: PyTree = ()
     heard: PyTree = ()
     personal: PyTree = ()
+
+
+class LastUpdates(NamedTuple):
+    """The last update of every client, for runs with a cohort in each round.
+
+    Two clients can be compared only where the updates of both are known, and a cohort seldom holds all clients of a
+    cluster. An update from before the last change of its cluster was computed at another model, and does not count.
+
+    Attributes:
+      update: pytree of `[N, ...]`, the last update, as it was sent.
+      round: `[N]` int32, the round in which it was computed; 0 for clients without one. Its age is `state.round` less
+        this.
+      size: `[N]` int32, examples of the client; 0 for clients that have never been in a cohort.
+      mute: `[N]` bool, clients that sent an update last that was not finite.
+    """
+
+    update: PyTree
+    round: jax.Array
+    size: jax.Array
+    mute: jax.Array
+
+
+def no_updates(sent: PyTree, count: int) -> LastUpdates:
+    """Returns the `LastUpdates` of `count` clients before the first round; `sent`: shapes of one client's update."""
+    update = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), sent)
+    return LastUpdates(update, jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
+
+
+def known_size(last: Any, size: jax.Array) -> jax.Array:
+    """Returns `[N]` int32: `size`, or the remembered size of clients that are absent (0). `last` may be `()`."""
+    size = jnp.asarray(size, jnp.int32)
+    return jnp.where(size > 0, size, last.size) if isinstance(last, LastUpdates) else size
+
+
+def remember_updates(
+    last: LastUpdates,
+    new_round: jax.Array,
+    size: jax.Array,
+    rows: jax.Array,
+    updates: PyTree,
+    here: jax.Array,
+    usable: jax.Array,
+    counts: jax.Array,
+) -> LastUpdates:
+    """Returns the last updates after a round.
+
+    Args:
+      last: before it.
+      new_round: `[]` int32, the round.
+      size: `[N]` int32, as in `known_size`.
+      rows: `[C]` int32, the clients of the cohort.
+      updates: pytree of `[C, ...]`.
+      here: `[C]` bool, clients that took part.
+      usable: `[C]` bool; the others keep their earlier update.
+      counts: `[C]` bool, whether the update was computed at the model of the client's cluster.
+    """
+
+    def put(old, new):
+        keep = usable.reshape(-1, *[1] * (new.ndim - 1))
+        return old.at[rows].set(jnp.where(keep, new, old[rows]))
+
+    when = jnp.where(usable, jnp.where(counts, new_round, 0), last.round[rows])
+    return LastUpdates(
+        update=jax.tree.map(put, last.update, updates),
+        round=last.round.at[rows].set(when),
+        size=size,
+        mute=last.mute.at[rows].set(jnp.where(here, ~usable, last.mute[rows])),
+    )
+
+
+def is_current(last: LastUpdates, since: jax.Array) -> jax.Array:
+    """Returns `[N]` bool: clients with an update since the last change of their cluster, in round `since` `[N]`."""
+    return last.round > since
+
+
+def forget_moved(last: Any, moved: jax.Array) -> Any:
+    """Returns `last` without the updates of clients that have `moved` `[N]` bool to another cluster; `()` for `()`."""
+    return last._replace(round=jnp.where(moved, 0, last.round)) if isinstance(last, LastUpdates) else last
+
+
+def enough_known(
+    voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
+) -> jax.Array:
+    """Returns `[K]` bool: clusters in which half of the `able` clients `[N]` bool or more have a `voice` `[N]` bool.
+
+    With `most`, more than half of them must.
+    """
+    count = [jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (voice, able)]
+    return (2 * count[0] >= count[1] + int(most)) & (count[0] > 0)
