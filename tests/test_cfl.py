@@ -15,8 +15,8 @@ from jfcl import kernels
 from jfcl.core import Clients
 from jfcl.methods.cfl import bipartitions as tiles
 from jfcl.methods.cfl import server
-from jfcl.methods.cfl.bipartitions import bipartitions
 from jfcl.methods.cfl.fallback import undo_harmful_splits
+from jfcl.methods.cfl.server import bipartitions
 from jfcl.methods.cfl.splits import allot
 
 LR, STEPS = 0.1, 2

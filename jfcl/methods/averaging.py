@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,22 +131,10 @@ class Averaging(NamedTuple):
       num_clusters: `K`.
       start: `(params, clients) -> [N]` int32, the clusters before the first round; default: the first one.
       choose: how one client finds its cluster at the start of a round.
-      weights: `"size"` or `"equal"`, the weight of a client in its cluster's mean; or `[N]`, given ones.
       divide_by: the clients with the weights that divide the sum of a cluster's updates. `"cluster"`: those in the sum;
         `"participants"`: those in the sum of any cluster; `"all"`: those with examples, also where they are outside
         the cohort or their updates are not finite.
-      shared: takes a parameter's path, such as `"Dense_0/kernel"`; true for those averaged over all clients.
-      personal: the same; true for those that each client keeps and never sends.
-      personal_steps: local steps on the personal parameters alone, before those on the others; default: all at once.
-      server_optimizer: steps along the mean update; default: applies it as it is.
-      cohort: clients drawn in each round; default: all.
-      init_params: warm start: one model, or `K` stacked.
-      adversary: hostile clients, see `jfcl.attacks`.
-      aggregator: `(updates [N, ...], mask=[N]) -> [...]`, a robust one of `jfcl.kernels` in place of the mean; clients
-        then have equal weights. Statistics keep the mean. With it or an adversary a round holds all updates: `O(N D)`
-        memory.
-      dp: differential privacy of the clients, see `jfcl.privacy`.
-      client_axis: a mapping of `jfcl.mapping`; default: `mapping.auto()`.
+      weights and the others: the common options of methods, `jfcl.methods.options.Options`.
     """
 
     task: Task
@@ -154,8 +142,8 @@ class Averaging(NamedTuple):
     num_clusters: int
     start: Callable[[PyTree, Clients], jax.Array] = one_cluster
     choose: Choose = keep_cluster
-    weights: str | jax.Array = "size"
     divide_by: str = "cluster"
+    weights: str | jax.Array = "size"
     shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
     personal_steps: int | None = None
@@ -166,6 +154,15 @@ class Averaging(NamedTuple):
     aggregator: Callable[..., PyTree] | None = None
     dp: privacy.GaussianDP | None = None
     client_axis: mapping.Mapping | None = None
+
+    @property
+    def server(self) -> optax.GradientTransformation:
+        """The server's optimiser; by default its step is the mean update."""
+        return optax.sgd(1.0) if self.server_optimizer is None else self.server_optimizer
+
+    def initial_server(self, params: PyTree) -> PyTree:
+        """Returns the state of the server's optimiser for each of the models `[K, ...]`."""
+        return noise.as_data(jax.vmap(self.server.init)(trained_part(self.task, params)))
 
 
 def averaging(rules: Averaging) -> Algorithm:
@@ -184,21 +181,18 @@ def averaging(rules: Averaging) -> Algorithm:
     check_count("num_clusters", rules.num_clusters)
     phases.check_weights(rules.weights)
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
-    if rules.cohort is not None:
-        check_count("cohort", rules.cohort)
-    check_scopes(rules.task, rules.training, rules.shared, rules.personal, rules.personal_steps)
-    accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
-    fits = rules.shared is None or rules.server_optimizer is None
-    check(fits, "server_optimizer", rules.server_optimizer, accepted)
+    check_scopes(rules)
+    plain = rules.shared is None and rules.divide_by == "cluster"
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
-    fits = rules.aggregator is None or (rules.shared is None and rules.divide_by == "cluster")
-    check(fits, "aggregator", rules.aggregator, accepted)
-    if rules.server_optimizer is not None:  # the clients' losses are not private
-        check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
-    apart = {"adversary": rules.adversary, "aggregator": rules.aggregator}
-    privacy.check_private(rules.dp, rules.task, rules.personal, rules.weights, **apart)
+    check(rules.aggregator is None or plain, "aggregator", rules.aggregator, accepted)
     check_aggregator(rules.aggregator)
-    rules = rules._replace(server_optimizer=_server(rules), client_axis=mapping.or_auto(rules.client_axis))
+    if rules.server_optimizer is not None:
+        accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
+        check(rules.shared is None, "server_optimizer", rules.server_optimizer, accepted)
+        # The clients' losses are not private.
+        check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
+    privacy.check_private(rules)
+    rules = rules._replace(client_axis=mapping.or_auto(rules.client_axis))
     check_clients = clients_check(rules.adversary, rules.weights)
     made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
     return made if rules.personal is None else made._replace(serve=serve)
@@ -209,29 +203,26 @@ def serve(state: AveragingState, clients: Clients | None) -> Served:
     return Served(state.params, state.cluster, state.personal)
 
 
-def check_scopes(
-    task: Task,
-    training: local.LocalTraining,
-    shared: Callable[[str], bool] | None,
-    personal: Callable[[str], bool] | None,
-    personal_steps: int | None,
-) -> None:
-    """Checks the choice of shared and personal parameters.
+def check_scopes(rules: Any) -> None:
+    """Checks the choice of shared and personal parameters, and the size of the cohort.
 
     Raises:
       ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
-        `personal_steps` without personal parameters, or with `keep="everything"`.
+        `personal_steps` without personal parameters, or with `keep="everything"`; a cohort below 1.
     """
+    task, shared, personal = rules.task, rules.shared, rules.personal
     check_part("personal", personal, task)
     check_part("shared", shared, task, whole=True)
     if shared is not None and personal is not None:
-        both = [name for name in parameter_names(jax.eval_shape(task.init, jax.random.key(0))) if personal(name)]
-        both = [name for name in both if shared(name)]
+        names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+        both = [name for name in names if personal(name) and shared(name)]
         check(not both, "shared and personal", ", ".join(both), "in one of them at most")
-    if personal_steps is not None:
-        check_count("personal_steps", personal_steps)
-        check(personal is not None, "personal_steps", personal_steps, "left out without personal")
-        check(training.keep != "everything", "training.keep", training.keep, "nothing or schedule, with personal_steps")
+    if rules.personal_steps is not None:
+        check(personal is not None, "personal_steps", rules.personal_steps, "left out without personal")
+        keep = rules.training.keep
+        check(keep != "everything", "training.keep", keep, "nothing or schedule, with personal_steps")
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
 
 
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
@@ -249,19 +240,11 @@ def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
         cluster=cluster,
         unchanged=jnp.zeros(num_clients(clients), jnp.int32),
         round=jnp.zeros((), jnp.int32),
-        server=_initial_server(rules, params),
+        server=rules.initial_server(params),
         client=opt_states,
         personal=own,
         clip=privacy.first_clip(rules.dp),
     )
-
-
-def _server(rules: Averaging) -> optax.GradientTransformation:
-    return optax.sgd(1.0) if rules.server_optimizer is None else rules.server_optimizer
-
-
-def _initial_server(rules: Averaging, params: PyTree) -> PyTree:
-    return noise.as_data(jax.vmap(_server(rules).init)(trained_part(rules.task, params)))
 
 
 def with_models(
@@ -272,7 +255,7 @@ def with_models(
     The optimisers of server and clients start at these models.
     """
     cluster = cluster.astype(jnp.int32)
-    state = state._replace(params=params, cluster=cluster, personal=personal, server=_initial_server(rules, params))
+    state = state._replace(params=params, cluster=cluster, personal=personal, server=rules.initial_server(params))
     if rules.training.keep != "everything":
         return state
     if rules.personal is None:
@@ -312,7 +295,7 @@ def step(rules: Averaging, key: jax.Array, state: AveragingState, clients: Clien
     mean, changed, weight = aggregate(rules, state.params, sent, clients)
 
     # Update the server's models.
-    optimizer, loss = rules.server_optimizer, None
+    optimizer, loss = rules.server, None
     if rules.dp is None and takes_loss(optimizer, jax.tree.map(lambda p: p[0], trained_part(rules.task, state.params))):
         counts = phases.client_weight(rules.weights, jnp.asarray(cohort.clients.size), rows[-1])
         counts = counts * (usable & real).astype(jnp.float32)

@@ -38,7 +38,6 @@ from jfcl.core import (
     Clients,
     Cohort,
     PyTree,
-    Task,
     check,
     check_choice,
     check_count,
@@ -124,31 +123,22 @@ def check_mechanism(dp: Any) -> None:
     check_choice("dp.sampling", dp.sampling, SAMPLING)
 
 
-def check_private(dp: GaussianDP | None, task: Task, personal: Any, weights: Any, **left_out: Any) -> None:
-    """Checks that the guarantee of `dp` holds with the other arguments of a method; None passes.
-
-    Args:
-      dp: as in `jfcl.fedavg`.
-      task, personal, weights: of the method.
-      left_out: arguments that void the guarantee, and must be None.
+def check_private(rules: Any) -> None:
+    """Checks that the guarantee of `rules.dp` holds with the other arguments of `jfcl.methods.averaging`; None passes.
 
     Raises:
       ValueError: weights by size; batch statistics that are sent; an adversary (its updates are functions of those of
         other clients, and not clipped), or an aggregator (its sensitivity is not the clipping norm).
     """
-    if dp is None:
+    if rules.dp is None:
         return
-    check_mechanism(dp)
-    check(
-        isinstance(weights, str) and weights == "equal",
-        "weights",
-        weights,
-        '"equal" with dp: a size would scale the influence of its client',
-    )
-    for name, value in left_out.items():
-        check(value is None, name, value, "left out with dp: the guarantee would not hold")
+    check_mechanism(rules.dp)
+    task, equal = rules.task, isinstance(rules.weights, str) and rules.weights == "equal"
+    check(equal, "weights", rules.weights, '"equal" with dp: a size would scale the influence of its client')
+    for name in ("adversary", "aggregator"):
+        check(getattr(rules, name) is None, name, getattr(rules, name), "left out with dp: no guarantee would hold")
     if task.statistics is not None:
-        sent = parameter_names(divided(personal, jax.eval_shape(task.init, jax.random.key(0)))[0])
+        sent = parameter_names(divided(rules.personal, jax.eval_shape(task.init, jax.random.key(0)))[0])
         sent = [name for name in sent if task.statistics(name)]
         accepted = "personal with dp (as in jfcl.fedbn), or absent: noise makes variances negative; use group norm"
         check(not sent, "batch statistics", ", ".join(sent), accepted)

@@ -64,7 +64,7 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    of_updates = {"similarity": similarity, "aggregator": options.pop("aggregator"), "compares_zero": False}
+    of_updates = {"similarity": similarity, "aggregator": options["aggregator"], "compares_zero": False}
     rules = Rules(1, ripe, accept, exclude_minority, **of_updates)
     made = rounds(Method(task, training, rules, privacy, privacy_seed, **options))
 

@@ -174,7 +174,7 @@ def cfl(
 
     compared = {"similarity": similarity, "linkage": linkage, "min_size": min_size, "min_examples": min_examples}
     recorded = {"thresholds": thresholds, "tree_dim": tree_dim, "true_cluster": true_cluster}
-    averaged = {name: options.pop(name) for name in ("cohort", "shared", "aggregator")}
+    averaged = {name: options[name] for name in ("cohort", "shared", "aggregator")}
     rules = Rules(max_clusters, ripe, accept, split_clusters, recursive, **compared, **recorded, **averaged)
     judged = {"validation": validation, "fallback_rounds": fallback_rounds}
     made = rounds(Method(task, training, rules, privacy, privacy_seed, **judged, **options))

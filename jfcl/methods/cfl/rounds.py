@@ -24,7 +24,6 @@ from jfcl.core import (
     Task,
     attack_key,
     check,
-    check_count,
     client_ids,
     is_finite,
     joined,
@@ -71,8 +70,11 @@ class Method(NamedTuple):
     init_params: PyTree | None
     adversary: Adversary | None
     client_axis: mapping.Mapping | None
+    shared: Callable[[str], bool] | None = None
     personal: Callable[[str], bool] | None = None
     personal_steps: int | None = None
+    cohort: int | None = None
+    aggregator: Callable[..., PyTree] | None = None
     validation: float = 0.0
     fallback_rounds: int = 0
 
@@ -106,15 +108,14 @@ def rounds(method: Method) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
     local.check_parts(method.task, method.training)
     rules, client_axis = method.rules, mapping.or_auto(method.client_axis)
+    check_scopes(method)
     if rules.cohort is not None:
-        check_count("cohort", rules.cohort)
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
     if method.privacy is not None:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
         check(rules.shared is None and method.task.statistics is None, "privacy", method.privacy, accepted)
     phases.check_weights(method.weights)
-    check_scopes(method.task, method.training, rules.shared, method.personal, method.personal_steps)
     accepted = "left out where parameters are shared"
     check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
     check_aggregator(rules.aggregator)
