@@ -16,7 +16,8 @@ from hypothesis import given
 import jfcl
 from jfcl.core import Clients, Task
 from jfcl.kernels import kmeans, pairwise_cosine, squared_distances, threshold_clustering
-from jfcl.kernels.base import distances_from, finite_rows, if_rare, squared_norms
+from jfcl.kernels.base import if_rare
+from jfcl.kernels.blocks import distances_from, finite_rows, squared_norms
 from jfcl.mapping.axis import client_mesh, place, sharded
 from jfcl.mapping.columns import over_columns
 

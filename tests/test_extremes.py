@@ -37,7 +37,7 @@ def good_and_one(value, count=8, dim=5):
 
 
 @pytest.mark.parametrize("value", [1e17, 1e19, 1e20, 3e38])
-@pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "minimum_diameter", "centered_clip"])
+@pytest.mark.parametrize("name", ["krum", "multi_krum", "bulyan", "centered_clip"])
 def test_an_update_whose_square_overflows_is_not_the_nearest_of_all(name, value):
     good, updates = good_and_one(value)
     options = {"radius": 1.0, "num_iters": 5} if name == "centered_clip" else {"num_malicious": 1}

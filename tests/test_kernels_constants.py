@@ -15,13 +15,12 @@ CALLS = {
     "optimal_bipartition": lambda: kernels.optimal_bipartition(SIMILARITY),
     "single_linkage_tree": lambda: kernels.single_linkage_tree(SIMILARITY),
     "separation_gap": lambda: kernels.separation_gap(SIMILARITY, jnp.arange(9) % 2),
-    "similarity_summary": lambda: kernels.similarity_summary(SIMILARITY, jnp.arange(9) % 2),
     "bipartition_of_updates": lambda: kernels.bipartition_of_updates(POINTS),
     "threshold_clustering": lambda: kernels.threshold_clustering(POINTS, radius=1.0, num_rounds=2),
     "centered_clip": lambda: kernels.centered_clip(POINTS, radius=1.0, center=POINTS[0]),
     "multi_krum": lambda: kernels.multi_krum(POINTS, num_malicious=2),
     "geometric_median": lambda: kernels.geometric_median(POINTS),
-    "kmeans": lambda: kernels.kmeans(POINTS, 2, key=jax.random.key(0), implementation="device"),
+    "kmeans": lambda: kernels.kmeans(POINTS, 2, key=jax.random.key(0)),
 }
 
 

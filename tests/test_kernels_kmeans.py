@@ -13,7 +13,6 @@ from sklearn.metrics import adjusted_rand_score
 from jfcl.kernels import kmeans
 
 KEY = jax.random.key(0)
-BOTH = pytest.mark.parametrize("implementation", ["device", "sklearn", "auto"])
 
 
 def blobs(seed, offset=0.0):
@@ -21,11 +20,10 @@ def blobs(seed, offset=0.0):
     return (points + offset).astype(np.float32), truth
 
 
-@BOTH
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1000.0]))
-def test_is_as_good_as_scikit_learn(implementation, seed, offset):
+def test_is_as_good_as_scikit_learn(seed, offset):
     points, _ = blobs(seed, offset)
-    ours = kmeans(points, 4, key=jax.random.key(seed), implementation=implementation)
+    ours = kmeans(points, 4, key=jax.random.key(seed))
     theirs = KMeans(4, n_init=10, random_state=seed).fit(points.astype(np.float64))
     assert ours.inertia <= 1.01 * theirs.inertia_ + 1e-3
     z, c = points.astype(np.float64), np.asarray(ours.centers, np.float64)
@@ -38,45 +36,41 @@ def test_is_as_good_as_scikit_learn(implementation, seed, offset):
 
 def test_digits():
     points = load_digits().data.astype(np.float32)
-    ours = kmeans(points, 10, key=KEY, implementation="device")
+    ours = kmeans(points, 10, key=KEY)
     theirs = KMeans(10, n_init=10, random_state=0).fit(points)
     assert ours.inertia <= 1.01 * theirs.inertia_
 
 
-@pytest.mark.parametrize("implementation", ["device", "sklearn"])
-def test_inertia_of_narrow_clusters_far_apart(implementation):
+def test_inertia_of_narrow_clusters_far_apart():
     rng = np.random.default_rng(0)
     points = (1000 * rng.choice(2, 200)[:, None] + 1e-2 * rng.standard_normal((200, 3))).astype(np.float32)
-    found = kmeans(points, 2, key=KEY, implementation=implementation)
+    found = kmeans(points, 2, key=KEY)
     z = points.astype(np.float64)
     exact = sum(((side - side.mean(0)) ** 2).sum() for side in (z[z[:, 0] < 500], z[z[:, 0] > 500]))
     np.testing.assert_allclose(found.inertia, exact, rtol=0.02)
 
 
-@BOTH
-def test_one_point_far_away_costs_the_others_no_digits(implementation):
+def test_one_point_far_away_costs_the_others_no_digits():
     points = np.float32([[0], [1], [8], [9], [1e6]])
-    found = kmeans(points, 3, key=KEY, implementation=implementation)
+    found = kmeans(points, 3, key=KEY)
     assert sorted(found.centers[:, 0].tolist()) == [0.5, 8.5, 1e6]
 
 
-@BOTH
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
-def test_narrow_types_and_duplicates(implementation, dtype):
+def test_narrow_types_and_duplicates(dtype):
     points = jnp.asarray([[0, 0], [0, 0], [8, 1], [8, 1]], dtype)
     for num_clusters in (2, 3):
-        found = kmeans(points, num_clusters, key=KEY, implementation=implementation)
+        found = kmeans(points, num_clusters, key=KEY)
         assert found.inertia == 0 and found.centers.dtype == jnp.float32
         assert len(set(found.cluster.tolist())) == 2
 
 
-@BOTH
-def test_masked_and_broken_points_do_not_exist(implementation):
+def test_masked_and_broken_points_do_not_exist():
     points, truth = blobs(1)
     broken, mask = points.copy(), np.arange(90) % 4 != 1
     broken[~mask] = np.nan
-    found = kmeans(broken, 4, key=KEY, mask=jnp.asarray(mask), implementation=implementation)
+    found = kmeans(broken, 4, key=KEY, mask=jnp.asarray(mask))
     assert (np.asarray(found.cluster) == -1).tolist() == (~mask).tolist()
     assert adjusted_rand_score(np.asarray(found.cluster)[mask], truth[mask]) == 1
     assert np.isfinite(found.centers).all() and np.isfinite(found.inertia)
@@ -91,20 +85,20 @@ def test_inside_jit_broken_points_are_masked():
 
 def test_one_cluster_and_as_many_as_points():
     points, _ = blobs(2)
-    one = kmeans(points, 1, key=KEY, implementation="device")
+    one = kmeans(points, 1, key=KEY)
     np.testing.assert_allclose(one.centers[0], points.mean(0), atol=1e-5)
-    every = kmeans(points[:9], 9, key=KEY, implementation="device")
+    every = kmeans(points[:9], 9, key=KEY)
     assert every.inertia < 1e-3 and sorted(every.cluster.tolist()) == list(range(9))
 
 
 def test_more_clusters_than_different_points():
-    found = kmeans(jnp.ones((6, 2)), 3, key=KEY, implementation="device")
+    found = kmeans(jnp.ones((6, 2)), 3, key=KEY)
     assert found.inertia == 0 and np.isfinite(found.centers).all()
 
 
 def test_more_steps_and_runs_are_no_worse():
     points = load_digits().data.astype(np.float32)
-    inertia = lambda **options: float(kmeans(points, 10, key=KEY, implementation="device", **options).inertia)  # noqa: E731
+    inertia = lambda **options: float(kmeans(points, 10, key=KEY, **options).inertia)  # noqa: E731
     steps = [inertia(num_restarts=1, num_iters=n, tol=0.0) for n in (1, 3, 30)]
     assert steps[0] > steps[1] > steps[2]
 
@@ -127,7 +121,6 @@ def test_many_at_once():
         ({"mask": jnp.arange(5) < 2}, "num_clusters must be from 1 to the number of points, 2, got 3"),
         ({"num_iters": 0}, "num_iters must be at least 1"),
         ({"num_restarts": 0}, "num_restarts must be at least 1"),
-        ({"implementation": "gpu"}, "implementation must be one of"),
         ({"points": jnp.full((5, 2), jnp.nan)}, "points must be finite"),
     ],
 )
@@ -135,8 +128,3 @@ def test_bad_input_is_named(options, words):
     options = {"points": jnp.ones((5, 2)), "num_clusters": 3, "key": KEY} | options
     with pytest.raises(ValueError, match=words):
         kmeans(options.pop("points"), options.pop("num_clusters"), **options)
-
-
-def test_scikit_learn_is_refused_inside_jit():
-    with pytest.raises(ValueError, match="implementation must be another one inside jit"):
-        jax.jit(lambda z: kmeans(z, 2, key=KEY, implementation="sklearn"))(jnp.ones((5, 2)))

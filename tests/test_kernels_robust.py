@@ -1,7 +1,5 @@
 """Centered clipping and the robust aggregators against loops over their papers' equations in float64."""
 
-import itertools
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,7 @@ from scipy.optimize import minimize
 
 from jfcl import kernels
 from jfcl.kernels import AGGREGATORS, PRE_AGGREGATORS, centered_clip
-from jfcl.kernels.clipping import gram_is_cheaper
-from jfcl.kernels.medians import sort_columns
+from jfcl.kernels.robust import sort_columns
 from jfcl.testing import count_compilations
 
 SEEDS = st.integers(0, 2**31)
@@ -25,7 +22,6 @@ OPTIONS = {
     "krum": {"num_malicious": F},
     "multi_krum": {"num_malicious": F},
     "bulyan": {"num_malicious": F},
-    "minimum_diameter": {"num_malicious": F},
 }
 PRE_OPTIONS = {
     "clip_norms": {"radius": 1.0},
@@ -93,15 +89,6 @@ def bulyan(z, f):
     return around_median(z[sorted(chosen)], len(z) - 4 * f)
 
 
-def diameter(z, f):
-    best, choice = (np.inf, np.inf), None
-    for subset in itertools.combinations(range(len(z)), len(z) - f):
-        squares = [((z[i] - z[j]) ** 2).sum() for i in subset for j in subset]
-        if (max(squares), sum(squares)) < best:
-            best, choice = (max(squares), sum(squares)), subset
-    return z[list(choice)].mean(0)
-
-
 def geometric(z):
     cost = lambda v: np.linalg.norm(z - v, axis=1).sum()  # noqa: E731
     return minimize(
@@ -119,7 +106,6 @@ ORACLES = {
     "multi_krum": lambda z: multi_krum(z, F),
     "bulyan": lambda z: bulyan(z, F),
     "geometric_median": geometric,
-    "minimum_diameter": lambda z: diameter(z, F),
 }
 
 
@@ -209,24 +195,22 @@ def test_columns_are_sorted(shape):
 # Centered clipping.
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
 @given(SEEDS, st.sampled_from([0.3, 2.0, 1e9]), st.booleans(), st.booleans())
-def test_clipping_from_a_centre_with_weights(form, seed, radius, momentum, weighted):
+def test_clipping_from_a_centre_with_weights(seed, radius, momentum, weighted):
     z = updates(seed) + np.float32(10)
     center = z[0] + np.float32(0.5) if momentum else None
     weights = np.random.default_rng(seed).uniform(0, 3, N).astype(np.float32) if weighted else None
-    ours = centered_clip(z, radius=radius, center=center, num_iters=4, weights=weights, form=form)
+    ours = centered_clip(z, radius=radius, center=center, num_iters=4, weights=weights)
     np.testing.assert_allclose(ours, clipping(z, radius, 4, center, weights), atol=5e-5)
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
 @given(SEEDS)
-def test_one_client_moves_the_result_by_a_bounded_step(form, seed):
+def test_one_client_moves_the_result_by_a_bounded_step(seed):
     z, other = updates(seed), updates(seed)
     other[4] = 1e8 * updates(seed + 1)[4]
-    run = lambda u: np.asarray(centered_clip(u, radius=0.7, form=form))  # noqa: E731
+    run = lambda u: np.asarray(centered_clip(u, radius=0.7))  # noqa: E731
     assert np.linalg.norm(run(z) - run(other)) <= 2 * 0.7 / N + 1e-5
-    np.testing.assert_allclose(centered_clip(z, radius=np.inf, form=form), z.mean(0), atol=1e-5)
+    np.testing.assert_allclose(centered_clip(z, radius=np.inf), z.mean(0), atol=1e-5)
 
 
 def test_clipping_many_rows_goes_block_by_block():
@@ -235,14 +219,10 @@ def test_clipping_many_rows_goes_block_by_block():
 
 
 def test_clipping_adds_up_sixteen_bits_in_more(monkeypatch):
-    monkeypatch.setattr("jfcl.kernels.base.BLOCK_NUMBERS", 18)  # a row of 17 numbers at a time
-    center = centered_clip(jnp.ones((1000, 17), jnp.bfloat16), radius=jnp.inf, form="direct")
+    monkeypatch.setattr("jfcl.kernels.blocks.BLOCK_NUMBERS", 18)  # a row of 17 numbers at a time
+    center = centered_clip(jnp.ones((1000, 17), jnp.bfloat16), radius=jnp.inf)
     assert center.dtype == jnp.bfloat16
     np.testing.assert_array_equal(center, np.ones(17))
-
-
-def test_clipping_takes_the_cheaper_form():
-    assert gram_is_cheaper(10, 10) and not gram_is_cheaper(1000, 3)
 
 
 # Before aggregating.
@@ -408,7 +388,6 @@ Z = jnp.ones((6, 2))
         (lambda: centered_clip(Z, radius=1.0, weights=-jnp.ones(6)), "weights must be at least 0"),
         (lambda: centered_clip(Z, radius=1.0, weights=jnp.full(6, jnp.inf)), "weights must be at least 0 and finite"),
         (lambda: centered_clip(Z, radius=1.0, weights=jnp.ones(2)), r"weights must be of shape \(6,\)"),
-        (lambda: centered_clip(Z, radius=1.0, form="fast"), "form must be one of"),
         (lambda: centered_clip(Z, radius=1.0, mask=jnp.ones(5, bool)), "mask must be bool of shape"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=3), "num_malicious must be a whole number from 0 to 2"),
         (lambda: kernels.trimmed_mean(Z, num_malicious=-1), "num_malicious must be a whole number from 0 to 2"),
@@ -420,7 +399,6 @@ Z = jnp.ones((6, 2))
         (lambda: kernels.multi_krum(Z, num_malicious=1, num_selected=0), "num_selected must be .* from 1 to 6"),
         (lambda: kernels.multi_krum(Z, num_malicious=1, num_selected=2.5), "a whole number from 1 .*2.5"),
         (lambda: kernels.bulyan(Z, num_malicious=1), r"\(4 f \+ 3 <= N\)"),
-        (lambda: kernels.minimum_diameter(jnp.ones((21, 2)), num_malicious=1), "at most 20 clients"),
         (lambda: kernels.geometric_median(Z, smoothing=0.0), "smoothing must be above 0"),
         (lambda: kernels.geometric_median(Z, num_iters=0), "num_iters must be at least 1"),
         (lambda: kernels.clip_norms(Z, radius=-1.0), "radius must be at least 0"),
@@ -455,11 +433,10 @@ def test_adaptive_clip_counts_beyond_int32(count, f):
     assert float(clipped.max()) == pytest.approx(count - 1 - 2 * f * (count - f) // count, rel=1e-6)
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
-def test_centered_clip_of_float16_updates_far_apart(form):
+def test_centered_clip_of_float16_updates_far_apart():
     """Their difference is no number of float16."""
     z, center = jnp.array([[-20.0], [-20.0], [65504.0]], jnp.float16), jnp.array([-20.0], jnp.float16)
-    moved = kernels.centered_clip(z, center=center, radius=1.0, form=form)
+    moved = kernels.centered_clip(z, center=center, radius=1.0)
     assert abs(float(moved[0]) + 20) <= 0.35  # the radius, times the share of one client
 
 

@@ -16,8 +16,8 @@ from jfcl.kernels import (
     bipartition_of_updates,
     clip_norms,
     gram,
+    optimal_bipartition,
     pairwise_cosine,
-    similarity_summary,
     similarity_tolerance,
     squared_distances,
 )
@@ -108,8 +108,7 @@ def test_directions_further_apart_than_the_tolerance_are_told_apart(dim):
 
 def test_many_columns_go_block_by_block():
     updates = normal((20, 5000), 0)
-    for block_size in (None, 7, 2500, 10**6):
-        np.testing.assert_allclose(pairwise_cosine(updates, block_size=block_size), cosine(updates), atol=5e-7)
+    np.testing.assert_allclose(pairwise_cosine(updates), cosine(updates), atol=5e-7)
 
 
 def test_pytree_is_its_concatenation():
@@ -198,22 +197,6 @@ def test_distances_in_spite_of_far_attackers():
     np.testing.assert_allclose(np.asarray(squared_distances(points))[np.ix_(good, good)], truth, rtol=1e-4, atol=1e-8)
 
 
-@given(SEEDS, st.integers(1, 4))
-def test_summary(seed, num_clusters):
-    rng = np.random.default_rng(seed)
-    similarity, clusters = cosine(normal((7, 3), seed)).astype(np.float32), rng.integers(0, num_clusters, 7)
-    similarity = np.minimum(similarity, similarity.T)
-    mask = rng.random(7) < 0.8
-    intra, cross = [np.inf, -np.inf], [np.inf, -np.inf]
-    for i in range(7):
-        for j in range(i):
-            if mask[i] and mask[j]:
-                found = intra if clusters[i] == clusters[j] else cross
-                found[:] = min(found[0], similarity[i, j]), max(found[1], similarity[i, j])
-    ours = similarity_summary(similarity, jnp.asarray(clusters), mask=jnp.asarray(mask))
-    np.testing.assert_array_equal(np.stack(ours), np.array(intra + cross, np.float32))
-
-
 def test_many_at_once():
     batch = np.stack([normal((7, 3), seed) for seed in range(3)])
     for kernel in (pairwise_cosine, gram, squared_distances):
@@ -242,14 +225,12 @@ def test_wide_updates_are_not_copied():
         (lambda: pairwise_cosine(jnp.ones((3, 2), bool)), "of real numbers"),
         (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(2, bool)), "mask must be bool of shape"),
         (lambda: pairwise_cosine(jnp.ones((3, 2)), mask=jnp.ones(3)), "mask must be bool of shape"),
-        (lambda: pairwise_cosine(jnp.ones((3, 2)), block_size=0), "block_size must be at least 1, got 0"),
         (lambda: pairwise_cosine(jnp.array([[1.0], [jnp.nan]])), r"finite, got 'NaN or infinity in 1 row\(s\)'"),
         (lambda: gram(jnp.array([[jnp.inf]])), "points must be finite"),
         (
             lambda: squared_distances(jnp.ones((3, 2)), jnp.ones((3, 4))),
             r"centers must be as wide as the points, \[2\]",
         ),
-        (lambda: similarity_summary(jnp.eye(3), jnp.zeros(3)), "clusters must be integers"),
     ],
 )
 def test_bad_input_is_named(call, words):
@@ -271,11 +252,10 @@ def test_large_symmetric_matrices_are_symmetric():
     distances = 1e4 * rng.standard_normal((600, 600)).astype(np.float32)
     distances = distances + distances.T
     np.fill_diagonal(distances, 0)
-    found = similarity_summary(distances, np.zeros(600, np.int32))
-    assert found.intra_max == distances.max()
+    optimal_bipartition(distances)
     distances[3, 5] += 3e4
     with pytest.raises(ValueError, match="must be symmetric"):
-        similarity_summary(distances, np.zeros(600, np.int32))
+        optimal_bipartition(distances)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e25])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from benchmarks.papers.cfl import split_probability
 from jfcl import theory
 
 SEEDS = st.integers(0, 2**31)
@@ -136,17 +137,6 @@ def test_max_noise_of_a_split_inverts_the_bound_of_two_clusters():
     assert theory.max_noise_of_split(jnp.inf) == 0
 
 
-def test_threshold_bounds():
-    assert theory.threshold_radius(4.0, 9.0) == 6
-    np.testing.assert_allclose(theory.threshold_error_bound(2.0, 8.0, 4, 0.25), 1 + 1 + 4)
-    np.testing.assert_allclose(theory.threshold_error_lower_bound(2.0, 8.0, 4), 1 + 0.25)
-    delta = jnp.array([2.0, 20.0, 200.0])
-    assert (theory.threshold_error_lower_bound(1.0, delta, 9) <= theory.threshold_error_bound(1.0, delta, 9)).all()
-    assert theory.threshold_rounds(2.0, 1.0, 0.5) == 1  # never fewer
-    rounds = int(theory.threshold_rounds(1.0, 50.0, 0.3))
-    assert (1 - 0.15) ** rounds <= 1 / 50 < (1 - 0.15) ** (rounds - 1)
-
-
 def test_inside_jit_and_vmap():
     gammas = jnp.linspace(0, 0.9, 5)
     one = jnp.stack([theory.cross_similarity_bound(g, g, 4) for g in gammas])
@@ -155,7 +145,7 @@ def test_inside_jit_and_vmap():
 
 def test_figure_3_contains_what_the_theorem_guarantees():
     counts, noise = [2, 3, 5, 8, 15], jnp.array([0.02, 0.05, 0.09, 0.19, 0.37, 0.7, 1.5])
-    p = theory.split_probability(jax.random.key(0), counts, noise, num_trials=100)
+    p = split_probability(jax.random.key(0), counts, noise, num_trials=100)
     assert p.guaranteed.sum() >= 12
     assert (p.correct[p.guaranteed] == 1).all() and (p.gap[p.guaranteed] == 1).all()
     assert (p.gap <= p.correct).all()  # a positive gap implies a correct split, not the other way round
@@ -174,19 +164,6 @@ def test_figure_3_contains_what_the_theorem_guarantees():
         (lambda: theory.cross_similarity_bound(0.1, 0.1, 1), "num_clusters must be at least 2, got 1.0"),
         (lambda: theory.max_noise(1), "num_clusters must be at least 2"),
         (lambda: theory.max_noise_of_split(-2.0), "cross_similarity must be at least -1"),
-        (lambda: theory.threshold_radius(-1.0, 1.0), "noise must be at least 0"),
-        (lambda: theory.threshold_radius(1.0, 0.0), "separation must be above 0"),
-        (lambda: theory.threshold_error_bound(1.0, 1.0, 0), "cluster_size must be at least 1"),
-        (lambda: theory.threshold_error_bound(1.0, 1.0, 1, 1.0), "malicious_fraction"),
-        (lambda: theory.threshold_rounds(1.0, 1.0, 0.0), "cluster_fraction"),
-        (lambda: theory.split_probability(jax.random.key(0), [1], [0.1]), "num_clusters must be integers, at least 2"),
-        (lambda: theory.split_probability(jax.random.key(0), [2.7], [0.1]), "num_clusters must be integers"),
-        (lambda: theory.split_probability(jax.random.key(0), 3, [0.1]), "num_clusters must be integers"),
-        (lambda: theory.split_probability(jax.random.key(0), [2], []), "noise must be of shape"),
-        (lambda: theory.split_probability(jax.random.key(0), [2], [float("inf")]), "noise must be at least 0"),
-        (lambda: theory.split_probability(jax.random.key(0), [2], [0.1], num_trials=2.5), "num_trials must be an int"),
-        (lambda: theory.split_probability(jax.random.key(0), [2], 0.1), r"noise must be of shape \[G\]"),
-        (lambda: theory.split_probability(jax.random.key(0), [2], [0.1], num_trials=0), "num_trials"),
     ],
 )
 def test_bad_input_is_named(call, words):

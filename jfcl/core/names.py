@@ -117,7 +117,6 @@ VALUES = {
         "fedtrimmedavg": "did you mean 'trimmed_mean'?",
         "coordinatewisetrimmedmean": "did you mean 'trimmed_mean'?",
         "meamed": "did you mean 'mean_around_median'?",
-        "mda": "did you mean 'minimum_diameter'?",
         "cclip": "did you mean 'centered_clip'?",
         "normdiffclipping": "did you mean 'clip_norms+mean', with {radius}?",
         "average": "did you mean 'mean'?",

@@ -5,20 +5,25 @@ They compare clients (`pairwise_cosine`, `gram`, `squared_distances`), split the
 clients of which some are hostile (`centered_clip` and the other `AGGREGATORS`; `make_aggregator` makes one by name).
 """
 
-from jfcl.kernels.aggregators import AGGREGATORS, PRE_AGGREGATORS, aggregator_options, make_aggregator
+from jfcl.kernels.aggregators import (
+    AGGREGATORS,
+    PRE_AGGREGATORS,
+    adaptive_clip,
+    aggregator_options,
+    bucketing,
+    clip_norms,
+    make_aggregator,
+    nearest_neighbour_mixing,
+)
 from jfcl.kernels.bipartition import Bipartition, optimal_bipartition, separation_gap
 from jfcl.kernels.bipartition_of_updates import bipartition_of_updates
-from jfcl.kernels.clipping import centered_clip
 from jfcl.kernels.dendrogram import complete_linkage_tree, cut, single_linkage_tree
 from jfcl.kernels.distances import gram, squared_distances
-from jfcl.kernels.geometric_median import geometric_median
 from jfcl.kernels.kmeans import KMeans, kmeans
-from jfcl.kernels.medians import coordinate_median, mean_around_median, trimmed_mean
 from jfcl.kernels.operators import OPERATORS, Operator, orthonormal
-from jfcl.kernels.pre_aggregation import adaptive_clip, bucketing, clip_norms, nearest_neighbour_mixing
-from jfcl.kernels.robust import mean
-from jfcl.kernels.selection import bulyan, krum, minimum_diameter, multi_krum
-from jfcl.kernels.similarity import SimilaritySummary, pairwise_cosine, similarity_summary, similarity_tolerance
+from jfcl.kernels.robust import coordinate_median, mean, mean_around_median, trimmed_mean
+from jfcl.kernels.robust_vectors import bulyan, centered_clip, geometric_median, krum, multi_krum
+from jfcl.kernels.similarity import pairwise_cosine, similarity_tolerance
 from jfcl.kernels.threshold import threshold_clustering
 
 __all__ = [
@@ -28,7 +33,6 @@ __all__ = [
     "Bipartition",
     "KMeans",
     "Operator",
-    "SimilaritySummary",
     "adaptive_clip",
     "aggregator_options",
     "bipartition_of_updates",
@@ -46,14 +50,12 @@ __all__ = [
     "make_aggregator",
     "mean",
     "mean_around_median",
-    "minimum_diameter",
     "multi_krum",
     "nearest_neighbour_mixing",
     "optimal_bipartition",
     "orthonormal",
     "pairwise_cosine",
     "separation_gap",
-    "similarity_summary",
     "similarity_tolerance",
     "single_linkage_tree",
     "squared_distances",

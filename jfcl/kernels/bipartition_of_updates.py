@@ -18,18 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import (
-    PyTree,
-    finite_rows,
-    fold_blocks,
-    product_of_rows,
-    refuse_nonfinite,
-    row_mask,
-    rows_of,
-    sum_dtype,
-)
+from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype
 from jfcl.kernels.bipartition import Bipartition, as_min_size, bipartition_of_tree
-from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
+from jfcl.kernels.blocks import finite_rows, fold_blocks, product_of_rows, refuse_nonfinite
+from jfcl.kernels.similarity import scaled_rows, unit_scale
 from jfcl.kernels.spanning_tree import TreeEdges, float_of_key, order_key
 
 BLOCK_SIZE = 1024  # clients a side of a tile: 4 MB, large enough for the matrix product's full speed
@@ -43,8 +35,6 @@ def bipartition_of_updates(
     active: jax.Array | None = None,
     *,
     block_size: int | None = None,
-    sketch_dim: int | None = None,
-    key: jax.Array | None = None,
     min_size: int = 1,
 ) -> Bipartition:
     """Returns `optimal_bipartition(pairwise_cosine(updates), active, min_size=min_size)` in memory that grows as N.
@@ -53,11 +43,6 @@ def bipartition_of_updates(
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
       active: `[N]` bool, the members of the cluster to split; default all.
       block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
-      sketch_dim: compare random projections of the updates to this many numbers instead. With probability
-        `1 - δ`, no similarity and hence not `cross_similarity` is then off by more than
-        `sqrt(8 ln(2 N² / δ) / sketch_dim)` (Johnson-Lindenstrauss; for N = 10⁴, δ = 0.01 and 4,000 numbers: 0.22.
-        Typically it is off by `1 / sqrt(sketch_dim)`).
-      key: of the random projection; default `jax.random.key(0)`.
       min_size: the least number of clients on each side, see `optimal_bipartition`.
 
     Returns:
@@ -66,7 +51,7 @@ def bipartition_of_updates(
       others.
 
     Raises:
-      ValueError: wrong rank or lengths, a block size or sketch size below 1; `min_size` below 1, not an integer, or
+      ValueError: wrong rank or lengths, a block size below 1; `min_size` below 1, not an integer, or
         more than half of `N`; outside `jit`: active rows with NaN or infinity.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
@@ -82,18 +67,8 @@ def bipartition_of_updates(
     rows = rows_of(updates)
     active = row_mask(active, len(rows[0]), name="active")
     check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
-    check(sketch_dim is None or sketch_dim >= 1, "sketch_dim", sketch_dim, "at least 1")
     refuse_nonfinite(rows, rows_that_count=active)
-    key = jax.random.key(0) if key is None else key
-    min_size = as_min_size(min_size, len(active))
-    return _bipartition_of_updates(rows, active, key, block_size or BLOCK_SIZE, sketch_dim, min_size)[0]
-
-
-def tiles_computed(updates: PyTree, active: jax.Array | None = None, *, block_size: int | None = None) -> jax.Array:
-    """Returns `[]` int32: how many strips of `block_size x N` similarities `bipartition_of_updates` computes."""
-    rows = rows_of(updates)
-    active = row_mask(active, len(rows[0]), name="active")
-    return _bipartition_of_updates(rows, active, jax.random.key(0), block_size or BLOCK_SIZE, None)[1]
+    return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE, as_min_size(min_size, len(active)))
 
 
 class _State(NamedTuple):
@@ -102,7 +77,6 @@ class _State(NamedTuple):
     outsider: jax.Array  # [N, G] that outsider; a member of the client's own group where `best` is a bound only
     joins: tuple[jax.Array, jax.Array, jax.Array]  # [R, N] each: from, to, key (NOTHING where there was no join)
     round: jax.Array
-    strips: jax.Array
 
 
 class _Rows(NamedTuple):
@@ -144,12 +118,10 @@ def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: 
     return fold_blocks(tile, (empty, empty), count, width)
 
 
-@partial(jax.jit, static_argnames=("block_size", "sketch_dim", "min_size"))
-def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=1):
+@partial(jax.jit, static_argnames=("block_size", "min_size"))
+def _bipartition_of_updates(rows, active, block_size, min_size):
     count = len(active)
     finite = finite_rows(rows)
-    if sketch_dim is not None:
-        rows = [signed_sums(rows, finite, key, sketch_dim)]
     height = min(block_size, count)
     width = min(max(block_size, -(-count // MAX_BLOCKS)), count)
     num_blocks = -(-count // width)
@@ -177,7 +149,6 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
         return state._replace(
             best=state.best.at[chosen].set(best, mode="drop"),
             outsider=state.outsider.at[chosen].set(jnp.where(best == NOTHING, chosen[:, None], outsider), mode="drop"),
-            strips=state.strips + 1,
         )
 
     def join(state, sure_keys, best, of_group, joins):
@@ -216,13 +187,12 @@ def _bipartition_of_updates(rows, active, key, block_size, sketch_dim, min_size=
         outsider=jnp.broadcast_to(places[:, None], (count, num_blocks)),
         joins=(none, none, jnp.full_like(none, NOTHING)),
         round=jnp.zeros((), jnp.int32),
-        strips=jnp.zeros((), jnp.int32),
     )
     state = jax.lax.while_loop(several_groups, step, state)
 
     if min_size > 1:
-        return bipartition_of_tree(tree_of(state.joins), active, min_size), state.strips
-    return sides_of_weakest(state.joins, active), state.strips
+        return bipartition_of_tree(tree_of(state.joins), active, min_size)
+    return sides_of_weakest(state.joins, active)
 
 
 def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.Array) -> Bipartition:

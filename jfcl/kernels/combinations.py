@@ -12,15 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfcl.kernels.base import (
-    HIGHEST,
-    fold_columns,
-    product_of_rows,
-    squared_norms,
-    sum_over_columns,
-    usable_rows,
-    weighted_sum,
-)
+from jfcl.kernels.base import sum_over_columns
+from jfcl.kernels.blocks import HIGHEST, fold_columns, product_of_rows, squared_norms, usable_rows, weighted_sum
 from jfcl.kernels.distances import central_origin, centred_gram
 
 

@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import (
-    PyTree,
+from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype, sum_over_columns
+from jfcl.kernels.blocks import (
     finite_rows,
     product_of_rows,
     refuse_nonfinite,
-    row_mask,
-    rows_of,
     squared_norms,
-    sum_dtype,
-    sum_over_columns,
     symmetric_product,
     usable_rows,
     weighted_sum,
@@ -23,20 +19,18 @@ from jfcl.kernels.base import (
 from jfcl.kernels.similarity import signed_sums
 
 
-def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | None = None) -> jax.Array:
+def gram(points: PyTree, *, mask: jax.Array | None = None) -> jax.Array:
     """Returns the inner products of all points, `Z Zᵀ`.
 
     Args:
       points: `[N, D]`, or a pytree of arrays stacked on a leading axis.
       mask: `[N]` bool; rows that do not count have inner product 0, also with NaN.
-      block_size: columns that are multiplied at once.
 
     Returns:
       `[N, N]`, exactly symmetric. Inside `jit`, rows with NaN or infinity count as masked.
 
     Raises:
-      ValueError: wrong rank or lengths, no points, a non-positive block size; outside `jit`: rows with NaN or
-        infinity that count.
+      ValueError: wrong rank or lengths, no points; outside `jit`: rows with NaN or infinity that count.
 
     Cost: `N² D` multiplications, `O(N²)` memory beside the input.
 
@@ -46,16 +40,15 @@ def gram(points: PyTree, *, mask: jax.Array | None = None, block_size: int | Non
       [[5.0, 11.0], [11.0, 25.0]]
     """
     rows = rows_of(points, name="points")
-    check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
     mask = row_mask(mask, len(rows[0]))
     refuse_nonfinite(rows, name="points", rows_that_count=mask)
-    return _gram(rows, mask, block_size)
+    return _gram(rows, mask)
 
 
-@jax.jit(static_argnames="block_size")
-def _gram(rows, mask, block_size=None):
+@jax.jit
+def _gram(rows, mask):
     usable = mask & finite_rows(rows)
-    return symmetric_product(rows, lambda part, leaf, start: usable_rows(part, usable), block_size)
+    return symmetric_product(rows, lambda part, leaf, start: usable_rows(part, usable))
 
 
 def squared_distances(points: PyTree, centers: PyTree | None = None, *, mask: jax.Array | None = None) -> jax.Array:
@@ -128,7 +121,7 @@ def centred_gram(rows: list[jax.Array], origin: list[jax.Array], usable: jax.Arr
         by = jax.lax.dynamic_slice_in_dim(origin[leaf], start, part.shape[1])
         return usable_rows(part - by[None, :], usable)
 
-    return symmetric_product(rows, moved, None)
+    return symmetric_product(rows, moved)
 
 
 def central_origin(rows: list[jax.Array], usable: jax.Array) -> list[jax.Array]:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import (
-    COLUMNS,
+from jfcl.kernels.base import COLUMNS, is_computable, row_mask, rows_of, shares_columns, sum_dtype
+from jfcl.kernels.blocks import (
     HIGHEST,
     finite_rows,
     fold_rows,
-    is_computable,
     product_of_rows,
     refuse_nonfinite,
-    row_mask,
-    rows_of,
-    shares_columns,
     squared_norms,
-    sum_dtype,
     symmetric_product,
     usable_rows,
 )
 from jfcl.kernels.distances import central_origin
-
-IMPLEMENTATIONS = ("auto", "device", "sklearn")
-SKLEARN_BELOW = 2**20  # numbers: below, scikit-learn is faster than the compilation (2-core CPU)
 
 
 class KMeans(NamedTuple):
@@ -51,7 +41,6 @@ def kmeans(
     num_restarts: int = 10,
     tol: float = 1e-4,
     mask: jax.Array | None = None,
-    implementation: str = "auto",
 ) -> KMeans:
     """Clusters points so that their squared distances to the cluster means are small (Lloyd 1982).
 
@@ -66,16 +55,14 @@ def kmeans(
       num_restarts: runs; the one with the lowest inertia is returned.
       tol: a run ends when the squared moves of all centres sum to at most this times the mean variance of a coordinate.
       mask: `[N]` bool: points that count.
-      implementation: `"device"`: compiled. `"sklearn"`: scikit-learn's, on the host and outside `jit` only. `"auto"`:
-        scikit-learn for small problems on a CPU, where it is faster than the compilation.
 
     Returns:
       `KMeans(centers [K, D], cluster [N] int32, inertia [])`. Inside `jit`, points with NaN or infinity count as
       masked.
 
     Raises:
-      ValueError: wrong rank; `num_clusters` outside its range; `num_iters` or `num_restarts` below 1; an unknown
-        implementation, or scikit-learn inside `jit`; outside `jit`: NaN or infinity.
+      ValueError: wrong rank; `num_clusters` outside its range; `num_iters` or `num_restarts` below 1; outside
+        `jit`: NaN or infinity.
 
     Cost: `2 N K D` operations a step, twice; `N D` numbers of memory (the points around an origin among them).
 
@@ -91,31 +78,8 @@ def kmeans(
     check(1 <= num_clusters <= counted, "num_clusters", num_clusters, f"from 1 to the number of points, {counted}")
     check(num_iters >= 1, "num_iters", num_iters, "at least 1")
     check(num_restarts >= 1, "num_restarts", num_restarts, "at least 1")
-    check(implementation in IMPLEMENTATIONS, "implementation", implementation, f"one of {IMPLEMENTATIONS}")
-    concrete = is_computable(points, mask, key)
-    check(concrete or implementation != "sklearn", "implementation", implementation, "another one inside jit")
     refuse_nonfinite([points], name="points", rows_that_count=mask)
-    small = concrete and points.size <= SKLEARN_BELOW and next(iter(points.devices())).platform == "cpu"
-    if implementation == "sklearn" or (implementation == "auto" and small):
-        return _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask)
     return _kmeans(points, key, tol, mask, num_clusters=num_clusters, num_iters=num_iters, num_restarts=num_restarts)
-
-
-def _with_sklearn(points, num_clusters, key, num_iters, num_restarts, tol, mask):
-    from sklearn.cluster import KMeans as SklearnKMeans  # slow to import
-    from sklearn.exceptions import ConvergenceWarning
-
-    seed = int(jax.random.bits(key, dtype=jnp.uint32))
-    model = SklearnKMeans(num_clusters, n_init=num_restarts, max_iter=num_iters, tol=tol, random_state=seed)
-    kept = np.asarray(mask)
-    with warnings.catch_warnings():  # fewer different points than clusters are valid here
-        warnings.filterwarnings("ignore", category=ConvergenceWarning)
-        # scikit-learn subtracts the mean: in float32, one point far away would cost the digits of all others.
-        fitted = model.fit(np.asarray(points, np.float64)[kept])
-    cluster = np.full(len(kept), -1, np.int32)
-    cluster[kept] = fitted.labels_
-    centers = jnp.asarray(fitted.cluster_centers_, sum_dtype(points))
-    return KMeans(centers, jnp.asarray(cluster), jnp.asarray(fitted.inertia_, sum_dtype(points)))
 
 
 @partial(jax.jit, static_argnames=("num_clusters", "num_iters", "num_restarts"))
@@ -193,7 +157,7 @@ def _kmeans(points, key, tol, mask, *, num_clusters, num_iters, num_restarts):
 
 def _products_of_combinations(z):
     """Returns the functions of products and squared norms for combinations of the rows `z`, by their coefficients."""
-    gram = symmetric_product([z], lambda part, leaf, start: part, None)
+    gram = symmetric_product([z], lambda part, leaf, start: part)
 
     def products(x, y):
         return jnp.matmul(x, jnp.matmul(y, gram, precision=HIGHEST).T, precision=HIGHEST)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core.checks import check
-from jfcl.kernels.base import HIGHEST
+from jfcl.kernels.blocks import HIGHEST
 
 
 class Operator(NamedTuple):

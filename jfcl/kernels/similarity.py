@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,30 @@ import numpy as np
 
 from jfcl.core.checks import check
 from jfcl.kernels.base import (
-    HIGHEST,
     PyTree,
-    column_block,
-    finite_rows,
-    fold_columns,
     if_rare,
     is_computable,
     key_of_share,
     max_over_columns,
-    refuse_nonfinite,
     row_mask,
     rows_of,
-    squared_norms,
-    squares_of_share,
     sum_dtype,
     sum_over_columns,
+)
+from jfcl.kernels.blocks import (
+    HIGHEST,
+    column_block,
+    finite_rows,
+    fold_columns,
+    refuse_nonfinite,
+    squared_norms,
+    squares_of_share,
     symmetric_product,
     usable_rows,
 )
 
 
-def pairwise_cosine(
-    updates: PyTree, *, mask: jax.Array | None = None, dtype: Any = None, block_size: int | None = None
-) -> jax.Array:
+def pairwise_cosine(updates: PyTree, *, mask: jax.Array | None = None, dtype: Any = None) -> jax.Array:
     """Returns the cosine similarity of every two clients' updates (Clustered Federated Learning, equation 18).
 
     Args:
@@ -42,7 +42,6 @@ def pairwise_cosine(
       mask: `[N]` bool; rows that do not count (padding clients) have similarity 0 to all rows, also with NaN.
       dtype: the type of the products, such as `jnp.bfloat16`, to which the normalised updates are rounded (a similarity
         is then correct to about 1e-3); sums are always float32. Default: the type of the updates.
-      block_size: columns that are multiplied at once; default 2048, or 1024 for many clients.
 
     Returns:
       `[N, N]` float32 (float64 for float64 updates), exactly symmetric, within [-1, 1]. A zero row has similarity 0
@@ -50,8 +49,8 @@ def pairwise_cosine(
       NaN or infinity has similarity -1 to every other row, so that bipartitions separate it first.
 
     Raises:
-      ValueError: wrong rank or lengths, no clients, a non-positive block size, a `dtype` of integers; outside `jit`:
-        rows with NaN or infinity that the mask does not leave out.
+      ValueError: wrong rank or lengths, no clients, a `dtype` of integers; outside `jit`: rows with NaN or infinity
+        that the mask does not leave out.
 
     Cost: `N² D` multiplications (the upper triangle), `O(N²)` memory beside the input.
 
@@ -62,16 +61,15 @@ def pairwise_cosine(
     """
     rows = rows_of(updates)
     count = len(rows[0])
-    check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
     dtype = None if dtype is None else jnp.dtype(dtype)
     check(dtype is None or jnp.issubdtype(dtype, jnp.floating), "dtype", dtype, "a floating-point type")
     mask = row_mask(mask, count)
     refuse_nonfinite(rows, rows_that_count=mask)
-    return _pairwise_cosine(rows, mask, dtype, block_size)
+    return _pairwise_cosine(rows, mask, dtype)
 
 
-@jax.jit(static_argnames=("dtype", "block_size"))
-def _pairwise_cosine(rows, mask, dtype, block_size):
+@jax.jit(static_argnames="dtype")
+def _pairwise_cosine(rows, mask, dtype):
     finite = finite_rows(rows)
     usable = mask & finite
     scale = unit_scale(rows, usable)
@@ -80,7 +78,7 @@ def _pairwise_cosine(rows, mask, dtype, block_size):
         part = scaled_rows(part, usable, scale)
         return part if dtype is None else part.astype(dtype)
 
-    similarity = jnp.clip(symmetric_product(rows, normalised, block_size), -1.0, 1.0)
+    similarity = jnp.clip(symmetric_product(rows, normalised), -1.0, 1.0)
     similar = jnp.eye(len(mask), dtype=bool)
     counted = mask[:, None] & mask[None, :]
     nonzero = scale[1] > 0
@@ -185,55 +183,6 @@ def signed_sums(
 
     zeros = jnp.zeros((len(usable), count), dtype)
     return sum_over_columns(fold_columns(add, zeros, rows, block or column_block(len(usable))))
-
-
-class SimilaritySummary(NamedTuple):
-    """The extremes of similarity inside and across clusters; `[]` each."""
-
-    intra_min: jax.Array
-    intra_max: jax.Array
-    cross_min: jax.Array
-    cross_max: jax.Array
-
-
-def similarity_summary(
-    similarity: jax.Array, clusters: jax.Array, *, mask: jax.Array | None = None
-) -> SimilaritySummary:
-    """Returns the smallest and largest similarity of two clients of one cluster, and of two of different clusters.
-
-    Args:
-      similarity: `[N, N]`, symmetric.
-      clusters: `[N]` integers, the cluster of each client.
-      mask: `[N]` bool, the clients that count.
-
-    Returns:
-      Four numbers; where there is no such pair, the minimum is `inf` and the maximum `-inf`.
-
-    Raises:
-      ValueError: not square, not symmetric, clusters of another length; outside `jit`: NaN or infinity.
-
-    Cost: `O(N²)`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> s = similarity_summary(jnp.array([[1.0, 0.9, 0.1], [0.9, 1.0, 0.2], [0.1, 0.2, 1.0]]), jnp.array([0, 0, 1]))
-      >>> [round(float(x), 2) for x in s]
-      [0.9, 0.9, 0.1, 0.2]
-    """
-    similarity = as_similarity(similarity)
-    clusters = as_clusters(clusters, len(similarity))
-    return _similarity_summary(similarity, clusters, row_mask(mask, len(similarity)))
-
-
-@jax.jit
-def _similarity_summary(similarity, clusters, mask):
-    pair = mask[:, None] & mask[None, :] & ~jnp.eye(len(mask), dtype=bool)
-    same = clusters[:, None] == clusters[None, :]
-
-    def extremes(which):
-        return jnp.where(which, similarity, jnp.inf).min(), jnp.where(which, similarity, -jnp.inf).max()
-
-    return SimilaritySummary(*extremes(pair & same), *extremes(pair & ~same))
 
 
 def as_similarity(similarity: Any, *, name: str = "similarity") -> jax.Array:

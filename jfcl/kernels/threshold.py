@@ -13,20 +13,22 @@ from jfcl.core.platforms import by_platform
 from jfcl.kernels import combinations
 from jfcl.kernels.base import (
     FORMS,
-    HIGHEST,
     PyTree,
-    distances_from,
-    finite_rows,
     if_rare,
     is_computable,
-    is_long,
-    refuse_nonfinite,
     row_mask,
     rows_of,
     shares_columns,
-    squared_norms,
     sum_dtype,
     sum_over_columns,
+)
+from jfcl.kernels.blocks import (
+    HIGHEST,
+    distances_from,
+    finite_rows,
+    is_long,
+    refuse_nonfinite,
+    squared_norms,
     usable_rows,
     weighted_sum,
 )
@@ -48,7 +50,6 @@ def threshold_clustering(
     mask: jax.Array | None = None,
     quantile_rule: str = "linear",
     form: str = "auto",
-    trajectory: bool = False,
 ) -> PyTree:
     """Moves every centre to the mean of the points, where points beyond its radius count as the centre itself.
 
@@ -73,11 +74,9 @@ def threshold_clustering(
       form: `"direct"`: distances from the points in every round. `"gram"`: from inner products, with the centres as
         coefficients over the points; where these have too few digits for a radius, as for narrow clusters far apart,
         the direct form. `"auto"`: the form with less work.
-      trajectory: return the centres after every round.
 
     Returns:
-      `[K, D]`, or with `trajectory` `[num_rounds, K, D]`; a pytree for a pytree.
-      Inside `jit`, points with NaN or infinity count as masked.
+      `[K, D]`; a pytree for a pytree. Inside `jit`, points with NaN or infinity count as masked.
 
     Raises:
       ValueError: wrong rank or lengths, both or neither of `radius` and `quantile`, either of another shape, a
@@ -114,11 +113,10 @@ def threshold_clustering(
         form = "gram" if gram_is_cheaper(len(rows[0]), num_centers, num_rounds) else "direct"
     run = _gram if form == "gram" else _direct
     usable = mask & finite_rows(rows)
-    moved = run(rows, starts, limits, weights, usable, rule=rule, trajectory=trajectory)
+    moved = run(rows, starts, limits, weights, usable, rule=rule)
     if starts is None:
         moved = [jnp.where(usable[:, None], v, 0.0) for v in moved]
-    ahead = (num_rounds, num_centers) if trajectory else (num_centers,)
-    return jax.tree.unflatten(structure, [v.reshape(*ahead, *s) for v, s in zip(moved, shapes, strict=True)])
+    return jax.tree.unflatten(structure, [v.reshape(num_centers, *s) for v, s in zip(moved, shapes, strict=True)])
 
 
 def center_from_row(
@@ -278,26 +276,25 @@ def _inside(distances, usable, radius, rule):
     return (inside & usable[None, :] & jnp.isfinite(distances)).astype(distances.dtype)  # overflown: far from all
 
 
-@partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _gram(rows, starts, limits, weights, usable, *, rule, trajectory):
-    how = {"rule": rule, "trajectory": trajectory}
-    moved, rough = _by_products(rows, starts, limits, weights, usable, **how)
+@partial(jax.jit, static_argnames="rule")
+def _gram(rows, starts, limits, weights, usable, *, rule):
+    moved, rough = _by_products(rows, starts, limits, weights, usable, rule)
 
     def exact():
         if not shares_columns():
-            return _direct(rows, starts, limits, weights, usable, **how)
+            return _direct(rows, starts, limits, weights, usable, rule=rule)
 
         # Relative to each centre's own start, near which the products are exact: no sums over columns in loops.
         def one(start, limit):
-            return _by_products(rows, [s[None] for s in start], limit[:, None], weights, usable, **how)[0]
+            return _by_products(rows, [s[None] for s in start], limit[:, None], weights, usable, rule)[0]
 
         own = [usable_rows(x, usable) for x in rows] if starts is None else starts
-        return [v.squeeze(-3) for v in jax.vmap(one, (0, 1), -2)(own, limits)]
+        return [v[:, 0] for v in jax.vmap(one, (0, 1))(own, limits)]
 
     return if_rare(rough, exact, lambda: moved)
 
 
-def _by_products(rows, starts, limits, weights, usable, *, rule, trajectory):
+def _by_products(rows, starts, limits, weights, usable, rule):
     """Returns the centres, and `[]` bool: whether the distances of one of them were `is_rough`."""
     share = shares(weights, usable).astype(limits.dtype)
     products = combinations.inner_products(rows, starts, usable)
@@ -313,17 +310,15 @@ def _by_products(rows, starts, limits, weights, usable, *, rule, trajectory):
         inside = _inside(distances, usable, radii, rule) * share[None, :]
         stay = 1.0 - inside.sum(axis=1)
         at = combinations.Coefficients(inside + stay[:, None] * at.a, stay * at.b)
-        return (at, rough), at if trajectory else None
+        return (at, rough), None
 
     start = combinations.at_start(products, limits.shape[1]), jnp.zeros((), bool)
-    (at, rough), path = jax.lax.scan(move, start, limits)
-    if not trajectory:
-        return combinations.positions(at, rows, starts, usable), rough
-    return jax.lax.map(lambda at: combinations.positions(at, rows, starts, usable), path), rough
+    (at, rough), _ = jax.lax.scan(move, start, limits)
+    return combinations.positions(at, rows, starts, usable), rough
 
 
-@partial(jax.jit, static_argnames=("rule", "trajectory"))
-def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
+@partial(jax.jit, static_argnames="rule")
+def _direct(rows, starts, limits, weights, usable, *, rule):
     share = shares(weights, usable).astype(limits.dtype)
 
     norms = squared_norms(rows)
@@ -348,11 +343,9 @@ def _direct(rows, starts, limits, weights, usable, *, rule, trajectory):
             center = [
                 weighted_sum(x, inside, usable) + stay.astype(c.dtype) * c for x, c in zip(rows, center, strict=True)
             ]
-            return center, center if trajectory else None
+            return center, None
 
-        center, path = jax.lax.scan(move, *start_and_limits)
-        return path if trajectory else center
+        return jax.lax.scan(move, *start_and_limits)[0]
 
     starts = [usable_rows(x, usable) for x in rows] if starts is None else starts
-    moved = jax.lax.map(one, (starts, limits.T))
-    return [v.swapaxes(0, 1) for v in moved] if trajectory else moved
+    return jax.lax.map(one, (starts, limits.T))

@@ -31,7 +31,7 @@ def over_columns(client_axis: mapping.Mapping, kernel: Callable[..., tuple[PyTre
       a list.
 
     Example:
-      >>> from jfcl.kernels.base import squared_norms
+      >>> from jfcl.kernels.blocks import squared_norms
       >>> norms = over_columns(mapping.sharded(mapping.client_mesh()), lambda x: ((), squared_norms([x])))
       >>> norms(jnp.array([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0]]))[1].tolist()
       [25.0, 1.0]

@@ -16,30 +16,19 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Batch,
-    Clients,
-    PyTree,
-    Served,
-    Task,
-    attack_key,
-    check,
-    check_choice,
-    check_count,
+from jfcl.core.checks import check, check_choice, check_count
+from jfcl.core.clients import attack_key, client_ids, num_clients, server_key
+from jfcl.core.parameters import (
     check_part,
-    client_ids,
     divided,
     is_finite,
     joined,
     num_bytes,
-    num_clients,
     parameter_names,
     path_flags,
-    server_key,
     trained_part,
 )
+from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Served, Task
 from jfcl.methods import round as phases
 from jfcl.robust import privacy
 from jfcl.robust.aggregate import (

@@ -14,24 +14,11 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Batch,
-    Clients,
-    PyTree,
-    Task,
-    attack_key,
-    check,
-    client_ids,
-    client_keys,
-    is_concrete,
-    is_finite,
-    num_bytes,
-    num_clients,
-    random_order,
-)
+from jfcl.core.checks import check, is_concrete
+from jfcl.core.clients import attack_key, client_ids, client_keys, num_clients, random_order
 from jfcl.core.options import Excludes, Interval, OneOf, Range, Real
+from jfcl.core.parameters import is_finite, num_bytes
+from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Task
 from jfcl.kernels import threshold_clustering
 from jfcl.kernels.base import DENSE_UP_TO
 from jfcl.kernels.threshold import QUANTILE_RULES, center_from_row

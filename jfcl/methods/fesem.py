@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Task, check, check_count, client_ids, is_finite, num_bytes, trained_part
-from jfcl.kernels.base import rows_of, squared_norms
+from jfcl.kernels.base import rows_of
+from jfcl.kernels.blocks import squared_norms
 from jfcl.methods import round as phases
 from jfcl.methods.averaging import Averaging
 from jfcl.methods.once import with_first_costs

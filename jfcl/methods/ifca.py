@@ -9,20 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Batch,
-    Clients,
-    PyTree,
-    Served,
-    Task,
-    check,
-    check_count,
-    dense_start,
-    get_parameter,
-    of_rest,
-)
+from jfcl.core.checks import check, check_count
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
+from jfcl.core.parameters import get_parameter, of_rest
+from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
 from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory

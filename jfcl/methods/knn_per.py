@@ -11,18 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import (
-    INT32_MAX,
-    Algorithm,
-    Batch,
-    Clients,
-    PyTree,
-    Task,
-    check,
-    is_concrete,
-    num_clients,
-)
+from jfcl.core.checks import INT32_MAX, check, is_concrete
+from jfcl.core.clients import num_clients
 from jfcl.core.options import Excludes, Interval, Range, Real
+from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Task
 from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
 from jfcl.methods.fedavg import fedavg

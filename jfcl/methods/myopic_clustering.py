@@ -10,24 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import mapping
-from jfcl.core import (
-    Algorithm,
-    Clients,
-    PyTree,
-    Served,
-    Task,
-    attack_key,
-    check,
-    check_count,
-    check_finite,
-    client_ids,
-    client_keys,
-    is_finite,
-    max_examples,
-    num_bytes,
-    num_clients,
-)
+from jfcl.core.checks import check, check_count, check_finite
+from jfcl.core.clients import attack_key, client_ids, client_keys, max_examples, num_clients
 from jfcl.core.options import Interval, Real
+from jfcl.core.parameters import is_finite, num_bytes
+from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import squared_distances, threshold_clustering
 from jfcl.kernels.base import if_rare
 from jfcl.mapping.columns import over_columns

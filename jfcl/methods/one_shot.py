@@ -70,7 +70,7 @@ def one_shot(
 @partial(jax.jit, static_argnames="num_clusters")
 def _clusters(points: jax.Array, key: jax.Array, usable: jax.Array, *, num_clusters: int) -> jax.Array:
     """Returns the k-means cluster `[N]` of each point; compiled, where too few points leave clusters empty."""
-    return kmeans(points, num_clusters, key=key, mask=usable, implementation="device").cluster
+    return kmeans(points, num_clusters, key=key, mask=usable).cluster
 
 
 def cluster_local_models(

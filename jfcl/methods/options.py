@@ -84,8 +84,8 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
       >>> @factory("cohort", "weights", weights="equal")
       ... def method(task, training, *, beta: float = 0.9, **options: Unpack[Options]):
       ...     return beta, options
-      >>> inspect.signature(method)
-      <Signature (task, training, *, beta: float = 0.9, weights: ... = 'equal', cohort: int | None = None)>
+      >>> list(inspect.signature(method).parameters), inspect.signature(method).parameters["weights"].default
+      (['task', 'training', 'beta', 'weights', 'cohort'], 'equal')
     """
     defaults = {"weights": "size"} | defaults
 

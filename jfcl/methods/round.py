@@ -16,27 +16,10 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core import (
-    Clients,
-    Cohort,
-    PyTree,
-    Task,
-    check,
-    check_choice,
-    check_finite,
-    client_ids,
-    client_keys,
-    divided,
-    is_concrete,
-    joined,
-    num_clients,
-    of_rest,
-    part_like,
-    random_order,
-    server_key,
-    take_clients,
-    trained_part,
-)
+from jfcl.core.checks import check, check_choice, check_finite, is_concrete
+from jfcl.core.clients import Cohort, client_ids, client_keys, num_clients, random_order, server_key, take_clients
+from jfcl.core.parameters import divided, joined, of_rest, part_like, trained_part
+from jfcl.core.types import Clients, PyTree, Task
 from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
 from jfcl.training import local, noise
 from jfcl.training.optimizer import optimizer_step

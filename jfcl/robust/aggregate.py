@@ -12,18 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Clients,
-    PyTree,
-    attack_key,
-    check,
-    client_ids,
-    is_finite,
-    num_clients,
-    path_flags,
-    path_name,
-)
+from jfcl.core.checks import check
+from jfcl.core.clients import attack_key, client_ids, num_clients
+from jfcl.core.parameters import is_finite, path_flags, path_name
+from jfcl.core.types import Adversary, Clients, PyTree
 
 
 def _per_row(scale: jax.Array, x: jax.Array) -> jax.Array:

@@ -34,20 +34,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfcl.core import (
-    Clients,
-    Cohort,
-    PyTree,
-    check,
-    check_choice,
-    check_count,
-    client_keys,
-    divided,
-    parameter_names,
-    random_order,
-    take_clients,
-)
+from jfcl.core.checks import check, check_choice, check_count
+from jfcl.core.clients import Cohort, client_keys, random_order, take_clients
 from jfcl.core.options import Real
+from jfcl.core.parameters import divided, parameter_names
+from jfcl.core.types import Clients, PyTree
 
 __all__ = ["SAMPLING", "GaussianDP", "default_delta", "epsilon", "noise_of_sums"]
 

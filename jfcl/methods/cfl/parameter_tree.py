@@ -16,20 +16,10 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.analysis import metrics
-from jfcl.core import (
-    Clients,
-    PyTree,
-    Task,
-    check,
-    check_choice,
-    check_clients,
-    check_examples,
-    client_keys,
-    is_finite,
-    max_examples,
-    num_clients,
-    trained_part,
-)
+from jfcl.core.checks import check, check_choice
+from jfcl.core.clients import check_clients, check_examples, client_keys, max_examples, num_clients
+from jfcl.core.parameters import is_finite, trained_part
+from jfcl.core.types import Clients, PyTree, Task
 from jfcl.kernels import OPERATORS
 from jfcl.mapping.jitted import jitted
 from jfcl.methods.cfl.rounds import hide

@@ -15,23 +15,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jfcl import mapping
-from jfcl.core import (
-    Adversary,
-    Algorithm,
-    Clients,
-    PyTree,
-    Served,
-    Task,
-    attack_key,
-    check,
-    client_ids,
-    is_finite,
-    joined,
-    num_bytes,
-    num_clients,
-    path_flags,
-)
+from jfcl.core.checks import check
+from jfcl.core.clients import attack_key, client_ids, num_clients
 from jfcl.core.options import Needs, OneOf, Range
+from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
+from jfcl.core.types import Adversary, Algorithm, Clients, PyTree, Served, Task
 from jfcl.kernels import OPERATORS, orthonormal
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases

@@ -17,8 +17,9 @@ from jfcl import mapping
 from jfcl.core import PyTree, divided, joined
 from jfcl.kernels import bipartition_of_updates, optimal_bipartition, pairwise_cosine, similarity_tolerance
 from jfcl.kernels import separation_gap as gap_of
-from jfcl.kernels.base import DENSE_UP_TO, finite_rows, if_rare, rows_of, squared_norms
+from jfcl.kernels.base import DENSE_UP_TO, if_rare, rows_of
 from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
+from jfcl.kernels.blocks import finite_rows, squared_norms
 from jfcl.mapping.columns import over_columns
 from jfcl.methods.cfl.state import CFLState, enough_known
 from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean, shared_means

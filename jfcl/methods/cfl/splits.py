@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jfcl.core import PyTree
-from jfcl.kernels.base import if_rare, product_of_rows, rows_of
+from jfcl.kernels.base import if_rare, rows_of
+from jfcl.kernels.blocks import product_of_rows
 from jfcl.kernels.similarity import scaled_rows, signed_sums, unit_scale
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent, Splits
 from jfcl.methods.cfl.state import CFLState
