@@ -322,39 +322,6 @@ def test_min_size_removes_the_weakest_edge_with_enough_on_both_sides(count, seed
         assert ours.cross_similarity == cross
 
 
-SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in (2, 12)]
-
-
-@pytest.mark.parametrize("min_size", [5, *SLOW])
-@given(SEEDS, st.sampled_from(["random", "clusters", "signs", "few", "active"]))
-def test_from_updates_min_size_removes_the_same_edge(min_size, seed, kind):
-    rng = np.random.default_rng(seed)
-    updates = rng.standard_normal((24, 16)).astype(np.float32)
-    active = rng.random(24) < (0.8 if kind == "active" else 2)
-    if kind == "clusters":
-        updates = 0.3 * updates + rng.standard_normal((3, 16)).astype(np.float32)[rng.integers(0, 3, 24)]
-    elif kind in ("signs", "few"):  # cosines are eighths, exactly
-        updates = np.sign(updates)[rng.integers(0, 3, 24) if kind == "few" else np.arange(24)]
-    rows = updates.astype(np.float64)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    similarity = np.round(rows @ rows.T, 12)
-    side, cross = weakest_edge(similarity, active, min_size)
-    tiled = bipartition_of_updates(updates, jnp.asarray(active), block_size=7, min_size=min_size)
-    np.testing.assert_array_equal(tiled.side, side)
-    np.testing.assert_allclose(tiled.cross_similarity, cross, atol=1e-6)
-
-
-@given(SEEDS)
-def test_from_updates_rounding_cannot_break_the_tree(seed):
-    # Within a group all similarities are 1 but for rounding, which differs between the two tiles that hold a pair.
-    rng = np.random.default_rng(seed)
-    group = rng.permutation(np.arange(24) % 3)
-    rows = rng.standard_normal((3, 16))[group] * rng.uniform(0.5, 2, (24, 1))
-    side, cross = bipartition_of_updates(rows.astype(np.float32), block_size=7, min_size=5)
-    assert side.sum() in (8, 16) and all(len(set(np.asarray(side)[group == g])) == 1 for g in range(3))
-    assert cross < 0.99
-
-
 @given(SEEDS)
 def test_permuting_clients_permutes_sides_of_min_size(seed):
     similarity = similarities(9, seed)
@@ -376,12 +343,9 @@ def test_min_size_finds_the_groups_behind_outliers():
     rows = np.concatenate([groups, outliers]).astype(np.float32)
     plain = optimal_bipartition(pairwise_cosine(rows))
     assert plain.side.sum() == 1 and plain.side[20:].any()
-    for side, cross in (
-        optimal_bipartition(pairwise_cosine(rows), min_size=5),
-        bipartition_of_updates(rows, block_size=7, min_size=5),
-    ):
-        np.testing.assert_array_equal(np.asarray(side)[:20], group == 2)
-        assert 0.4 < cross < 0.6 and plain.cross_similarity < 0.2
+    side, cross = optimal_bipartition(pairwise_cosine(rows), min_size=5)
+    np.testing.assert_array_equal(np.asarray(side)[:20], group == 2)
+    assert 0.4 < cross < 0.6 and plain.cross_similarity < 0.2
 
 
 def test_where_no_edge_leaves_enough_there_is_no_bipartition():
@@ -391,8 +355,7 @@ def test_where_no_edge_leaves_enough_there_is_no_bipartition():
     for side, cross in (optimal_bipartition(star, min_size=2), optimal_bipartition(star, few, min_size=2)):
         assert cross == np.inf and not side.any()
     none = optimal_bipartition(star, jnp.zeros(6, bool), min_size=2)
-    tiled = bipartition_of_updates(np.eye(24, 16, dtype=np.float32), jnp.arange(24) < 9, block_size=7, min_size=5)
-    assert none.cross_similarity == tiled.cross_similarity == np.inf and not none.side.any() and not tiled.side.any()
+    assert none.cross_similarity == np.inf and not none.side.any()
 
 
 def test_min_size_inside_jit_and_of_many_at_once():
@@ -447,11 +410,7 @@ def test_positive_gap_means_a_correct_split(seed, num_clusters):
         (lambda: optimal_bipartition(jnp.eye(5), min_size=2.0), "min_size must be an integer, at least 1, got 2.0"),
         (lambda: optimal_bipartition(jnp.eye(5), min_size=3), "at most half of the N = 5 clients, 2, .*smaller.*got 3"),
         (lambda: optimal_bipartition(jnp.eye(5), linkage="complete", min_size=2), 'linkage="complete" 1, got 2'),
-        (
-            lambda: bipartition_of_updates(jnp.eye(5), min_size=True),
-            "min_size must be an integer, at least 1, got True",
-        ),
-        (lambda: bipartition_of_updates(jnp.eye(5), min_size=3), "min_size must be at most half of the N = 5"),
+        (lambda: optimal_bipartition(jnp.eye(5), min_size=True), "min_size must be an integer, at least 1, got True"),
     ],
 )
 def test_bad_input_is_named(call, words):

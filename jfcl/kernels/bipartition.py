@@ -21,7 +21,6 @@ from jfcl.kernels.base import row_mask
 from jfcl.kernels.dendrogram import complete_linkage
 from jfcl.kernels.similarity import as_clusters, as_similarity
 from jfcl.kernels.spanning_tree import (
-    TreeEdges,
     cut_with_size,
     float_of_key,
     join_order,
@@ -79,7 +78,7 @@ def optimal_bipartition(
       ValueError: not square, not symmetric, NaN or infinity (the last two outside `jit` only), an unknown linkage;
         `min_size` below 1, not an integer, more than half of `N`, or above 1 with complete linkage.
 
-    Cost: `N` steps of `O(N)`, each similarity read once. With `min_size` above 1 the same and a sort of `2 N` integers.
+    Cost: `N` steps of `O(N)`, each similarity read once. With `min_size` above 1 `2 N` steps of one number more.
     Complete linkage: at most `3 N` such steps, and a copy.
 
     Example:
@@ -140,14 +139,10 @@ def bipartitions_of_clusters(
     """
     of = jnp.zeros(len(active), jnp.int32) if cluster is None else cluster
     if min_size > 1:
-        edges = spanning_tree(similarity, active, cluster)
-
-        def one(k):
-            members = active & (of == k)
-            return bipartition_of_tree(edges._replace(real=edges.real & members), members, min_size)
-
-        found = jax.lax.map(one, jnp.arange(num_clusters, dtype=jnp.int32))
-        return Bipartition(found.side.any(axis=0), found.cross_similarity)
+        tree = spanning_tree(similarity, active, cluster)
+        side, key, found = cut_with_size(tree, active, of, num_clusters, min_size)
+        cross = float_of_key(key)
+        return Bipartition(side, jnp.where(found, cross, jnp.inf).astype(cross.dtype))
 
     def by_prim(similarity, active, of):
         step, joined_at = join_order(similarity, active, None if cluster is None else of)
@@ -172,14 +167,6 @@ def _last_merge(similarity: jax.Array, active: jax.Array) -> Bipartition:
     across = (side[:, None] & (~side & active)[None, :]) & two
     cross = jnp.where(across, float_of_key(order_key(similarity)), -jnp.inf).max()
     return Bipartition(side, jnp.where(two, cross, jnp.inf).astype(cross.dtype))
-
-
-def bipartition_of_tree(edges: TreeEdges, active: jax.Array, min_size: int) -> Bipartition:
-    """Removes the weakest edge of the active clients' spanning tree that leaves `min_size` clients on both sides."""
-    root = jnp.argmax(active).astype(jnp.int32)
-    side, key, found = cut_with_size(edges, root, len(active), min_size)
-    cross = float_of_key(key)
-    return Bipartition(side, jnp.where(found, cross, jnp.inf).astype(cross.dtype))
 
 
 def separation_gap(similarity: jax.Array, clusters: jax.Array, active: jax.Array | None = None) -> jax.Array:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from jfcl.core.checks import check
 from jfcl.kernels.base import PyTree, row_mask, rows_of, sum_dtype
-from jfcl.kernels.bipartition import Bipartition, as_min_size, bipartition_of_tree
+from jfcl.kernels.bipartition import Bipartition
 from jfcl.kernels.blocks import finite_rows, fold_blocks, product_of_rows, refuse_nonfinite
 from jfcl.kernels.similarity import scaled_rows, unit_scale
-from jfcl.kernels.spanning_tree import TreeEdges, float_of_key, order_key
+from jfcl.kernels.spanning_tree import float_of_key, order_key
 
 BLOCK_SIZE = 1024  # clients a side of a tile: 4 MB, large enough for the matrix product's full speed
 MAX_BLOCKS = 64  # candidates kept for a client
@@ -35,15 +35,13 @@ def bipartition_of_updates(
     active: jax.Array | None = None,
     *,
     block_size: int | None = None,
-    min_size: int = 1,
 ) -> Bipartition:
-    """Returns `optimal_bipartition(pairwise_cosine(updates), active, min_size=min_size)` in memory that grows as N.
+    """Returns `optimal_bipartition(pairwise_cosine(updates), active)` in memory that grows as N.
 
     Args:
       updates: `[N, D]`, or a pytree of arrays stacked on a leading client axis; may be sharded over clients.
       active: `[N]` bool, the members of the cluster to split; default all.
       block_size: the number of clients in a block; similarities of two blocks are computed at once; default 1024.
-      min_size: the least number of clients on each side, see `optimal_bipartition`.
 
     Returns:
       `Bipartition(side [N] bool, cross_similarity [])`; the same rule for equal similarities as `optimal_bipartition`
@@ -51,8 +49,7 @@ def bipartition_of_updates(
       others.
 
     Raises:
-      ValueError: wrong rank or lengths, a block size below 1; `min_size` below 1, not an integer, or
-        more than half of `N`; outside `jit`: active rows with NaN or infinity.
+      ValueError: wrong rank or lengths, a block size below 1; outside `jit`: active rows with NaN or infinity.
 
     Cost: one pass over all pairs, `2 N² D` operations at the speed of the matrix product, and usually less than one
     more where clusters are well separated (at worst `log2 N` more). Memory beside the updates: `O(N)`, 64 candidates of
@@ -68,7 +65,7 @@ def bipartition_of_updates(
     active = row_mask(active, len(rows[0]), name="active")
     check(block_size is None or block_size >= 1, "block_size", block_size, "at least 1")
     refuse_nonfinite(rows, rows_that_count=active)
-    return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE, as_min_size(min_size, len(active)))
+    return _bipartition_of_updates(rows, active, block_size or BLOCK_SIZE)
 
 
 class _State(NamedTuple):
@@ -118,8 +115,8 @@ def _best_outsiders(problem: _Rows, chosen: jax.Array, group: jax.Array, width: 
     return fold_blocks(tile, (empty, empty), count, width)
 
 
-@partial(jax.jit, static_argnames=("block_size", "min_size"))
-def _bipartition_of_updates(rows, active, block_size, min_size):
+@partial(jax.jit, static_argnames="block_size")
+def _bipartition_of_updates(rows, active, block_size):
     count = len(active)
     finite = finite_rows(rows)
     height = min(block_size, count)
@@ -138,9 +135,7 @@ def _bipartition_of_updates(rows, active, block_size, min_size):
         of_group = jax.ops.segment_max(best, state.group, count)
         sizes = jax.ops.segment_sum(active.astype(jnp.int32), state.group, count)
         joins = active & (state.group != jnp.argmax(sizes))
-        # The choice between two equal similarities changes the tree's shape, not its weakest join.
-        better = bound > of_group[state.group] if min_size == 1 else bound >= of_group[state.group]
-        return sure_keys, best, of_group, joins, joins & better
+        return sure_keys, best, of_group, joins, joins & (bound > of_group[state.group])
 
     def compute(state, unsure):
         """Computes the similarities of `height` clients with unknown best outsiders."""
@@ -154,17 +149,12 @@ def _bipartition_of_updates(rows, active, block_size, min_size):
     def join(state, sure_keys, best, of_group, joins):
         """Joins every group but the largest to that of its best outsider."""
         wins = joins & (best == of_group[state.group]) & (best != NOTHING)
-        if min_size > 1:
-            wins = first_pairs(wins, state.outsider[places, jnp.argmax(sure_keys, axis=1)], state.group)
         client = jax.ops.segment_min(jnp.where(wins, places, count), state.group, count)
         joined = client < count
         client = jnp.where(joined, client, 0)
         block = jnp.argmax(sure_keys[client], axis=1)
         record = (client, state.outsider[client, block], jnp.where(joined, of_group, NOTHING))
         group = connect(state.group, record[0], record[1], joined)
-        if min_size > 1:
-            joined = without_circles(joined, state.group[record[1]], state.group, group)
-            record = (*record[:2], jnp.where(joined, of_group, NOTHING))
         return state._replace(
             group=group,
             joins=tuple(a.at[state.round].set(b) for a, b in zip(state.joins, record, strict=True)),
@@ -190,8 +180,6 @@ def _bipartition_of_updates(rows, active, block_size, min_size):
     )
     state = jax.lax.while_loop(several_groups, step, state)
 
-    if min_size > 1:
-        return bipartition_of_tree(tree_of(state.joins), active, min_size)
     return sides_of_weakest(state.joins, active)
 
 
@@ -210,48 +198,6 @@ def sides_of_weakest(joins: tuple[jax.Array, jax.Array, jax.Array], active: jax.
     two = active.sum() >= 2
     side = active & (groups != groups[jnp.argmax(active)]) & two
     return Bipartition(side, jnp.where(two, float_of_key(weakest), jnp.inf))
-
-
-def tree_of(joins: tuple[jax.Array, jax.Array, jax.Array]) -> TreeEdges:
-    """Returns the joins, fewer than `N` and without circles, as `N` edges."""
-    count = joins[0].shape[1]
-    left, right, joined_at = (x.reshape(-1) for x in joins)
-    happened = joined_at != NOTHING
-    (edge,) = jnp.nonzero(happened, size=count, fill_value=0)
-    return TreeEdges(left[edge], right[edge], joined_at[edge], jnp.arange(count) < happened.sum())
-
-
-def first_pairs(wins: jax.Array, partner: jax.Array, group: jax.Array) -> jax.Array:
-    """Returns `[N]` bool: of each group's clients with `wins`, the one with the first pair of client and `partner`.
-
-    The order of pairs is that of `optimal_bipartition` for equal similarities.
-    """
-    count = len(group)
-    places = jnp.arange(count, dtype=jnp.int32)
-    for end in (jnp.minimum(places, partner), jnp.maximum(places, partner)):
-        wins = wins & (end == jax.ops.segment_min(jnp.where(wins, end, count), group, count)[group])
-    return wins
-
-
-def without_circles(joined: jax.Array, target: jax.Array, group: jax.Array, merged: jax.Array) -> jax.Array:
-    """Returns `[N]` bool: `joined` without one join of every circle of groups that join each other.
-
-    With exact similarities, a circle is two groups that choose the same pair. Where a similarity is rounded differently
-    from either side, it can be two pairs, or longer.
-
-    Args:
-      joined: `[N]` bool, groups (by their first members) that join another.
-      target: `[N]`, the group that each joins.
-      group: `[N]`, each client's group before the joins.
-      merged: `[N]`, each client's group after them.
-    """
-    count = len(group)
-    places = jnp.arange(count, dtype=jnp.int32)
-    ahead = jnp.where(joined, target, places)
-    for _ in range(math.ceil(math.log2(count))):  # N joins ahead: on the circle, where there is one
-        ahead = ahead[ahead]
-    of_circle = jax.ops.segment_min(jnp.where(group == places, ahead, count), merged, count)
-    return joined & (places != of_circle[merged])
 
 
 def connect(group: jax.Array, left: jax.Array, right: jax.Array, keep: jax.Array) -> jax.Array:

@@ -1,10 +1,8 @@
 """Maximum spanning trees of similarities, and their weakest edge that leaves enough clients on both sides.
 
 Prim's algorithm takes N steps over one row of similarities each. Clients of different clusters count as less similar
-than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The Euler tour of a
-tree passes every edge twice. Between the two lies the subtree below the edge, so the positions on the tour give the
-sizes of all subtrees at once. Pointer doubling (Tarjan and Vishkin 1985) finds the positions in `log2 N` steps on whole
-arrays, at any depth.
+than any two of one cluster, so that one run finds the trees of all clusters, one after the other. The sizes of all
+subtrees follow from the order in which clients join: a client joins after its parent.
 
 On an accelerator, Borůvka's algorithm (1926) takes `log2 N` steps (`weakest_joins`), as in `bipartition_of_updates`,
 but with all similarities at hand. A step costs some passes over `[N, N]`, which take as long on a GPU or TPU as a step
@@ -54,15 +52,6 @@ def first_max(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = key.max()
     places = jnp.arange(len(key), dtype=jnp.int32)
     return largest, jnp.where(key == largest, places, len(key)).min()
-
-
-class TreeEdges(NamedTuple):
-    """Edges, `[E]` each: the two ends int32, the similarity's integer key, and which edges exist."""
-
-    left: jax.Array
-    right: jax.Array
-    key: jax.Array
-    real: jax.Array
 
 
 def key_limits(kind) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -117,8 +106,20 @@ def join_order(
     return jax.lax.fori_loop(1, count, join, carry)[3:]
 
 
-def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None) -> TreeEdges:
-    """Returns each cluster's maximum spanning tree of active clients; edge `i` joins client `i` to its parent.
+class Tree(NamedTuple):
+    """Maximum spanning trees, `[N]` each: a client's parent, the key of their similarity, whether it has a parent.
+
+    `order` are the clients as they join.
+    """
+
+    parent: jax.Array
+    key: jax.Array
+    real: jax.Array
+    order: jax.Array
+
+
+def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array | None = None) -> Tree:
+    """Returns each cluster's maximum spanning tree of active clients.
 
     Of equal similarities the pair `(i, j)`, `i < j`, first in lexicographic order counts as the largest: for one client
     that is the lowest other one.
@@ -131,8 +132,8 @@ def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array |
     def lowest(values, among):
         return jnp.where(among, values, count).min()
 
-    def join(_, carry):
-        best, parent, outside, newest = carry
+    def join(t, carry):
+        best, parent, outside, newest, order = carry
         row = _keys_of(newest, similarity, cluster)
         closer = outside & ((row > best) | ((row == best) & (newest < parent)))
         best, parent = jnp.where(closer, row, best), jnp.where(closer, newest, parent)
@@ -140,82 +141,57 @@ def spanning_tree(similarity: jax.Array, active: jax.Array, cluster: jax.Array |
         first = outside & (best == jnp.where(outside, best, out).max())
         first = first & (low == lowest(low, first))
         newest = jnp.minimum(lowest(places, first & (high == lowest(high, first))), count - 1)
-        return best, parent, outside & (places != newest), newest
+        order = order.at[t].set(jnp.where(outside.any(), newest, root))
+        return best, parent, outside & (places != newest), newest, order
 
-    carry = (jnp.full(count, out), jnp.full(count, count, jnp.int32), active & (places != root), root)
-    best, parent, _, _ = jax.lax.fori_loop(1, count, join, carry)
+    nobody = jnp.full(count, count, jnp.int32)
+    carry = (jnp.full(count, out), nobody, active & (places != root), root, jnp.full(count, root))
+    best, parent, _, _, order = jax.lax.fori_loop(1, count, join, carry)
     real = active & (places != root) & (best > apart)
-    return TreeEdges(places, jnp.where(real, parent, places), best, real)
+    return Tree(jnp.where(real, parent, places), best, real, order)
 
 
 def cut_with_size(
-    edges: TreeEdges, root: jax.Array, count: int, min_size: int
+    tree: Tree, active: jax.Array, cluster: jax.Array, num_clusters: int, min_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Removes the weakest edge that leaves at least `min_size` nodes on both sides.
-
-    Args:
-      edges: a tree that contains `root`.
-      root: `[]` int32, a node.
-      count: `N`; nodes are `0 .. N-1`, those outside the tree are on neither side.
-      min_size: at least 1.
+    """Removes the weakest edge of every cluster's tree that leaves at least `min_size` clients on both sides.
 
     Returns:
-      `(side, key, found)`: `[N]` bool, the part without the root; `[]`, the key of the removed edge; `[]` bool. Where
-      no edge leaves enough nodes on both sides, `side` is all False and `key` is undefined. Of equal keys the edge
-      `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
+      `(side, key, found)`: `[N]` bool, the part without the cluster's first active client; `[K]`, the key of the
+      removed edge; `[K]` bool. Where no edge leaves enough clients on both sides, `side` is all False and `key` is
+      undefined. Of equal keys the edge `(i, j)`, `i < j`, that comes last in lexicographic order is the weakest.
 
-    Cost: one sort of `2 E` integers and `O(E log E)` operations in `log2 E` steps.
+    Cost: `2 N` steps of one number.
     """
-    position = tour_positions(edges, root, count)
-    out, back = jnp.split(position, 2)
-    enter, leave = jnp.minimum(out, back), jnp.maximum(out, back)
-    below = (leave - enter + 1) // 2
-    nodes = edges.real.sum().astype(jnp.int32) + 1
-    usable = edges.real & (below >= min_size) & (nodes - below >= min_size)
+    parent, key, real, order = tree
+    count = len(active)
+    places = jnp.arange(count, dtype=jnp.int32)
 
-    def among(usable, key, lowest):
-        """Returns the `usable` edges with the lowest or highest `key`."""
-        end = jnp.iinfo(key.dtype).max if lowest else jnp.iinfo(key.dtype).min
-        masked = jnp.where(usable, key, jnp.array(end, key.dtype))
-        return usable & (masked == (masked.min() if lowest else masked.max()))
+    def add(i, below):  # from the leaves to the roots
+        client = order[count - 1 - i]
+        return below.at[parent[client]].add(jnp.where(real[client], below[client], 0))
 
-    weakest = among(usable, edges.key, lowest=True)
-    weakest = among(weakest, jnp.minimum(edges.left, edges.right), lowest=False)
-    weakest = among(weakest, jnp.maximum(edges.left, edges.right), lowest=False)
-    edge = jnp.argmax(weakest)
-    found = usable.any()
-    walked = (position >= enter[edge]) & (position < leave[edge]) & jnp.tile(edges.real, 2) & found
-    target = jnp.concatenate([edges.right, edges.left])
-    side = jnp.zeros(count, bool).at[jnp.where(walked, target, count)].set(True, mode="drop")
-    return side, edges.key[edge], found
+    def mark(i, side):
+        client = order[i]
+        return side.at[client].set(side[client] | (real[client] & side[parent[client]]))
 
+    def among(usable, value):
+        """Returns the `usable` edges with the highest value of their cluster."""
+        value = jnp.where(usable, value, jnp.iinfo(value.dtype).min)
+        return usable & (value == jax.ops.segment_max(value, cluster, num_clusters)[cluster])
 
-def tour_positions(edges: TreeEdges, root: jax.Array, count: int) -> jax.Array:
-    """Returns `[2 E]` int32: the step of the Euler tour from `root` at each edge, to the right (`:E`) and back (`E:`).
-
-    After `u -> v` the tour takes the edge after `v -> u` in the cyclic order of all edges out of `v`.
-    """
-    num_walks = 2 * len(edges.left)
-    source = jnp.where(jnp.tile(edges.real, 2), jnp.concatenate([edges.left, edges.right]), count)
-    order = jnp.argsort(source, stable=True).astype(jnp.int32)
-    sources = source[order]
-    places = jnp.arange(num_walks, dtype=jnp.int32)
-    first = jax.ops.segment_min(places, sources, count + 1, indices_are_sorted=True)
-    is_last = jnp.append(sources[1:] != sources[:-1], True)
-    following = jnp.zeros(num_walks, jnp.int32).at[order].set(order[jnp.where(is_last, first[sources], places + 1)])
-    after = following[jnp.roll(places, num_walks // 2)]
-
-    start = order[jnp.minimum(first[root], num_walks - 1)]
-    is_end = after == start
-    after = jnp.where(is_end, places, after)
-    to_end = jnp.where(is_end, 0, 1)
-
-    def double(_, carry):
-        to_end, after = carry
-        return to_end + to_end[after], after[after]
-
-    to_end, _ = jax.lax.fori_loop(0, math.ceil(math.log2(num_walks)), double, (to_end, after))
-    return to_end[start] - to_end
+    below = jax.lax.fori_loop(0, count, add, active.astype(jnp.int32))
+    members = jax.ops.segment_sum(active.astype(jnp.int32), cluster, num_clusters)
+    usable = real & (below >= min_size) & (members[cluster] - below >= min_size)
+    weakest = usable
+    for value in (~key, jnp.minimum(places, parent), jnp.maximum(places, parent)):  # `~` reverses the order
+        weakest = among(weakest, value)
+    side = jax.lax.fori_loop(0, count, mark, weakest)
+    first = jax.ops.segment_min(jnp.where(active, places, count - 1), cluster, num_clusters)
+    found = jax.ops.segment_sum(usable.astype(jnp.int32), cluster, num_clusters) > 0
+    side = (side ^ side[first[cluster]]) & active & found[cluster]
+    removed = jax.ops.segment_max(jnp.where(weakest, key, jnp.iinfo(key.dtype).min), cluster, num_clusters)
+    return side, removed, found
 
 
 # The optimal bipartition of every cluster in `log2 N` steps on whole matrices, for accelerators.

@@ -90,7 +90,8 @@ def cfl(
       linkage: `"single"` (equation 25), or `"complete"` as in the authors' code; similarities are then a matrix of `N²`
         numbers, however many clients there are, and `min_size` is 1.
       min_size: the least number of clients on either side, at most half of all. The edge that is removed is the weakest
-        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`.
+        edge of the maximum spanning tree that leaves this number on both sides; its similarity is `α_cross`. Above 1,
+        similarities are a matrix of `N²` numbers, however many clients there are.
       min_examples: clients with fewer are left out of norms, thresholds, units and bipartitions.
         They train, and count in the means of the models. At a split such a client goes to the side with the mean unit
         update that is most similar to its own update, and is compared again in every round until two rounds agree. (The

@@ -243,7 +243,7 @@ def bipartitions(
       usable: `[N]` bool; the other clients are on no side (False).
       wanted: `[K]` bool.
       client_axis: the clients' mapping.
-      min_size, linkage: as in `cfl`. Complete linkage needs all similarities at once, for any number of clients.
+      min_size, linkage: as in `cfl`. Complete linkage and a least size need all similarities at once.
 
     Returns:
       `Splits`; for clusters not wanted, and those without a bipartition of that size, the cross similarity is `inf`.
@@ -253,7 +253,7 @@ def bipartitions(
     numbers = sum(leaf.size for leaf in leaves) // count
     coarsest = max((leaf.dtype for leaf in leaves), key=lambda dtype: jnp.finfo(dtype).eps)
     tolerance = similarity_tolerance(numbers, coarsest)
-    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single"
+    dense = count <= max(DENSE_UP_TO, numbers // DENSE_SHARE) or linkage != "single" or min_size > 1
 
     def one_by_one(bipartition, points, cluster, active):
         """Returns the `Bipartition` of all clusters by that of each, which skips those without two active clients."""
@@ -281,7 +281,7 @@ def bipartitions(
     if dense:
         side, cross = over_columns(client_axis, from_similarities)(vectors, cluster, usable, active)[1]
     else:
-        side, cross = one_by_one(partial(bipartition_of_updates, min_size=min_size), vectors, cluster, active)
+        side, cross = one_by_one(bipartition_of_updates, vectors, cluster, active)
 
     ones, members = (jax.ops.segment_sum(x.astype(jnp.int32), cluster, capacity) for x in (side, active))
     smaller = jnp.where(1 - cross <= tolerance, 0, jnp.minimum(ones, members - ones))
