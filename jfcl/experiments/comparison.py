@@ -71,12 +71,8 @@ def over_seeds(summary: dict[str, Any], metric: str) -> tuple[float | None, floa
     """
     values = [row.get(metric) for row in summary["per_seed"]]
     known = [value for value in values if value is not None]
-    partly = metric == "rounds_to_recovery"
-    if (
-        not known
-        or (len(known) < len(values) and not partly)
-        or (metric in OF_CLUSTERS and not compares_clusters(summary))
-    ):
+    lacking = len(known) < len(values) and metric != "rounds_to_recovery"
+    if not known or lacking or (metric in OF_CLUSTERS and not compares_clusters(summary)):
         return None, None
     return float(np.mean(known)), deviation(known)
 
@@ -118,9 +114,8 @@ def results_rows(summaries: dict[str, dict[str, Any]]) -> tuple[list[str], list[
 
 def recovered_seeds(summary: dict[str, Any]) -> int:
     """Returns the number of seeds of a run that have found the true clusters; 0 where there are none to find."""
-    return (
-        sum(row["rounds_to_recovery"] is not None for row in summary["per_seed"]) if compares_clusters(summary) else 0
-    )
+    found = [row for row in summary["per_seed"] if row["rounds_to_recovery"] is not None]
+    return len(found) if compares_clusters(summary) else 0
 
 
 def results_csv(summaries: dict[str, dict[str, Any]]) -> str:
@@ -168,11 +163,8 @@ def results_notes(summaries: dict[str, dict[str, Any]]) -> list[str]:
     if any(None in rounds and set(rounds) != {None} for rounds in found):
         share = f"at least {FOUND:.0%} of the clients are and stay in the right cluster"
         notes.append(f"found at round, (n/m): in n of the m seeds, {share}; the round is the mean over these")
-    new = {name: s for name, s in summaries.items() if s["mean"].get("newcomer_accuracy") is not None}
-    if new:
-        cells = []
-        for name, summary in new.items():
-            cells.append(f"{number(*over_seeds(summary, 'newcomer_accuracy'), 1, 100)} % ({name})")
+    new = {name: over_seeds(summary, "newcomer_accuracy") for name, summary in summaries.items()}
+    if cells := [f"{number(mean, std, 1, 100)} % ({name})" for name, (mean, std) in new.items() if mean is not None]:
         notes.append(f"client acc. of newcomers, with the model of lowest loss: {', '.join(cells)}")
     if len(summaries) > MOST_DRAWN:
         notes.append(f"pictures show the first {MOST_DRAWN} of the {len(summaries)} runs, tables all of them")

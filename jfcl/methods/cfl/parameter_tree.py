@@ -107,8 +107,8 @@ def first_split(state: CFLState) -> tuple[np.ndarray, np.ndarray]:
       >>> from jfcl.testing import problem
       >>> clients, _, task, training = problem()
       >>> state = jfcl.cfl(task, training, max_clusters=2).init(jax.random.key(0), clients)  # no split: no updates
-      >>> first_split(state)[0].shape
-      (0, 2)
+      >>> len(first_split(state)[0])
+      0
     """
     root = nodes(state)[0]
     compared = root.clients if root.split >= 0 else root.clients[:0]
@@ -141,13 +141,17 @@ def path(state: CFLState, cluster: int) -> list[int]:
     Raises:
       ValueError: a cluster that does not exist.
     """
-    found = nodes(state)
-    leaves = {node.slot: i for i, node in enumerate(found) if not node.children}
-    check(cluster in leaves, "cluster", cluster, f"one of the clusters there are, {sorted(leaves)}")
-    way = [leaves[cluster]]
-    while found[way[0]].parent >= 0:
-        way.insert(0, found[way[0]].parent)
-    return way
+    ways = _paths(state)
+    check(cluster in ways, "cluster", cluster, f"one of the clusters there are, {sorted(ways)}")
+    return ways[cluster]
+
+
+def _paths(state: CFLState) -> dict[int, list[int]]:
+    """Returns the `path` of every cluster."""
+    found, ways = nodes(state), []
+    for i, node in enumerate(found):  # parents come before children
+        ways.append([*(ways[node.parent] if node.parent >= 0 else []), i])
+    return {node.slot: way for node, way in zip(found, ways, strict=True) if not node.children}
 
 
 class PathEvaluation(NamedTuple):
@@ -185,10 +189,10 @@ def evaluate_paths(
     n = num_clients(clients)
     check_model(task, state.params, state.personal)
     check(n == len(state.cluster), "clients", f"{n} clients", f"the {len(state.cluster)} clients of the run")
-    ways = {int(k): path(state, int(k)) for k in np.unique(np.asarray(state.cluster))}
-    depth = max(map(len, ways.values()))
-    padded = {k: way + way[-1:] * (depth - len(way)) for k, way in ways.items()}
-    node = np.array([padded[int(k)] for k in np.asarray(state.cluster)], np.int32)
+    ways = _paths(state)
+    used = [ways[k] for k in np.asarray(state.cluster).tolist()]
+    depth = max(map(len, used))
+    node = np.array([way + way[-1:] * (depth - len(way)) for way in used], np.int32)
     stacked, how = models(state), {"personal": state.personal, "client_axis": client_axis}
     levels = [metrics.evaluate(task, stacked, clients, jnp.asarray(node[:, level]), **how) for level in range(depth)]
     column = lambda name: np.stack([np.asarray(level[name]) for level in levels], axis=1)  # noqa: E731
