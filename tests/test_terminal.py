@@ -51,7 +51,7 @@ def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
 
 def test_a_store_that_is_built_has_a_bar(screen, tmp_path):
     generate_store(tmp_path / "a", "digits", num_clients=3000, examples_per_client=2, progress=True)
-    assert "building the store" in screen.getvalue()
+    assert "building the train store" in screen.getvalue()
     shown = screen.getvalue()
     generate_store(tmp_path / "b", "digits", num_clients=30, examples_per_client=2)
     assert screen.getvalue() == shown
