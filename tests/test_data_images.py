@@ -274,9 +274,15 @@ def test_images_stand_as_they_are_shown(tmp_path):
 @pytest.mark.parametrize(
     ("x", "words"),
     [
-        ([Image.new("L", (5, 5)), np.zeros((5, 5), np.uint8)], "row 1 is ndarray, but other rows are images"),
-        ([Image.new("L", (5, 5)), Image.new("L", (5, 6))], r"row 1 has shape \(6, 5\), row 0 has \(5, 5\)"),
-        ([Image.new("I", (5, 5))], "row 0 is an image of mode 'I' of unknown white; give an array"),
+        (
+            [Image.new("L", (5, 5)), np.zeros((5, 5), np.uint8)],
+            "row 1 must be an image, as other rows are",
+        ),
+        (
+            [Image.new("L", (5, 5)), Image.new("L", (5, 6))],
+            r"size of row 1 must be \(5, 5\), .* got \(6, 5\)",
+        ),
+        ([Image.new("I", (5, 5))], "row 0 is an image of mode 'I' with values .* unknown white; give an array"),
         ([Image.new("F", (5, 5), 2.0)], "mode 'F' with values from 2 to 2, of unknown white"),
         ([[Image.new("P", (5, 5))]], "must hold numbers, arrays, images or texts"),
         ([np.zeros((5, 5), np.uint8), np.zeros((5, 5), np.float32)], "row 1 is of float32, row 0 of uint8"),

@@ -304,8 +304,8 @@ def test_errors_of_rounding_are_no_different_numbers():
             "the only inputs, .'n'., number the rows",
         ),
         (lambda f: from_frame(f.rename(columns={"age": "y"}), by="user"), "y must be given .*'y', 'label'. all have"),
-        (lambda f: from_frame(f, by="user", y=["label", "label"]), "y must be one column at least, each once"),
-        (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be numbers, or true and false"),
+        (lambda f: from_frame(f, by="user", y=["label", "label"]), "y must be of different columns"),
+        (lambda f: from_frame(f, y=["label", "user"], x="age"), "column 'user' must be one column of numbers"),
         (lambda f: from_frame(f, by="label", y="label"), "y must be another column than by"),
         (lambda f: from_frame(f, y="user", x="age", kind="regression"), "kind must be classification"),
         (lambda f: from_frame(f, y="tall", x="age", kind="classification"), "labels must be whole numbers"),
@@ -431,7 +431,7 @@ def test_new_rows_without_what_training_had_are_refused():
         (train[["a", "t"]], table, "no column 's', one of the targets in training"),
         (train.assign(a=1e38), table, "column 'a': numbers must be closer to those of training"),
         (train, None, "table must be how a table was read, as Dataset.table, got None"),
-        (train.iloc[:0], table, "frame must be of at least one"),
+        (train.iloc[:0], table, "column 'a' must be of at least one"),
     ]:
         with pytest.raises(ValueError, match=words):
             read_rows(rows, how)
@@ -463,7 +463,7 @@ def test_numbers_written_as_texts_are_no_names(texts):
 def test_what_the_splits_do_not_share_is_refused(tmp_path):
     frame = pd.DataFrame({"c": [True, False] * 6, "age": np.arange(12) % 5, "y": [0, 1] * 6})
     for change, words in [
-        ({"c": "True"}, "column 'c' must be of one kind in all splits, got .'train': 'numbers', 'test': 'texts'"),
+        ({"c": "True"}, "column 'c' must be numbers, as in training, got 'True'"),
         ({"y": -1}, "column 'y' of the split 'test' must be labels of which some occur in training"),
         ({"y": "a"}, "column 'y' must be of one kind in all splits"),
     ]:

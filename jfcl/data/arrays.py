@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jfcl.core import Clients, check, stack_clients
+from jfcl.core import Clients, check, named_leaves, stack_clients
 from jfcl.data.columns import INPUTS, TARGETS
-from jfcl.data.images import is_picture
 from jfcl.data.tables import row_numbers
-from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept, plain
+from jfcl.data.values import as_numpy, as_type, inputs_of, is_table, kept
 
 
 def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
@@ -48,7 +47,7 @@ def from_arrays(clients: Iterable[Any], *, channels_first: bool | None = None, p
     is_one = isinstance(clients, dict) or _is_array(clients)
     is_one = is_one or (isinstance(clients, tuple) and len(clients) == 2 and all(map(_is_array, clients)))
     check(not is_one, "clients", type(clients), "a list with a pair (x, y) per client")
-    return _stacked((_parts(i, client) for i, client in enumerate(clients)), channels_first, pad_to)
+    return _stacked((_parts(f"client {i}", client) for i, client in enumerate(clients)), channels_first, pad_to)
 
 
 def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, pad_to: int | None = None) -> Clients:
@@ -77,86 +76,71 @@ def from_torch(datasets: Iterable[Any], *, channels_first: bool | None = None, p
         sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, dict)
         check(sized and not _is_array(dataset), f"client {i}", type(dataset), "a data set with len and rows (x, y)")
         check(len(dataset) > 0, f"client {i}", "0 rows", "a data set with at least one")
-        rows = [_parts(f"{i}, row {j}", dataset[j]) for j in range(len(dataset))]
-        names = next((list(row) for row in rows if list(row) != list(rows[0])), None)
-        check(names is None, f"client {i}", names, f"of rows with the names {list(rows[0])}, as in the first")
-        return {name: _rows(f"client {i}: {name}", [row[name] for row in rows]) for name in rows[0]}
+        return _columns(f"client {i}", [_parts(f"client {i}, row {j}", dataset[j]) for j in range(len(dataset))])
 
     return _stacked((parts(i, dataset) for i, dataset in enumerate(datasets)), channels_first, pad_to)
 
 
-def _rows(where: str, rows: list[Any]) -> Any:
+def _columns(where: str, rows: list[Any]) -> Any:
     """Returns the entries of rows as one list, or a dict of lists where they are dicts."""
     if not isinstance(rows[0], dict):
         return [as_numpy(row, where) for row in rows]
-    same = all(isinstance(row, dict) and list(row) == list(rows[0]) for row in rows)
-    check(same, where, "rows with different names", f"of rows with {list(rows[0])}")
-    return {name: _rows(f"{where}[{name!r}]", [row[name] for row in rows]) for name in rows[0]}
+    odd = next((row for row in rows if not isinstance(row, dict) or list(row) != list(rows[0])), None)
+    check(odd is None, where, odd, f"of rows with the names {list(rows[0])}, as in the first")
+    return {name: _columns(f"{where}: {name}", [row[name] for row in rows]) for name in rows[0]}
 
 
 def _stacked(clients: Iterable[dict[str, Any]], channels_first: bool | None, pad_to: int | None) -> Clients:
     """Stacks clients, of which some may have integers where others have float32: float64 holds both, and is undone."""
-    rest, columns = [], {}
+    others, columns = [], []
 
-    def inputs():
+    def inputs() -> Iterator[tuple[str, Any]]:
         for i, parts in enumerate(clients):
-            where, x = f"client {i}: x", parts.pop("x")
-            if is_table(x):
-                columns[i] = list(x.columns)
-                check(
-                    columns[i] == columns.get(0), f"{where}: columns", columns[i], f"{columns.get(0)}, as in client 0"
-                )
-            x = plain(x, where) if is_table(x) or hasattr(x, "toarray") else x
-            several = np.ndim(x) > 0 if _is_array(x) else hasattr(x, "__iter__") and not is_picture(x)
-            check(several, where, x, "an array or a list with an entry for each example")
-            x = as_numpy(x, where) if _is_array(x) else list(x)
-            check(np.size(x) > 0 if _is_array(x) else len(x) > 0, where, "0 examples", _NONE)
-            rest.append(parts)
-            yield where, x
+            x = parts.pop("x")
+            others.append(parts)
+            columns.append(list(x.columns) if is_table(x) else None)
+            accepted = f"{columns[0]}, as in client 0"
+            check(columns[i] == columns[0], f"client {i}: x: columns", columns[i], accepted)
+            yield f"client {i}: x", x
 
     xs, moved = inputs_of(inputs(), channels_first)
-    if columns:
-        table = np.concatenate([xs[i] for i in columns])
+    if columns and columns[0]:
+        table = np.concatenate(xs)
         numbers = row_numbers({name: [table[:, j]] for j, name in enumerate(columns[0])})
         accepted = "of inputs: these number the rows of all clients; drop them, or give arrays (frame.to_numpy())"
         check(not numbers, "x: columns", numbers, accepted)
-    made = [_client(i, x, parts, moved) for i, (x, parts) in enumerate(zip(xs, rest, strict=True))]
+    made = [_client(f"client {i}", x, parts, moved) for i, (x, parts) in enumerate(zip(xs, others, strict=True))]
     made = stack_clients(made, pad_to=pad_to)
     as_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, made.examples)
     return made._replace(examples=as_float32)
 
 
-_NONE = "of at least one (leave out clients without examples)"
-
-
-def _parts(client: Any, value: Any) -> dict[str, Any]:
+def _parts(where: str, value: Any) -> dict[str, Any]:
     """Returns the inputs, the targets and the further arrays of a client (or of a row)."""
     if isinstance(value, dict):
         found = [[name for name in names if name in value] for names in (INPUTS, TARGETS)]
         fits = all(len(names) == 1 for names in found)
         accepted = f"of one of {', '.join(INPUTS)} and one of {', '.join(TARGETS)}"
-        check(fits, f"client {client}: the names", list(value), accepted)
+        check(fits, f"{where}: the names", list(value), accepted)
         (x,), (y,) = found
         return {"x": value[x], "y": value[y], **{name: value[name] for name in value if name not in (x, y)}}
     fits = isinstance(value, tuple | list) and len(value) == 2
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
     accepted = "a pair (x, y), or a dict with 'x' and 'y', and other names for further arrays"
-    check(fits, f"client {client}", f"{type(value).__name__}{size}", accepted)
+    check(fits, where, f"{type(value).__name__}{size}", accepted)
     return {"x": value[0], "y": value[1]}
 
 
-def _client(client: int, x: np.ndarray, parts: dict[str, Any], moved: bool) -> dict[str, Any]:
+def _client(where: str, x: np.ndarray, parts: dict[str, Any], moved: bool) -> dict[str, Any]:
     """Returns the arrays of a client with the types of the library; `moved`: images had their channels first."""
-    where = f"client {client}"
     check(x.dtype != object, f"{where}: x", x[0], "numbers; texts become numbers by jfcl.data.tokenize")
     made = {name: kept(values, f"{where}: {name}", moved=moved, plane=x.shape[1:3]) for name, values in parts.items()}
     y = made["y"]
     check(not isinstance(y, dict), f"{where}: y", y, "an array of numbers [m, ...]")
-    check(len(x) == len(y), f"{where}: y", f"{len(y)} targets", f"of as many as the {len(x)} inputs")
     made["y"] = y if y.dtype.kind == "f" else as_type(np.int32, y, f"{where}: y")
-    for leaf in jax.tree.leaves(made):
-        odd = f"{len(leaf)} entries"
-        check(len(leaf) == len(x), f"{where}: an array beside x", odd, f"of as many as the {len(x)} inputs")
+    for name, leaf in named_leaves(made).items():
+        accepted = f"of as many as the {len(x)} inputs"
+        check(len(leaf) == len(x), f"{where}: {name}", f"{len(leaf)} entries", accepted)
     return {"x": x, **made}
 
 

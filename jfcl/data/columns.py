@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
 from jfcl.data.images import channels_last
-from jfcl.data.tables import (
-    check_no_numbers,
-    column_of,
-    described,
-    encode_names,
-    frame_of,
-    is_file,
-    joined_columns,
-    numbers,
-    read_file,
-    row_numbers,
-    scaled,
-)
+from jfcl.data.tables import column_of, described, fit_inputs, frame_of, names_in, read_inputs, row_numbers
 from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
-from jfcl.data.values import inputs_of, kept
+from jfcl.data.values import inputs_of, kept, side_by_side
 
 INPUTS = ("x", "image", "img", "text", "features")  # names of columns that are found
 TARGETS = ("y", "label", "labels", "target", "character", "fine_label")
@@ -36,16 +25,30 @@ Columns = Mapping[str, Any]  # of each name a sequence with an entry per example
 SPLITS = ("train", "test")
 
 
+class Table(NamedTuple):
+    """A split of a table: the names of its columns, `read(names) -> Columns`, and what is known of each column.
+
+    Attributes:
+      features: of some columns an object with `num_classes`, as Hugging Face and TFDS have it.
+      categorical: columns of names, even of numbers.
+    """
+
+    names: list[Any]
+    read: Callable[[list[Any]], Columns]
+    features: Mapping[Any, Any] = {}
+    categorical: Sequence[Any] = ()
+
+
 def from_frame(
     frame: Any,
     *,
+    test: Any = None,
     by: str | None = None,
     x: str | Sequence[str] | None = None,
     y: str | Sequence[str] | None = None,
     kind: str | None = None,
     scale: bool = False,
     extra: Sequence[str] = (),
-    test: Any = None,
     tokens: str = "words",
     channels_first: bool | None = None,
     name: str = "frame",
@@ -96,44 +99,32 @@ def from_frame(
       >>> data.train["x"].shape, data.train["y"].tolist(), data.writer["train"].tolist(), data.writer_names
       ((3, 2), [0, 1, 0], [1, 0, 1], ['a', 'b'])
     """
+    splits = {"train": frame_of(frame, "frame", by)} | ({} if test is None else {"test": frame_of(test, "test", by)})
+    train = splits["train"]
+    in_index = by is not None and by in getattr(train.index, "names", ()) and by not in train.columns
+    check(not in_index, "by", by, "a column, not the index: frame.reset_index() makes it one")
+    categorical = [column for column in train.columns if hasattr(train[column].dtype, "categories")]
 
-    frame, test = (read_file(t, a, by) if is_file(t) else t for a, t in [("frame", frame), ("test", test)])
-    splits = {"train": frame_of(frame, "frame")} | ({} if test is None else {"test": frame_of(test, "test")})
-    frame, beside = splits["train"], [extra] if isinstance(extra, str) else list(extra)
-    in_index = [level for level in getattr(frame.index, "names", ()) if level is not None and level == by]
-    check(not in_index or by in frame.columns, "by", by, "a column, not the index: frame.reset_index() makes it one")
-    by, xs, y = choose([name for name in frame.columns if name not in beside], by, x, y, others=True)
-    categorical = {name for name in xs if hasattr(frame[name].dtype, "categories")}
-    left_out = []
-    if x is None:
-        there = {c: [t[c] for t in splits.values()] for c in xs if all(c in t.columns for t in splits.values())}
-        numbered = {c: [np.asarray(part) for part in parts] for c, parts in there.items() if c not in categorical}
-        left_out = row_numbers(numbered)
-        xs = [column for column in xs if column not in left_out]
-        accepted = f"given: the only inputs, {left_out}, number the rows"
-        check(xs, "x", None, accepted)
+    def read(table: Any, wanted: list[Any]) -> Columns:
+        return {column: column_of(table, column) for column in wanted}
 
-    def read(table: Any, wanted: list[str]) -> Columns:
-        return {column: column_of(table, column, as_names=column in categorical) for column in wanted}
-
-    about = {"tokens": tokens, "name": name, "extra": extra, "channels_first": channels_first, "kind": kind}
-    about |= {"scale": scale, "categorical": categorical, "left_out": left_out}
-    return as_dataset(splits, read, by, xs, y, columns=lambda table: list(table.columns), **about)
+    tables = {s: Table(list(t.columns), partial(read, t), categorical=categorical) for s, t in splits.items()}
+    return as_dataset(
+        tables,
+        by=by,
+        x=x,
+        y=y,
+        kind=kind,
+        scale=scale,
+        extra=extra,
+        tokens=tokens,
+        channels_first=channels_first,
+        name=name,
+        all_columns=True,
+    )
 
 
-def from_huggingface(
-    dataset: Any,
-    *,
-    by: str | None = None,
-    x: str | Sequence[str] | None = None,
-    y: str | Sequence[str] | None = None,
-    kind: str | None = None,
-    scale: bool = False,
-    extra: Sequence[str] = (),
-    tokens: str = "words",
-    channels_first: bool | None = None,
-    name: str = "huggingface",
-) -> Dataset:
+def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any) -> Dataset:
     """Returns a data set of Hugging Face's `datasets`, in which the column `by` names the client of every row.
 
     `jfcl.data.build(dataset, partition="writer")` then makes a client of each name. FEMNIST
@@ -172,55 +163,49 @@ def from_huggingface(
         dataset = _from_disk(Path(dataset))
     splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     check("train" in splits, "dataset", sorted(splits), "one split, or a dictionary of splits with 'train'")
-    splits = {split: splits[split] for split in SPLITS if split in splits}
-    for table in splits.values():
+    tables = {}
+    for split in [split for split in SPLITS if split in splits]:
+        table = splits[split]
         check(hasattr(table, "column_names"), "dataset", type(table), "of Hugging Face's datasets, or a folder of one")
+        names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
+        tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
+    return as_dataset(tables, name=name, **options)
 
-    def columns_of(table: Any) -> list[str]:
-        return list(table.column_names or next(iter(table), ()))  # a stream may not know them
 
-    def read(table: Any, wanted: list[str]) -> Columns:
-        kinds = getattr(table, "features", None) or {}
-        if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
-            rows = [{column: row[column] for column in wanted} for row in table]
-            return {column: [_typed(row[column], kinds.get(column)) for row in rows] for column in wanted}
-        table = table.select_columns(wanted)
-        # NumPy's format reads the palette's numbers of an image.
-        plain = [column for column in wanted if _holds_images(kinds.get(column))]
-        found = table.select_columns(plain).with_format(None)[:] if plain else {}
-        others = [column for column in wanted if column not in plain]
-        found |= table.select_columns(others).with_format("numpy")[:] if others else {}
-        return {column: _typed(found[column], kinds.get(column)) for column in wanted}
+def _read(table: Any, wanted: list[str]) -> Columns:
+    """Returns columns of a data set of Hugging Face, or of a stream."""
+    kinds = getattr(table, "features", None) or {}
+    if not (hasattr(table, "with_format") and hasattr(table, "__len__")):
+        rows = [{column: row[column] for column in wanted} for row in table]
+        return {column: [_typed(row[column], kinds.get(column)) for row in rows] for column in wanted}
+    found = {}
+    for column in wanted:  # NumPy's format reads the palette's numbers of an image
+        form = None if _holds_images(kinds.get(column)) else "numpy"
+        found[column] = _typed(table.select_columns([column]).with_format(form)[:][column], kinds.get(column))
+    return found
 
-    by, xs, y = choose(columns_of(splits["train"]), by, x, y)
-    features = getattr(splits["train"], "features", None) or {}
-    about = {"tokens": tokens, "name": name, "columns": columns_of, "extra": extra, "channels_first": channels_first}
-    about |= {"kind": kind, "scale": scale}
-    of_labels = None if isinstance(y, list) else getattr(features.get(y), "num_classes", None)
-    return as_dataset(splits, read, by, xs, y, num_classes=of_labels, **about)
+
+def _inner(feature: Any) -> Any:
+    """Returns the feature that a list of Hugging Face holds, or None."""
+    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
 
 
 def _holds_images(feature: Any) -> bool:
     """Returns whether a feature of Hugging Face holds images, maybe in lists."""
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    return type(feature).__name__ == "Image" or (inner is not None and _holds_images(inner))
+    return feature is not None and (type(feature).__name__ == "Image" or _holds_images(_inner(feature)))
 
 
 def _typed(values: Any, feature: Any) -> Any:
     """Returns arrays with the type of integers that their feature names: Hugging Face reads all as 64 bits or lists."""
-    inner = feature
-    while isinstance(inner, list) or hasattr(inner, "feature"):
-        inner = inner[0] if isinstance(inner, list) else inner.feature
-    small = getattr(inner, "dtype", None) in ("bool", "uint8", "uint16", "int8", "int16")
-    if inner is feature and not hasattr(feature, "shape"):
-        small = False  # a column of single numbers
-    if not small or (isinstance(values, np.ndarray) and values.dtype == object):
+    single = _inner(feature) is None and not hasattr(feature, "shape")
+    while _inner(feature) is not None:
+        feature = _inner(feature)
+    kind = getattr(feature, "dtype", None)
+    if single or kind not in ("bool", "uint8", "uint16", "int8", "int16"):
         return values
-    return (
-        np.asarray(values, inner.dtype)
-        if isinstance(values, np.ndarray)
-        else [np.asarray(v, inner.dtype) for v in values]
-    )
+    if isinstance(values, np.ndarray):
+        return values if values.dtype == object else values.astype(kind)
+    return [np.asarray(value, kind) for value in values]
 
 
 def _from_disk(path: Path) -> Any:
@@ -236,151 +221,122 @@ def _from_disk(path: Path) -> Any:
         raise ValueError(f"dataset must be {accepted}, got {str(path)!r}: {error}") from None
 
 
-def choose(
-    names: list[str],
-    by: str | None,
-    x: str | Sequence[str] | None,
-    y: str | Sequence[str] | None,
-    *,
-    others: bool = False,
-) -> tuple[str | None, list[str], str | list[str] | None]:
-    """Returns the columns `(by, inputs, targets)`, found by their usual names where they are not given.
+def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> tuple[list[Any], list[Any]]:
+    """Returns the columns `(inputs, targets)`, found by their usual names where they are not given.
 
-    With `others`, the inputs that are not given are all columns that are left.
+    With `all_columns`, the inputs that are not given are all columns that are left.
     """
-    if y is not None and not isinstance(y, str | int):
-        y = list(y)
-        check(y and len(set(y)) == len(y), "y", y, "one column at least, each once")
-        y = y[0] if len(y) == 1 else y
-    for argument, value in [("by", by), *(("y", one) for one in (y if isinstance(y, list) else [y]))]:
-        if value is not None:
-            check_choice(f"column for {argument}", value, names)
-    chosen = [x] if isinstance(x, str | int) else None if x is None else list(x)
-    for value in chosen or ():
-        check_choice("column for x", value, names)
-    check(chosen is None or chosen, "x", x, "at least one column")
-    taken = {by, *(chosen or ())}
-    usual = [name for name in TARGETS if name in names and name not in taken] if y is None else []
-    accepted = f"given (--target on the command line): the columns {usual} all have usual names of targets"
-    check(not (others and chosen is None and len(usual) > 1), "y", None, accepted)  # the others would be inputs
-    y = usual[0] if usual else y
-    if chosen is None:
-        left = [name for name in names if name != by and name not in (y if isinstance(y, list) else [y])]
-        chosen = left if others else [name for name in INPUTS if name in left][:1]
-        if not chosen:
-            raise ValueError(f"x must be given: none of the columns {names} has a usual name ({', '.join(INPUTS)})")
-    of_others = {by, *(y if isinstance(y, list) else [y])} - {None}
-    check(by is None or isinstance(y, list) or by != y, "y", y, "another column than by")
-    twice = [name for name in of_others if name in chosen] + [name for name in chosen if chosen.count(name) > 1]
-    check(not twice, "x", chosen, f"of other columns than by and y, without {twice}")
-    return by, chosen, y
+    ys, xs = ([one] if isinstance(one, str | int) else list(one or ()) for one in (y, x))
+    for argument, columns in [("by", [by] if by is not None else []), ("y", ys), ("x", xs)]:
+        for column in columns:
+            check_choice(f"column for {argument}", column, names)
+        check(len(set(columns)) == len(columns), argument, columns, "of different columns")
+    for argument, given, columns in [("x", x, xs), ("y", y, ys)]:
+        check(given is None or columns, argument, given, "one column at least")
+    if y is None:
+        ys = [name for name in TARGETS if name in names and name not in (by, *xs)]
+        # The others would be inputs.
+        clear = xs or not all_columns or len(ys) < 2
+        accepted = f"given (--target on the command line): the columns {ys} all have usual names of targets"
+        check(clear, "y", None, accepted)
+        ys = ys[:1]
+    check(by not in ys, "y", ys, "another column than by")
+    if x is None:
+        left = [name for name in names if name not in (by, *ys)]
+        xs = left if all_columns else [name for name in INPUTS if name in left][:1]
+        accepted = f"given: none of the columns {names} has a usual name ({', '.join(INPUTS)})"
+        check(xs, "x", None, accepted)
+    both = [name for name in xs if name in (by, *ys)]
+    check(not both, "x", xs, f"of other columns than by and y, without {both}")
+    return xs, ys
 
 
 def as_dataset(
-    splits: dict[str, Any],
-    read: Callable[[Any, list[str]], Columns],
-    by: str | None,
-    xs: list[str],
-    y: str | None,
+    splits: dict[str, Table],
     *,
-    tokens: str,
     name: str,
-    columns: Callable[[Any], list[str]],
-    num_classes: int | None = None,
-    extra: Sequence[str] = (),
-    channels_first: bool | None = None,
+    by: Any = None,
+    x: Any = None,
+    y: Any = None,
     kind: str | None = None,
     scale: bool = False,
-    categorical: Collection[str] = (),
-    left_out: Sequence[str] = (),
+    extra: Sequence[str] = (),
+    tokens: str = "words",
+    channels_first: bool | None = None,
+    all_columns: bool = False,
 ) -> Dataset:
-    """Returns the data set of the splits "train" and maybe "test", of which `read(split, columns)` reads columns."""
+    """Returns the data set of the splits "train" and maybe "test" of a table, with the options of `from_frame`."""
     check_choice("tokens", tokens, TOKENS)
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    ys = [] if y is None else y if isinstance(y, list) else [y]
     extra = [extra] if isinstance(extra, str) else list(extra)
-    taken = [column for column in extra if column in (*xs, by, *ys) or column in ("x", "y") or extra.count(column) > 1]
+    train = splits["train"]
+    names = [column for column in train.names if column not in extra]
+    xs, ys = _choose(names, by, x, y, all_columns=all_columns)
+    taken = [column for column in extra if column in ("x", "y", *xs, by, *ys) or extra.count(column) > 1]
     check(not taken, "extra", extra, f"of columns with names of their own, each once, without {taken}")
     wanted = list(dict.fromkeys([*xs, *ys, *([] if by is None else [by]), *extra]))
-    found, targets, keys = {}, {}, {}
     for split, table in splits.items():
         for column in wanted:
-            check_choice(f"column of the split {split!r}", column, columns(table))
-        found[split] = values = read(table, wanted)
-        check(len(values[xs[0]]) > 0, f"the split {split!r}", "0 rows", "at least one")
-        targets[split] = None if y is None else numbers([values[c] for c in y], y) if len(ys) > 1 else values[y]
-        keys[split] = None if by is None else values[by]
-    between = "" if tokens == "characters" else " "
-    parts, inputs, moved = _inputs(found, xs, between, channels_first, categorical, scale)
-    names_of_labels = None
-    if y is None:
-        texts = parts["train"]["x"].dtype == object
-        check(texts, "y", y, f"given: no column has a usual name ({', '.join(TARGETS)})")
-        labels = {split: np.zeros(len(part["x"]), np.int32) for split, part in parts.items()}
-    elif len(ys) > 1:
-        check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
-        labels, num_classes = targets, None
-    else:
-        labels, num_classes, names_of_labels = targets_of(targets, y, num_classes, kind)
-    shapes = {part["x"].shape[1:] for part in parts.values()}
-    check(len(shapes) == 1, f"inputs {xs}", sorted(shapes), "of one shape in all splits")
-    for split, part in parts.items():
-        part["y"] = labels[split]
-        plane = part["x"].shape[1:3]
+            check_choice(f"column of the split {split!r}", column, table.names)
+    found = {split: table.read(wanted) for split, table in splits.items()}
+
+    # Inputs.
+    categorical = [column for column in xs if column in train.categorical]
+    left_out = []
+    if all_columns and x is None:
+        numbers = {c: [np.asarray(part[c]) for part in found.values()] for c in xs if c not in categorical}
+        left_out = row_numbers(numbers)
+        xs = [column for column in xs if column not in left_out]
+        check(xs, "x", None, f"given: the only inputs, {left_out}, number the rows")
+    columns, moved = {}, False
+    for column in xs:
+        where, parts = f"column {column!r}", [part[column] for part in found.values()]
+        parts = [names_in(part, where) for part in parts] if column in categorical else parts
+        columns[column], first = inputs_of([(where, part) for part in parts], channels_first)
+        moved = moved or first
+    inputs = fit_inputs(columns, categorical, scale, "" if tokens == "characters" else " ")
+    for one in inputs:
+        one |= {"channels_first": channels_first} if "shape" in one else {}
+    made = {s: {"x": read_inputs([columns[c][i] for c in xs], inputs)} for i, s in enumerate(splits)}
+
+    # Targets, further arrays and clients.
+    labels, num_classes, names_of_labels = _targets(found, ys, kind, train.features, made["train"]["x"].dtype == object)
+    for split, part in made.items():
+        part["y"], plane = labels[split], part["x"].shape[1:3]
         if moved and part["y"].ndim == 4 and part["y"].shape[2:] == plane:
             part["y"] = channels_last(part["y"])
         part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
-    writer, names = (None, None) if by is None else numbered(keys, by)
-    maps = num_classes is None and parts["train"]["y"].dtype.kind != "f"  # of labels
-    table = {"by": by, "target": y, "kind": None if maps else "regression" if num_classes is None else "classification"}
-    table |= {"inputs": inputs, "labels": names_of_labels, "num_classes": num_classes, "left_out": list(left_out)}
+    writer, keys = (None, None) if by is None else numbered({s: part[by] for s, part in found.items()}, by)
+
+    # How they were read.
+    maps = num_classes is None and labels["train"].dtype.kind != "f"  # of labels
+    kind = None if maps else "regression" if num_classes is None else "classification"
+    target = ys[0] if len(ys) == 1 else ys or None
+    table = {"by": by, "target": target, "kind": kind, "inputs": inputs, "labels": names_of_labels}
+    table |= {"num_classes": num_classes, "left_out": left_out}
     about = [name if by is None else f"{name}, by {by}", described(table)]
-    if num_classes is not None and "test" in parts:
-        of_train, of_test = (np.unique(parts[split]["y"]) for split in ("train", "test"))
+    if num_classes is not None and "test" in made:
+        of_train, of_test = (np.unique(labels[split]) for split in ("train", "test"))
         accepted = "labels of which some occur in training: none does, as where labels are unknown"
-        check(np.isin(of_test, of_train).any(), f"column {y!r} of the split 'test'", of_test[:8].tolist(), accepted)
-        of_test = np.setdiff1d(of_test, of_train)[:8].tolist()
-        of_test = [names_of_labels[label] for label in of_test] if names_of_labels else of_test
-        about += [f"labels that only the test split has: {', '.join(map(str, of_test))}"] if of_test else []
-    about = "; ".join(about)
-    return Dataset(name, parts["train"], parts.get("test"), num_classes, writer, about, names, tokens, table)
+        check(
+            np.isin(of_test, of_train).any(), f"column {target!r} of the split 'test'", of_test[:8].tolist(), accepted
+        )
+        new = np.setdiff1d(of_test, of_train)[:8].tolist()
+        new = [str(names_of_labels[label] if names_of_labels else label) for label in new]
+        about += [f"labels that only the test split has: {', '.join(new)}"] if new else []
+    return Dataset(name, made["train"], made.get("test"), num_classes, writer, "; ".join(about), keys, tokens, table)
 
 
-def _inputs(
-    splits: dict[str, Columns],
-    xs: list[str],
-    between: str,
-    channels_first: bool | None,
-    categorical: Collection[str],
-    scale: bool,
-) -> tuple[dict[str, dict[str, np.ndarray]], list[dict[str, Any]], bool]:
-    """Returns `{"x": [n, ...]}` of every split, how each column was read, and whether images had channels first.
-
-    Several columns of single numbers, names or texts are put together.
-    """
-    made, moved = {}, False
-    for column in xs:
-        parts = [(f"column {column!r}", values[column]) for values in splits.values()]
-        made[column], first = inputs_of(parts, channels_first)
-        moved = moved or first
-    texts = [column for column, parts in made.items() if parts[0].dtype == object]
-    for column, parts in made.items():
-        kinds = {split: "texts" if x.dtype == object else "numbers" for split, x in zip(splits, parts, strict=True)}
-        check(len(set(kinds.values())) == 1, f"column {column!r}", kinds, "of one kind in all splits")
-        if column in texts and column not in categorical:
-            check_no_numbers(parts[0], column)
-    joined = len(texts) == len(xs) and not categorical
-    inputs = {column: {"column": column} for column in xs}
-    for column, parts in made.items():
-        about = inputs[column]
-        if column in texts and not joined:
-            made[column], about["values"] = encode_names(parts, column, categorical=column in categorical)
-        elif column in texts:
-            about["between"] = between
-        elif parts[0].shape[1:] != (1,):
-            about |= {"shape": list(parts[0].shape[1:]), "channels_first": channels_first}
-        elif scale:
-            made[column] = scaled(parts, about)
-    columns = {split: {column: parts[i] for column, parts in made.items()} for i, split in enumerate(splits)}
-    return {split: {"x": joined_columns(c, between)} for split, c in columns.items()}, list(inputs.values()), moved
+def _targets(
+    found: dict[str, Columns], ys: list[Any], kind: str | None, features: Mapping[Any, Any], texts: bool
+) -> tuple[dict[str, np.ndarray], int | None, list[Any] | None]:
+    """Returns the targets of every split, the number of classes, and their names where they were numbered."""
+    if not ys:
+        check(texts, "y", None, f"given: no column has a usual name ({', '.join(TARGETS)})")
+        return {split: np.zeros(len(next(iter(part.values()))), np.int32) for split, part in found.items()}, None, None
+    if len(ys) > 1:
+        check(kind != "classification", "kind", kind, "regression, or left out, with several columns of targets")
+        return {split: side_by_side({c: part[c] for c in ys}) for split, part in found.items()}, None, None
+    num_classes = getattr(features.get(ys[0]), "num_classes", None)
+    return targets_of({split: part[ys[0]] for split, part in found.items()}, ys[0], num_classes, kind)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jfcl.core import check, check_apart, check_held, named_leaves
+from jfcl.data.values import array_of, as_numpy, is_sparse, is_table
 
-_NUMBERS_TEXTS = (
-    "np.unique(labels, return_inverse=True) numbers those of all splits together, as jfcl.data.from_frame does"
-)
+_NUMBERS_TEXTS = "; np.unique(labels, return_inverse=True) numbers labels of all splits together, as from_frame does"
 
 
 class Dataset(NamedTuple):
@@ -43,106 +43,91 @@ class Dataset(NamedTuple):
     table: dict[str, Any] | None = None
 
 
-def check_form(dataset: Dataset) -> None:
-    """Checks that the parts of a data set are those that `Dataset` describes, whatever their values.
+def normalised(dataset: Any, *, texts: bool = False) -> Dataset:
+    """Returns a data set with arrays of NumPy in the place of frames, series, sparse matrices and tensors, checked.
+
+    Args:
+      dataset: a `Dataset`.
+      texts: whether its inputs may be texts.
 
     Raises:
-      ValueError: a split that is no dict of arrays `x` and `y`; labels that are no vector; a split without writer ids;
-        further arrays that differ between the splits.
-    """
-    for name, split in [("train", dataset.train), ("test", dataset.test)]:
-        if split is None and name == "test":
-            continue
-        where, is_dict = f"data set {dataset.name!r} ({name})", isinstance(split, dict)
-        kinds = {of: type(values).__name__ for of, values in split.items()} if is_dict else type(split).__name__
-        whole = is_dict and all(hasattr(split.get(of), "dtype") for of in ("x", "y"))
-        check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
-        for of in ("x", "y"):
-            check(split[of].ndim > 0, f"{where}: {of}", split[of], "an array with an entry for each example")
-        vector = dataset.num_classes is None or split["y"].ndim == 1
-        check(vector, f"{where}: y", split["y"].shape, "a vector, with a label for each input")
-        if dataset.writer is not None:
-            writer, accepted = dataset.writer, 'a dict with the writer ids of each split, such as {"train": ids}'
-            check(isinstance(writer, dict) and name in writer, f"{where}: writer", type(writer).__name__, accepted)
-            ids, accepted = np.asarray(writer[name]), "a vector of integers, with a writer for each input"
-            check(ids.ndim == 1 and ids.dtype.kind in "iu", f"{where}: writer", f"{ids.dtype} {ids.shape}", accepted)
-    if dataset.test is not None:
-        shape, wanted = dataset.test["x"].shape[1:], dataset.train["x"].shape[1:]
-        where = f"data set {dataset.name!r} (test): the shape of an input"
-        check(shape == wanted, where, shape, f"that of training, {wanted}")
-        here, there = (_kinds_beside(part) for part in (dataset.test, dataset.train))
-        where = f"data set {dataset.name!r} (test): the arrays beside x and y"
-        check(here == there, where, here, f"those of training, {there}")
-
-
-def _beside(split: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays beside `x` and `y` by their names."""
-    return named_leaves({name: values for name, values in split.items() if name not in ("x", "y")})
-
-
-def _kinds_beside(split: dict[str, Any]) -> dict[str, str]:
-    kinds = {name: np.asarray(values) for name, values in _beside(split).items()}
-    return {name: f"{values.dtype} {list(values.shape[1:])}" for name, values in kinds.items()}
-
-
-def check_dataset(dataset: Dataset) -> None:
-    """Checks a data set for errors that would affect every run on it.
-
-    Raises:
-      ValueError: those of `check_form`; raw text; images of integers, or with their channels first; arrays of different
-        lengths or empty; NaN or infinite numbers; labels outside `0..num_classes-1`; writer ids of another length.
+      ValueError: parts that are not those that `Dataset` describes; images of integers, or with their channels first;
+        arrays of different lengths, empty, or other ones in the test split; numbers that are missing, infinite, beyond
+        JAX's types or equal in float32; labels outside `0..num_classes-1`.
     """
     check(isinstance(dataset, Dataset), "dataset", type(dataset).__name__, "a jfcl.data.Dataset")
     count = dataset.num_classes
     whole = count is None or (isinstance(count, (int, np.integer)) and not isinstance(count, bool) and count >= 1)
     check(whole, f"data set {dataset.name!r}: num_classes", count, "an integer of at least 1, or None")
-    check_form(dataset)
-    for name, split in [("train", dataset.train), ("test", dataset.test)]:
-        if split is None:
-            continue
-        where = f"data set {dataset.name!r} ({name})"
-        x, y = split["x"], split["y"]
-        if x.dtype.kind not in "fiu":
-            raise ValueError(
-                f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize, images of"
-                " PIL into arrays with jfcl.data.from_frame, and other types into float32"
-            )
-        if x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8):
-            span = f"{x.dtype} {list(x.shape[1:])} in {x.min()}..{x.max()}" if x.size else str(x.dtype)
-            raise ValueError(
-                f"{where}: images must be of floating-point numbers, such as x / 255, got {span}; token ids are int32"
-                " [n, L]"
-            )
-        if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
-            raise ValueError(
-                f"{where}: images must have their channels last, [n, H, W, C], got {list(x.shape)};"
-                " np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
-            )
-        if len(x) != len(y) or not len(x):
-            raise ValueError(f"{where}: needs as many labels as inputs and at least one, got {len(x)} and {len(y)}")
-        check(x.size > 0, f"{where}: the shape of an input", list(x.shape[1:]), "without a 0")
-        if dataset.num_classes is not None and y.dtype.kind not in "iu":
-            remedies = {"f": "y.astype(np.int32) makes whole numbers so, and num_classes=None a regression of others"}
-            remedies |= {"b": "y.astype(np.int32) makes them so"} | dict.fromkeys("OSU", _NUMBERS_TEXTS)
-            hint = f"; {remedies[y.dtype.kind]}" if y.dtype.kind in remedies else ""
-            raise ValueError(f"{where}: labels must be integers, got {y.dtype}{hint}")
-        if y.dtype.kind not in "biuf":
-            raise ValueError(f"{where}: targets must be numbers, got {y.dtype}; of labels, {_NUMBERS_TEXTS}")
-        for of, values in {"inputs": x, "targets": y}.items():
-            check_held(f"{where}: {of}", values)
-            if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
-                check_apart(f"{where}: {of}", values)
-        if dataset.num_classes is not None and (y.min() < 0 or y.max() >= dataset.num_classes):
-            raise ValueError(f"{where}: labels must lie in 0..{dataset.num_classes - 1}, got {y.min()}..{y.max()}")
-        for of, values in _beside(split).items():
-            values = np.asarray(values)
-            fits = values.ndim > 0 and values.dtype.kind in "biuf" and len(values) == len(x)
-            check(fits, f"{where}: {of}", f"{values.dtype} {values.shape}", f"an array of numbers [{len(x)}, ...]")
-            check_held(f"{where}: {of}", values)
-            if values.ndim <= 2 and values.dtype.kind == "f":
-                check_apart(f"{where}: {of}", values)
-        if dataset.writer is not None and len(dataset.writer[name]) != len(y):
-            raise ValueError(f"{where}: {len(dataset.writer[name])} writer ids for {len(y)} examples")
+    names = ["train"] if dataset.test is None else ["train", "test"]
+    wheres = {name: f"data set {dataset.name!r} ({name})" for name in names}
+    splits = {name: _split(getattr(dataset, name), where, count, texts) for name, where in wheres.items()}
+    here, there = ({of: v.shape[1:] for of, v in named_leaves(splits[name]).items()} for name in (names[-1], "train"))
+    check(here == there, f"{wheres[names[-1]]}: the shapes of its arrays", here, f"those of training, {there}")
+    writer = dataset.writer
+    if writer is not None:
+        accepted = 'a dict with the writer ids of each split, such as {"train": ids}'
+        writers = isinstance(writer, dict) and all(name in writer for name in names)
+        check(writers, f"{wheres['train']}: writer", type(writer).__name__, accepted)
+        writer = {name: as_numpy(ids, f"data set {dataset.name!r}: writer") for name, ids in writer.items()}
+        for name, where in wheres.items():
+            ids, n = np.asarray(writer[name]), len(splits[name]["x"])
+            fits = ids.shape == (n,) and ids.dtype.kind in "iu"
+            check(fits, f"{where}: writer", f"{ids.dtype} {ids.shape}", f"a vector of {n} integers, one for each input")
+    return dataset._replace(**splits, writer=writer)
+
+
+def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict[str, Any]:
+    """Returns a split as `normalised` does."""
+
+    def array(path: Any, values: Any) -> Any:
+        of = f"{where}: {jax.tree_util.keystr(path, simple=True, separator='/')}"
+        return array_of(values, of) if is_table(values) or is_sparse(values) else as_numpy(values, of)
+
+    split = jax.tree_util.tree_map_with_path(array, split) if isinstance(split, dict) else split
+    kinds = {of: type(v).__name__ for of, v in split.items()} if isinstance(split, dict) else type(split).__name__
+    whole = isinstance(split, dict) and all(hasattr(split.get(of), "dtype") for of in ("x", "y"))
+    check(whole, where, kinds, "a dict with arrays 'x' and 'y'")
+    x, y = split["x"], split["y"]
+    for of in ("x", "y"):
+        check(split[of].ndim > 0, f"{where}: {of}", split[of], "an array with an entry for each example")
+    check(len(x) > 0 and x.size > 0, f"{where}: the shape of the inputs", list(x.shape), "without a 0")
+    if x.dtype.kind in "fiu":
+        _check_images(x, where)
+    elif not texts or x.dtype.kind not in "OSU":
+        raise ValueError(
+            f"{where}: inputs must be numbers, got {x.dtype}; turn text into ids with jfcl.data.tokenize, images of"
+            " PIL into arrays with jfcl.data.from_frame, and other types into float32"
+        )
+    for of, values in named_leaves(split).items():
+        values, of = np.asarray(values), {"['x']": "inputs", "['y']": "targets"}.get(of, of)
+        fits = values.ndim > 0 and len(values) == len(x) and (values.dtype.kind in "biuf" or of == "inputs")
+        accepted = f"an array of numbers [{len(x)}, ...]{_NUMBERS_TEXTS if of == 'targets' else ''}"
+        check(fits, f"{where}: {of}", f"{values.dtype} {list(values.shape)}", accepted)
+        check_held(f"{where}: {of}", values)
+        if values.ndim <= 2 and (values.dtype.kind == "f" or (of == "inputs" and values.ndim == 1)):
+            check_apart(f"{where}: {of}", values)
+    if num_classes is not None:
+        accepted = "a vector of integers, a label for each input: y.astype(np.int32) makes whole numbers so, and"
+        accepted += " num_classes=None is for a regression"
+        check(y.ndim == 1 and y.dtype.kind in "iu", f"{where}: y", f"{y.dtype} {list(y.shape)}", accepted)
+        fits = y.min() >= 0 and y.max() < num_classes
+        check(fits, f"{where}: labels", [int(y.min()), int(y.max())], f"in 0..{num_classes - 1}")
+    return split
+
+
+def _check_images(x: np.ndarray, where: str) -> None:
+    """Raises `ValueError` for images of integers, and for images with their channels first."""
+    if x.dtype.kind in "iu" and (x.ndim > 2 or x.dtype == np.uint8):
+        raise ValueError(
+            f"{where}: images must be of floating-point numbers, such as x / 255, got {x.dtype} {list(x.shape[1:])} in"
+            f" {x.min()}..{x.max()}; token ids are int32 [n, L]"
+        )
+    if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
+        raise ValueError(
+            f"{where}: images must have their channels last, [n, H, W, C], got {list(x.shape)};"
+            " np.moveaxis(x, 1, -1) moves them (volumes have a fifth axis)"
+        )
 
 
 def labels_of(dataset: Dataset, split: str) -> np.ndarray:

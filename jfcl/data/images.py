@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jfcl.core import check
+
 WHITE = {"bool": 1, "uint8": 255, "uint16": 65535}
 _ORIENTATION = 0x0112  # the tag of EXIF
 _SHOWN_IN = {"1": "L", "L": "L", "LA": "LA", "La": "LA", "P": "RGB", "PA": "RGBA", "RGB": "RGB", "RGBX": "RGB"}
@@ -42,24 +44,19 @@ def picture(image: Any, where: str) -> np.ndarray:
     image = _upright(image)
     mode = image.mode
     transparent = getattr(image, "has_transparency_data", "transparency" in image.info)
-    if mode.startswith("I;16") and not transparent:
-        return _divided(np.asarray(image))[..., None]
-    if mode == "F":
+    if mode in _SHOWN_IN:
+        shown = _SHOWN_IN[mode]
+        values = _divided(np.asarray(image.convert(_TRANSPARENT.get(shown, shown) if transparent else shown)))
+    elif mode.startswith("I;16") and not transparent:
+        values = _divided(np.asarray(image))
+    else:
         values = np.asarray(image)
-        if np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1:
-            return values[..., None]
-        span = f"{values.min():g} to {values.max():g}"
-        raise ValueError(
-            f"{where} is an image of mode 'F' with values from {span}, of unknown white: scale it to [0, 1]"
-        )
-    if mode not in _SHOWN_IN:
-        why = "with transparency" if transparent else "of unknown white"
-        raise ValueError(
-            f"{where} is an image of mode {mode!r} {why}; give an array, such as np.asarray(image) / 65535 for 16 bits"
-        )
-    shown = _SHOWN_IN[mode]
-    image = image.convert(_TRANSPARENT.get(shown, shown) if transparent else shown)
-    values = _divided(np.asarray(image))
+        if mode != "F" or not (values >= 0).all() or not (values <= 1).all():
+            why = "with transparency" if transparent else f"with values from {values.min():g} to {values.max():g}"
+            raise ValueError(
+                f"{where} is an image of mode {mode!r} {why}, of unknown white; give an array in [0, 1], such as"
+                " np.asarray(image) / 65535 for 16 bits"
+            )
     return values if values.ndim == 3 else values[..., None]
 
 
@@ -80,12 +77,10 @@ def pictures(rows: list[Any], where: str) -> np.ndarray:
     """
     made = []
     for i, row in enumerate(rows):
-        if not is_picture(row):
-            raise ValueError(f"{where}: row {i} is {type(row).__name__}, but other rows are images; give one kind")
+        check(is_picture(row), f"{where}: row {i}", type(row).__name__, "an image, as other rows are")
         made.append(picture(row, f"{where}: row {i}"))
-        if made[i].shape[:2] != made[0].shape[:2]:
-            sizes = f"row {i} has shape {made[i].shape[:2]}, row 0 has {made[0].shape[:2]}"
-            raise ValueError(f"{where}: {sizes}; give images of one size")
+        sizes = [one.shape[:2] for one in (made[i], made[0])]
+        check(sizes[0] == sizes[1], f"{where}: the size of row {i}", sizes[0], f"{sizes[1]}, that of row 0")
     return np.stack(alike(made))
 
 
@@ -135,15 +130,13 @@ def images_or_ids(array: np.ndarray, where: str) -> np.ndarray:
     Raises:
       ValueError: images of integers of unknown white; rows of bytes, which may be flat images or token ids.
     """
-    if array.dtype.kind not in "biu" or array.ndim == 1:
-        return array
     shape = list(array.shape[1:])
-    if array.ndim == 2:
-        if array.dtype == np.uint8:
-            raise ValueError(
-                f"{where}: rows of {shape[0]} bytes may be flat images, features or token ids. Give images as"
-                " [n, H, W] or divided by 255, features as float32, and token ids as int32 (x.astype(np.int32))"
-            )
+    if array.ndim == 2 and array.dtype == np.uint8:
+        raise ValueError(
+            f"{where}: rows of {shape[0]} bytes may be flat images, features or token ids. Give images as"
+            " [n, H, W] or divided by 255, features as float32, and token ids as int32 (x.astype(np.int32))"
+        )
+    if array.dtype.kind not in "biu" or array.ndim <= 2:
         return array
     if array.dtype.name not in WHITE:
         raise ValueError(
@@ -162,10 +155,8 @@ def has_channels_first(shape: tuple[int, ...], where: str, given: bool | None) -
       ValueError: a shape that does not show it; `given` for what is no image of three axes.
     """
     if len(shape) != 4:
-        if given:
-            raise ValueError(
-                f"channels_first must be left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
-            )
+        accepted = f"left out: the examples of {where} have shape {list(shape[1:])}, not [C, H, W]"
+        check(not given, "channels_first", given, accepted)
         return False
     if given is not None:
         return given

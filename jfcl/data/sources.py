@@ -9,11 +9,10 @@ import hashlib
 import io
 import json
 import lzma
-import math
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -45,12 +44,11 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
       ((1797, 8, 8, 1), [0, 1, 2, 3, 4], None)
     """
     data_dir = data_dir or os.environ.get("JFCL_DATA_DIR") or None
+    folders = _FOLDERS.get(name, [name])
     if name not in DATASETS or (data_dir is None and name in _IN_TFDS):
-        folder = _FOLDERS.get(name, name)
-        official = f" in {folder}/: {_HOW[folder]}" if folder in _HOW else ""
+        official = f" in {folders[0]}/: {_HOW[folders[0]]}" if folders[0] in _HOW else ""
         return load_tfds(_IN_TFDS.get(name, name), data_dir, known=DATASETS, official=official)._replace(name=name)
-    if data_dir is None and name in _OFFICIAL_ONLY:
-        folders = _OFFICIAL_ONLY[name]
+    if data_dir is None and name != "digits":
         raise ValueError(
             f"data set {name!r} is read from official files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
             f" {' and '.join(f'{f}/' for f in folders)} in it. {'; '.join(_HOW[f] for f in folders)}"
@@ -146,41 +144,37 @@ def _ag_news(data_dir) -> Dataset:
 
 def _femnist(data_dir) -> Dataset:
     """Loads the output of LEAF's `preprocess.sh`: `femnist/train/*.json` and `femnist/test/*.json`, by writer."""
-    folder = None if data_dir is None else data_dir / "femnist"
-    found = {split: sorted(folder.glob(f"{split}/*.json")) if folder else [] for split in ("train", "test")}
-    files = {split: [path for path in paths if path.is_file()] for split, paths in found.items()}
-    if not all(files.values()):
-        raise ValueError(
-            "data set 'femnist' is read from LEAF's files only: set data_dir (or JFCL_DATA_DIR) to a folder with"
-            f" femnist/train/*.json and femnist/test/*.json, got {data_dir}. " + _HOW["femnist"]
-        )
     splits, writers, numbers = {}, {}, {}
-    for split, paths in files.items():
-        x, y, writer = [], [], []
-        for path in paths:
-            needed, free = _PER_CHARACTER * path.stat().st_size, free_host_memory()
-            room = f"at most the {free / 1e9:.1f} GB that are free; divide the file by writers"
-            check(needed <= free, "memory", f"{needed / 1e9:.1f} GB to read {path}", room)
-            try:
-                by_writer = json.loads(path.read_text())["user_data"]
-                for name, examples in by_writer.items():
-                    check(
-                        set(examples) == {"x", "y"}, f"writer {name}", sorted(examples), "of examples 'x' and 'y' alone"
-                    )
-                    pixels, labels = np.asarray(examples["x"], np.float64), np.asarray(examples["y"])
-                    fits = ((pixels >= 0) & (pixels <= 1)).all()
-                    check(fits, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
-                    x.append(pixels.astype(np.float32).reshape(-1, 28, 28, 1))
-                    fits = labels.ndim == 1 and labels.dtype.kind in "iuf" and np.isin(labels, range(62)).all()
-                    check(fits, f"labels of writer {name}", examples["y"], "a list of integers in 0..61")
-                    y.append(labels.astype(np.int32))
-                    writer.append(np.full(len(y[-1]), numbers.setdefault(name, len(numbers)), np.int32))
-                    check(len(x[-1]) == len(y[-1]), f"writer {name}", len(y[-1]), f"of {len(x[-1])} labels")
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
-        check(len(x) > 0, str(folder / split), "no writer", "a folder with files of one writer at least")
-        splits[split], writers[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}, np.concatenate(writer)
+    for split in ("train", "test"):
+        folder = data_dir / "femnist" / split
+        found = [one for path in sorted(folder.glob("*.json")) if path.is_file() for one in _leaf_writers(path)]
+        if not found:
+            raise ValueError(f"data_dir {str(data_dir)!r} does not hold writers in {folder}/*.json: {_HOW['femnist']}")
+        names, x, y = zip(*found, strict=True)
+        ids = [numbers.setdefault(name, len(numbers)) for name in names]
+        splits[split] = {"x": np.concatenate(x), "y": np.concatenate(y)}
+        writers[split] = np.repeat(np.array(ids, np.int32), [len(labels) for labels in y])
     return _dataset(splits["train"], splits["test"], 62, writers)
+
+
+def _leaf_writers(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields the name, the images and the labels of every writer in a file of LEAF."""
+    needed, free = _PER_CHARACTER * path.stat().st_size, free_host_memory()
+    room = f"at most the {free / 1e9:.1f} GB that are free; divide the file by writers"
+    check(needed <= free, "memory", f"{needed / 1e9:.1f} GB to read {path}", room)
+    try:
+        for name, examples in json.loads(path.read_text())["user_data"].items():
+            check(set(examples) == {"x", "y"}, f"writer {name}", sorted(examples), "of examples 'x' and 'y' alone")
+            pixels, labels = np.asarray(examples["x"], np.float64), np.asarray(examples["y"])
+            fits = ((pixels >= 0) & (pixels <= 1)).all()
+            check(fits, f"pixels of writer {name}", examples["x"], "lists of numbers from 0 to 1")
+            fits = labels.ndim == 1 and labels.dtype.kind in "iuf" and np.isin(labels, range(62)).all()
+            check(fits, f"labels of writer {name}", examples["y"], "a list of integers in 0..61")
+            images = pixels.astype(np.float32).reshape(-1, 28, 28, 1)
+            check(len(images) == len(labels), f"writer {name}", len(labels), f"of {len(images)} labels")
+            yield name, images, labels.astype(np.int32)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is not as LEAF writes it ({type(error).__name__}: {error})") from None
 
 
 def _tiny_shakespeare(data_dir) -> Dataset:
@@ -210,9 +204,7 @@ DATASETS = {
 }
 # Without a data directory: names in TFDS, and the folders of data sets that are not in it.
 _IN_TFDS = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "cifar10", "ag_news": "ag_news_subset"}
-_FOLDERS = {"ag_news": "ag_news_csv"}  # of official files, where it is not the name
-_OFFICIAL_ONLY = {"mnist_writers": ["mnist", "qmnist_writers"], "emnist_letters": ["emnist_letters"]}
-_OFFICIAL_ONLY |= {"tiny_shakespeare": ["tiny_shakespeare"]}
+_FOLDERS = {"ag_news": ["ag_news_csv"], "mnist_writers": ["mnist", "qmnist_writers"]}  # where it is not the name
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -222,6 +214,7 @@ _AG_SUBSET = "samples10000valMed.csv"
 _LARGEST = 2**28  # bytes of a file's content; the official ones have fewer than 2**27
 _PER_CHARACTER = 8  # bytes of memory for a character of a JSON file with numbers such as "1.0"
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open, "": open}
 
 _HOW = {
     "mnist": "the four files are at https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -241,29 +234,14 @@ _DIGESTS = {"ag_news_csv/train.csv": "694aa19971315410e000404523796b76349d3c1d"}
 _DIGESTS |= {name: digest for digest, name in map(str.split, _SUMS)}
 
 
-def _open_xz(path: Path, mode: str) -> BinaryIO:
-    """Opens an xz file for reading; its dictionary and its content take at most `_LARGEST` bytes each."""
-    packed, content = path.read_bytes(), b""
-    while packed and len(content) <= _LARGEST:
-        stream = lzma.LZMADecompressor(memlimit=_LARGEST)
-        content += stream.decompress(packed, _LARGEST + 1 - len(content))
-        if not stream.eof and len(content) <= _LARGEST:
-            raise EOFError("the file ends within a stream")
-        packed = stream.unused_data.lstrip(b"\0")
-    return io.BytesIO(content)
-
-
-_PACKED = {".gz": gzip.open, ".xz": _open_xz, "": open}
-
-
 def _find(data_dir: Path, folders: list[str], name: str) -> tuple[Path | None, list[Path]]:
     """Returns the first existing file of that name, packed or not, and all places searched."""
-    places = [data_dir / folder / (name + ending) for folder in folders for ending in _PACKED]
+    places = [data_dir / folder / (name + ending) for folder in folders for ending in _OPENERS]
     return next((place for place in places if place.is_file()), None), places
 
 
 def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
-    """Returns the verified content of an official file."""
+    """Returns the verified content of an official file, of which no more than `_LARGEST` bytes are unpacked."""
     path, places = _find(data_dir, folders, name)
     if path is None:
         searched = ", ".join(str(place) for place in places)
@@ -271,49 +249,21 @@ def _read(data_dir: Path, folders: list[str], name: str) -> bytes:
             f"data_dir {str(data_dir)!r} does not hold {folders[0]}/{name}: looked for {searched}. To get "
             f"it: {_HOW[folders[0]]}; or leave data_dir (and JFCL_DATA_DIR) unset to use tensorflow-datasets"
         )
-    expected = _DIGESTS[f"{folders[0]}/{name}"]
     try:
-        with _PACKED[path.suffix if path.name != name else ""](path, "rb") as file:
-            content = _bounded(file, is_idx="-idx" in name)
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
-        with path.open("rb") as file:
-            found, size = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
-        raise ValueError(
-            f"{path} is corrupted: it cannot be unpacked ({error}). Expected content with digest "
-            f"{expected}, found a {size}-byte file with SHA-256 {found}"
-        ) from error
-    kind, found = "SHA-256", hashlib.sha256(content)
-    if name == "train.csv":
+        with _OPENERS[path.name.removeprefix(name)](path, "rb") as file:
+            content = file.read(_LARGEST)
+    except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} is corrupted: it cannot be unpacked ({error}); fetch it again") from error
+    kind, expected = "SHA-256", _DIGESTS[f"{folders[0]}/{name}"]
+    found = hashlib.sha256(content)
+    if len(expected) == 40:
         kind, found = "git blob id", hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     if found.hexdigest() != expected:
         raise ValueError(
-            f"{path} is corrupted, or another version: expected content with {kind} {expected}, found "
-            f"{found.hexdigest()} ({len(content)} bytes); fetch it again"
+            f"{path} is corrupted, or another version: expected content with {kind} {expected}, found"
+            f" {found.hexdigest()} ({len(content)} bytes); fetch it again"
         )
     return content
-
-
-def _bounded(file: BinaryIO, *, is_idx: bool) -> bytes:
-    """Returns the whole content of an open file: at most `_LARGEST` bytes, or the number in the header of an idx file.
-
-    Raises:
-      ValueError: there are more bytes, or fewer in an idx file. At most one more is read, because a few packed bytes
-        may unpack to any number.
-    """
-    head, wanted = b"", _LARGEST
-    if is_idx:
-        head = file.read(4)
-        check(len(head) == 4 and head[2] in _IDX_TYPES and 1 <= head[3] <= 4, "its header", head, "that of an idx file")
-        head += file.read(4 * head[3])
-        shape = np.frombuffer(head, ">u4", offset=4)
-        wanted = math.prod(shape.tolist()) * np.dtype(_IDX_TYPES[head[2]]).itemsize
-        sane = len(shape) == head[3] and wanted <= _LARGEST
-        check(sane, "its header", shape.tolist(), f"whole, of an array of at most {_LARGEST} bytes")
-    body = file.read(wanted + 1)
-    more = len(body) > wanted
-    check(not more, "its length", f"more than {wanted} bytes", "as its header says" if is_idx else f"below {_LARGEST}")
-    check(not is_idx or len(body) == wanted, "its length", f"{len(body)} bytes", f"{wanted} bytes, as its header says")
-    return head + body
 
 
 def _idx(content: bytes) -> np.ndarray:

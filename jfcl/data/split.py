@@ -19,11 +19,10 @@ import jax
 import numpy as np
 
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
-from jfcl.data.dataset import Dataset, check_dataset, labels_of
+from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, SELECTIVE
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import DATASETS, load
-from jfcl.data.values import plain_dataset
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
@@ -95,7 +94,7 @@ def split_dataset(
 
     Raises:
       ValueError: an unknown name; a count out of range; more clusters than clients; clusters that do not differ; a
-        data set that the partition or the heterogeneity does not support, or with errors of its own (`check_dataset`).
+        data set that the partition or the heterogeneity does not support, or with errors of its own (`normalised`).
     """
     check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
     check_choice("partition", partition, partitions)
@@ -117,8 +116,7 @@ def split_dataset(
         )
     if isinstance(dataset, str):
         dataset = load(dataset, data_dir)
-    dataset = plain_dataset(dataset)
-    check_dataset(dataset)
+    dataset = normalised(dataset)
     if partition == "writer" and dataset.writer is None:
         raise ValueError(
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers', or, for"

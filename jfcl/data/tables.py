@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from jfcl.core import check, shown
 from jfcl.data.images import alike
 from jfcl.data.targets import targets_of, written_number
-from jfcl.data.values import as_type, check_whole, inputs_of, is_table, plain
+from jfcl.data.values import array_of, inputs_of, is_table, plain, side_by_side
 
 MOST_NAMES = 100  # different names in a column that become inputs; more are identifiers or texts
 FEWEST_ROWS = 10  # of which consecutive integers are no coincidence
@@ -33,28 +33,30 @@ _FILE = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zip|xz|zst))?$|\.parquet$", re.I)
 _INDEX = re.compile(r"|Unnamed: \d+|index|level_\d+|rownames")  # names that pandas and R give to the numbers of rows
 
 
-def frame_of(table: Any, argument: str) -> Any:
-    """Returns a table as a pandas frame with names that differ; those of polars and pyarrow are converted.
+def frame_of(table: Any, argument: str, by: str | None = None) -> Any:
+    """Returns a table as a pandas frame with names that differ: a frame, one of polars or pyarrow, or a file's name.
 
     Raises:
-      ValueError: other than a table; names that occur twice, or of several levels.
+      ValueError: other than a table; names that occur twice, or of several levels; the errors of `read_file`.
     """
-    if not is_table(table) and hasattr(table, "to_pandas"):
-        table = _to_pandas(table, argument)
+    if is_file(table):
+        return read_file(table, argument, by)
+    if hasattr(table, "to_pandas"):  # of polars, pyarrow
+        try:
+            table = table.to_pandas()
+        except ImportError as error:
+            raise ValueError(f"{argument}: a {type(table).__module__} table is read by pandas: {error}") from None
     check(is_table(table), argument, type(table), "a frame with columns")
-    if hasattr(table, "to_pandas"):  # polars
-        table = _to_pandas(table, argument)
     if getattr(table.columns, "nlevels", 1) > 1:
         raise ValueError(
             f"{argument} has columns of several levels, {list(table.columns)[:3]}...; give each one name:"
             " frame.columns = ['_'.join(map(str, names)) for names in frame.columns]"
         )
-    check_names(list(table.columns), argument)
+    _check_names(list(table.columns), argument)
     return table
 
 
-def check_names(names: list[Any], where: str) -> None:
-    """Raises `ValueError` for names of columns that occur more than once."""
+def _check_names(names: list[Any], where: str) -> None:
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     check(not twice, f"{where}: the names of columns", twice, "different: each of these occurs more than once")
 
@@ -91,25 +93,22 @@ def read_file(path: str | os.PathLike, argument: str, by: str | None = None) -> 
     except Exception as error:  # of the readers of several formats
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{argument}: {path} cannot be read as a table with a line of names ({why})") from None
-    check_names(names, str(path))  # which pandas would number
+    _check_names(names, str(path))  # which pandas would number
     return frame
 
 
-def _to_pandas(table: Any, argument: str) -> Any:
-    try:
-        return table.to_pandas()
-    except ImportError as error:
-        raise ValueError(f"{argument}: a {type(table).__module__} table is read by way of pandas: {error}") from None
-
-
-def column_of(frame: Any, name: Any, *, as_names: bool = False) -> np.ndarray:
-    """Returns the values of a column; `as_names`: those of a categorical one as texts, also where they are numbers."""
+def column_of(frame: Any, name: Any) -> Any:
+    """Returns the values of a column, those of a categorical one as they are, with None for a missing one."""
     series = frame[name]
     if not hasattr(series.dtype, "categories"):
-        return plain(series, f"column {name!r}")
-    values = series.astype(object).to_numpy()
-    missing = series.isna().to_numpy()
-    return np.array([None if m else str(v) if as_names else v for v, m in zip(values, missing, strict=True)], object)
+        return series
+    return [None if missing else value for value, missing in zip(series.astype(object), series.isna(), strict=True)]
+
+
+def names_in(values: Any, where: str) -> list[str]:
+    """Returns the values of a column of names as texts, also where they are numbers."""
+    rows = plain(values, where)
+    return [str(value) for value in (rows.tolist() if isinstance(rows, np.ndarray) else rows)]
 
 
 def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
@@ -135,9 +134,47 @@ def row_numbers(columns: dict[Any, list[np.ndarray]]) -> list[Any]:
     return [name for name, parts in single.items() if number(name, parts[0]) or number(name, np.concatenate(parts))]
 
 
-def check_no_numbers(texts: np.ndarray, column: Any) -> None:
-    """Raises `ValueError` for a column of texts of which half are numbers or dates, which would be read as names."""
-    names = sorted(set(texts.tolist()))
+def fit_inputs(columns: dict[Any, list[np.ndarray]], categorical: Collection[Any], scale: bool, between: str) -> list:
+    """Returns how the columns of the inputs are read: `"inputs"` of `Dataset.table`.
+
+    Args:
+      columns: of each column the values of every split, training first, as `inputs_of` returns them.
+      categorical: the columns of names, even of numbers.
+      scale: whether single numbers are scaled.
+      between: what joins texts, where all columns hold texts.
+
+    Raises:
+      ValueError: texts that are numbers or dates; more than 100 different names in a column beside numbers, or one for
+        each row of a column that is not categorical.
+    """
+    texts = [column for column, parts in columns.items() if parts[0].dtype == object]
+    joined, inputs = len(texts) == len(columns) and not categorical, []
+    for column, (train, *_) in columns.items():
+        inputs.append({"column": column})
+        names = sorted(set(train.tolist())) if column in texts else []
+        if names and column not in categorical:
+            _check_no_numbers(names, column)
+        if names and joined:
+            inputs[-1]["between"] = between
+        elif names:
+            each = len(names) >= FEWEST_ROWS and len(names) == len(train)
+            if len(names) > MOST_NAMES or (each and column not in categorical):
+                raise ValueError(
+                    f"column {column!r} holds {len(names)} different texts in {len(train)} rows, too many to be inputs"
+                    " beside numbers; give the columns of the inputs without it (x, or --inputs), or fewer names, at"
+                    f" most {MOST_NAMES}"
+                )
+            inputs[-1]["values"] = names
+        elif train.shape[1:] != (1,):
+            inputs[-1]["shape"] = list(train.shape[1:])
+        elif scale:
+            numbers = train.astype(np.float64)
+            inputs[-1] |= {"mean": float(numbers.mean()), "deviation": float(numbers.std()) or 1.0}
+    return inputs
+
+
+def _check_no_numbers(names: list[str], column: Any) -> None:
+    """Raises `ValueError` for texts of which half are numbers or dates, which would be read as names."""
     written = [name for name in names if written_number(name)]
     if 2 * len(written) < len(names):
         return
@@ -150,43 +187,60 @@ def check_no_numbers(texts: np.ndarray, column: Any) -> None:
     )
 
 
-def encode_names(parts: Sequence[np.ndarray], column: Any, *, categorical: bool) -> tuple[list[np.ndarray], list[str]]:
-    """Returns the names of a column in every split as `[n, names]` zeros and ones, and the names in training, sorted.
+def read_inputs(arrays: Sequence[np.ndarray], inputs: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the inputs `[n, ...]` of a split, or of further rows, as those of training are.
+
+    Args:
+      arrays: of each column the values, as `inputs_of` returns them.
+      inputs: how they are read, as of `fit_inputs`.
 
     Raises:
-      ValueError: more than 100 different names, or one for each row (if not `categorical`); a name that training does
-        not have.
+      ValueError: values of another kind or shape, or a name that training does not have.
     """
-    names = sorted(set(parts[0].tolist()))
-    each = len(names) >= FEWEST_ROWS and len(names) == len(parts[0])
-    if len(names) > MOST_NAMES or (each and not categorical):
-        raise ValueError(
-            f"column {column!r} holds {len(names)} different texts in {len(parts[0])} rows, too many to be inputs"
-            " beside numbers; give the columns of the inputs without it (x, or --inputs), or fewer names, at most"
-            f" {MOST_NAMES}"
-        )
-    return [_one_hot(part, names, f"column {column!r}") for part in parts], names
+    made = [_read(array, one, f"column {one['column']!r}") for array, one in zip(arrays, inputs, strict=True)]
+    if len(made) == 1:
+        return made[0]
+    if all("between" in one for one in inputs):
+        return np.array([inputs[0]["between"].join(row) for row in zip(*made, strict=True)], object)
+    wrong = {
+        one["column"]: f"{array.dtype} {array.shape[1:]}"
+        for array, one in zip(made, inputs, strict=True)
+        if array.ndim != 2 or array.dtype != np.float32
+    }
+    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
+    return np.concatenate(made, axis=1)
 
 
-def _one_hot(values: Sequence[Any], names: list[str], where: str) -> np.ndarray:
-    for i, value in enumerate(values):
-        if not isinstance(value, str) or value not in names:
-            raise ValueError(f"{where}: row {i} holds {value!r}, which training does not have; it has {shown(names)}")
-    return (np.asarray(values, object)[:, None] == np.array(names, object)).astype(np.float32)
-
-
-def scaled(parts: Sequence[np.ndarray], about: dict[str, Any]) -> list[np.ndarray]:
-    """Returns numbers `[n, 1]` with mean 0 and deviation 1 over the training table, which goes into `about`."""
-    train = parts[0].astype(np.float64)
-    about |= {"mean": float(train.mean()), "deviation": float(train.std()) or 1.0}
-    return [_scale(part, about) for part in parts]
-
-
-def _scale(values: np.ndarray, about: dict[str, Any]) -> np.ndarray:
+def _read(array: np.ndarray, about: dict[str, Any], where: str) -> np.ndarray:
+    """Returns the values of a column as the inputs that they become."""
+    is_text = "between" in about or "values" in about
+    check((array.dtype == object) == is_text, where, array[0], "texts" if is_text else "numbers, as in training")
+    if "between" in about:
+        return array
+    if "values" in about:
+        names = about["values"]
+        unknown = next((value for value in array.tolist() if value not in names), None)
+        if unknown is not None:
+            row = array.tolist().index(unknown)
+            raise ValueError(
+                f"{where}: row {row} holds {unknown!r}, which training does not have; it has {shown(names)}"
+            )
+        return (array[:, None] == np.array(names, object)).astype(np.float32)
+    shape = about.get("shape", [1])
+    if len(shape) == 3:  # grey images among those in colour
+        array = alike([np.empty((0, *shape), np.float32), array])[1]
+    check(
+        list(array.shape[1:]) == shape,
+        f"{where}: the shape of an input",
+        list(array.shape[1:]),
+        f"{shape}, as in training",
+    )
+    if "mean" not in about:
+        return array
     with np.errstate(over="ignore"):
-        made = ((values.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
+        made = ((array.astype(np.float64) - about["mean"]) / about["deviation"]).astype(np.float32)
     accepted = f"closer to those of training, of mean {about['mean']:g} and deviation {about['deviation']:g}"
-    check(np.isfinite(made).all(), f"column {about['column']!r}: numbers", float(np.abs(values).max()), accepted)
+    check(np.isfinite(made).all(), f"{where}: numbers", float(np.abs(array).max()), accepted)
     return made
 
 
@@ -237,98 +291,42 @@ def read_rows(frame: Any, table: dict[str, Any]) -> dict[str, np.ndarray]:
     accepted = "how a table was read, as Dataset.table"
     check(isinstance(table, dict) and "inputs" in table, "table", table, accepted)
     frame = frame_of(frame, "frame")
-    check(len(frame) > 0, "frame", "0 rows", "of at least one")
-    names, made = list(frame.columns), {}
-    for about in table["inputs"]:
-        column = about["column"]
-        _check_present("inputs", column, frame)
-        made[column] = _read(column_of(frame, column, as_names="values" in about), about, f"column {column!r}")
-    rows = {"x": joined_columns(made, table["inputs"][0].get("between", " "))}
     target = table["target"]
     targets = target if isinstance(target, list) else [target]
-    if target is None or not set(targets) & set(names):
-        return rows
-    for one in targets:
-        _check_present("targets", one, frame)
-    values = [column_of(frame, one) for one in targets]
-    rows["y"] = (
-        numbers(values, targets) if isinstance(target, list) else _labels(values[0], table, f"column {target!r}")
+    has_target = target is not None and any(one in frame.columns for one in targets)
+    wanted = {one["column"]: "inputs" for one in table["inputs"]} | dict.fromkeys(
+        targets if has_target else (), "targets"
     )
+    for column, role in wanted.items():
+        if column not in frame.columns:
+            names = shown(list(frame.columns))
+            raise ValueError(f"frame has no column {column!r}, one of the {role} in training; it has {names}")
+    arrays = []
+    for one in table["inputs"]:
+        values, where = column_of(frame, one["column"]), f"column {one['column']!r}"
+        values = names_in(values, where) if "values" in one else values
+        arrays += inputs_of([(where, values)], one.get("channels_first"))[0]
+    rows = {"x": read_inputs(arrays, table["inputs"])}
+    if has_target:
+        columns = {one: column_of(frame, one) for one in targets}
+        rows["y"] = side_by_side(columns) if isinstance(target, list) else _labels(columns[target], table)
     return rows
 
 
-def _check_present(role: str, column: Any, frame: Any) -> None:
-    """Refuses rows without a column of training, which has this `role` there."""
-    if column not in frame.columns:
-        names = shown(list(frame.columns))
-        raise ValueError(f"frame has no column {column!r}, one of the {role} in training; it has {names}")
-
-
-def _read(values: Any, about: dict[str, Any], where: str) -> np.ndarray:
-    """Returns a column of the inputs as that of training was read."""
-    if "values" in about:
-        check_whole(list(values), where)
-        return _one_hot(list(values), about["values"], where)
-    (array,), _ = inputs_of([(where, values)], about.get("channels_first"))
-    is_text = "between" in about
-    check((array.dtype == object) == is_text, where, values[0], "texts" if is_text else "numbers, as in training")
-    if is_text:
-        return array
-    shape = about.get("shape", [1])
-    if len(shape) == 3:  # grey images among those in colour
-        array = alike([np.empty((0, *shape), np.float32), array])[1]
-    check(
-        list(array.shape[1:]) == shape,
-        f"{where}: the shape of an input",
-        list(array.shape[1:]),
-        f"{shape}, as in training",
-    )
-    return _scale(array, about) if "mean" in about else array
-
-
-def _labels(values: Any, table: dict[str, Any], where: str) -> np.ndarray:
+def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
     """Returns a column of targets as that of training was read."""
-    names, accepted = table["labels"], f"one of the labels of training, {shown(table['labels'])}"
+    column, names, classes = table["target"], table["labels"], table["num_classes"]
+    where = f"column {column!r}"
     if names is not None:
-        check_whole(list(values), where)
-        for value in values.tolist():
+        rows = array_of(values, where)
+        for value in rows.tolist():
+            accepted = f"one of the labels of training, {shown(names)}"
             check(isinstance(value, str | int | float) and value in names, where, value, accepted)
-        return np.array([names.index(value) for value in values.tolist()], np.int32)
-    made, count, renamed = targets_of({"train": values}, table["target"], None, table["kind"])
-    y, classes = made["train"], table["num_classes"]
+        return np.array([names.index(value) for value in rows.tolist()], np.int32)
+    made, count, renamed = targets_of({"train": values}, column, None, table["kind"])
+    y = made["train"]
     fits = renamed is None and (count is None) == (classes is None) and (classes is None or count <= classes)
     fits = fits and (table["kind"] is not None or y.dtype.kind != "f")  # maps of labels
-    check(
-        fits,
-        where,
-        shown(values[:8].tolist()),
-        "targets as in training" if classes is None else f"labels in 0..{classes - 1}",
-    )
+    accepted = "targets as in training" if classes is None else f"labels in 0..{classes - 1}"
+    check(fits, where, shown(list(values)[:8]), accepted)
     return y
-
-
-def joined_columns(made: dict[str, np.ndarray], between: str) -> np.ndarray:
-    """Returns `[n, ...]` of columns: one as it is, texts joined, single numbers and zeros and ones side by side."""
-    if len(made) == 1:
-        return next(iter(made.values()))
-    if all(values.dtype == object for values in made.values()):
-        return np.array([between.join(row) for row in zip(*made.values(), strict=True)], object)
-    single = {column: values.ndim == 2 and values.dtype == np.float32 for column, values in made.items()}
-    wrong = {column: f"{made[column].dtype} {made[column].shape[1:]}" for column in made if not single[column]}
-    check(not wrong, "x", wrong, "columns of numbers, or of texts, where there are several")
-    return np.concatenate(list(made.values()), axis=1)
-
-
-def numbers(columns: Sequence[Any], names: Sequence[Any]) -> np.ndarray:
-    """Returns `[n, T]` float32 of `T` columns of numbers or truths."""
-    made = []
-    for name, values in zip(names, columns, strict=True):
-        array = plain(values, f"column {name!r}")
-        if array.dtype.kind not in "biuf":
-            check_whole(list(array), f"column {name!r}")
-            array = plain(list(array), f"column {name!r}")
-        fits = isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "biuf"
-        accepted = "numbers, or true and false, where there are several columns of targets"
-        check(fits, f"column {name!r}", shown(values[0]), accepted)
-        made.append(as_type(np.float32, array, f"column {name!r}"))
-    return np.stack(made, axis=1)

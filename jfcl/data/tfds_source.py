@@ -15,19 +15,19 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jfcl.core import check, check_choice
-from jfcl.data.columns import SPLITS, Columns, as_dataset, choose
+from jfcl.core import check
+from jfcl.data.columns import SPLITS, Columns, Table, as_dataset
 from jfcl.data.dataset import Dataset
-from jfcl.data.text import TOKENS
-from jfcl.data.values import inputs_of
 
 _TIMEOUT = 5.0  # seconds to reach a download host
+_TEXTS = ("title", "text", "description")  # features that are joined
 _OFFICIAL = "Or set data_dir (or JFCL_DATA_DIR) to a folder with the official files"
 
 
@@ -52,21 +52,27 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str =
       ValueError: an unknown name; not prepared and TensorFlow not installed; a download host that cannot be
         reached; no "train" split, image (or text) or label; images of different sizes.
     """
-    return _read_folder(name, _folder(name, data_dir, known, official))
+    folder = _folder(name, data_dir, known, official)
+    info = _builder(folder).info
+    x = [key for key in (["image"] if "image" in info.features else _TEXTS) if key in info.features]
+    if "label" not in info.features or not x or "train" not in info.splits:
+        raise ValueError(
+            f"data set {name!r} needs a split 'train' with features 'image' (or 'text') and 'label', got "
+            f"splits {sorted(info.splits)} with {sorted(info.features)}"
+        )
+    if getattr(info.features["label"], "num_classes", None) is None:
+        raise ValueError(
+            f"data set {name!r} needs a 'label' of classes, got {info.features['label']};"
+            " jfcl.data.from_tfds takes any feature"
+        )
+    return _read(name, folder, x=x, y="label")._replace(description=f"tensorflow-datasets {info.full_name}", table=None)
 
 
 def from_tfds(
     name: str,
     *,
-    by: str | None = None,
-    x: str | Sequence[str] | None = None,
-    y: str | Sequence[str] | None = None,
-    kind: str | None = None,
-    scale: bool = False,
-    extra: Sequence[str] = (),
     data_dir: str | os.PathLike | None = None,
-    tokens: str = "words",
-    channels_first: bool | None = None,
+    **options: Any,
 ) -> Dataset:
     """Returns any data set of tensorflow-datasets, grouped by the feature `by`, which names the client of an example.
 
@@ -84,14 +90,12 @@ def from_tfds(
 
     Raises:
       ValueError: those of `jfcl.data.load` for a set of TFDS, and of `jfcl.data.from_frame` for its features.
-
-    Example:
-      >>> from_tfds("mnist", tokens="syllables")
-      Traceback (most recent call last):
-      ValueError: unknown tokens 'syllables'. Accepted: words, characters
     """
-    check_choice("tokens", tokens, TOKENS)
-    folder = _folder(name, data_dir or os.environ.get("JFCL_DATA_DIR"), ())
+    return _read(name, _folder(name, data_dir or os.environ.get("JFCL_DATA_DIR")), **options)
+
+
+def _read(name: str, folder: Path, **options: Any) -> Dataset:
+    """Returns the data set of a prepared folder; `options` are those of `from_tfds`."""
     builder = _builder(folder)
     features, splits = builder.info.features, builder.info.splits
     check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
@@ -101,12 +105,9 @@ def from_tfds(
         texts = {column: [row[column] for row in rows] for column in wanted}
         return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
 
-    by, xs, y = choose(sorted(features), by, x, y)
-    classes = getattr(features[y], "num_classes", None) if isinstance(y, str) else None
-    parts = {split: split for split in SPLITS if split in splits}
-    about = {"tokens": tokens, "name": name, "columns": lambda split: sorted(features), "num_classes": classes}
-    about |= {"extra": extra, "channels_first": channels_first, "kind": kind, "scale": scale}
-    return as_dataset(parts, read, by, xs, y, **about)
+    known = dict(features.items())
+    tables = {split: Table(sorted(known), partial(read, split), known) for split in SPLITS if split in splits}
+    return as_dataset(tables, name=name, **options)
 
 
 def _builder(folder: Path) -> Any:
@@ -151,7 +152,7 @@ def _named_if_damaged(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be read as a prepared data set ({why}); prepare it again") from error
 
 
-def _folder(name: str, data_dir, known: Iterable[str], official: str = "") -> Path:
+def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") -> Path:
     """Returns the folder of a prepared data set; prepares it if needed."""
     otherwise = f" {_OFFICIAL}{official}" if official else ""
     roots = [*([Path(data_dir)] if data_dir else []), tfds_dir()]
@@ -236,36 +237,3 @@ def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: 
         except (OSError, ValueError) as error:
             problem = f"cannot be reached ({getattr(error, 'reason', error)})"
         raise ValueError(f"data set {name!r}: {url} {problem}. Check the network.{otherwise}")
-
-
-def _read_folder(name: str, folder: Path) -> Dataset:
-    builder = _builder(folder)
-    features = builder.info.features
-    text = [key for key in ("title", "text", "description") if key in features]
-    if "label" not in features or not ("image" in features or text) or "train" not in builder.info.splits:
-        raise ValueError(
-            f"data set {name!r} needs a split 'train' with features 'image' (or 'text') and 'label', got "
-            f"splits {sorted(builder.info.splits)} with {sorted(features)}"
-        )
-
-    classes = getattr(features["label"], "num_classes", None)
-    if classes is None:
-        raise ValueError(
-            f"data set {name!r} needs a 'label' of classes, got {features['label']};"
-            " jfcl.data.from_tfds takes any feature"
-        )
-
-    def read(split):
-        rows = _rows(builder, folder, split)
-        y = np.array([row["label"] for row in rows], np.int32)
-        if "image" not in features:
-            return {"x": np.array([" ".join(row[key].decode() for key in text) for row in rows], object), "y": y}
-        return {"x": [row["image"] for row in rows], "y": y}
-
-    parts = {split: read(split) for split in SPLITS if split in builder.info.splits}
-    if "image" in features:
-        of_splits = [(f"data set {name!r}: image of the split {split!r}", part["x"]) for split, part in parts.items()]
-        for part, x in zip(parts.values(), inputs_of(of_splits, None)[0], strict=True):
-            part["x"] = x
-    about = f"tensorflow-datasets {builder.info.full_name}"
-    return Dataset(name, parts["train"], parts.get("test"), classes, None, about)

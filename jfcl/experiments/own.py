@@ -24,9 +24,8 @@ import flax.linen as nn
 from jfcl import data, kernels
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence, read_hint
-from jfcl.data.dataset import check_form
+from jfcl.data.dataset import normalised
 from jfcl.data.tables import is_file, read_file
-from jfcl.data.values import plain_dataset
 from jfcl.methods import METHODS, Method
 from jfcl.models import MODELS
 from jfcl.robust.aggregate import taken_arguments
@@ -164,9 +163,7 @@ def find_dataset(name: str, data_dir: str | None) -> data.Dataset:
     _check_takes("dataset", name, make, (), accepted)
     found = make()
     check(isinstance(found, data.Dataset), "dataset", name, f"{accepted}; it returns {type(found).__name__}")
-    found = plain_dataset(found)
-    check_form(found)
-    return found
+    return normalised(found, texts=True)
 
 
 def find_attack(name: str) -> UpdateAttack | DataAttack:
