@@ -14,29 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jfcl.core import (
-    Clients,
-    aligned_zeros,
-    check,
-    check_clients,
-    check_count,
-    files,
-    max_examples,
-    plain,
-    shape_struct,
-)
-from jfcl.core.files import new_folder, read_json
-from jfcl.data.store_files import (
-    FORMAT,
-    Field,
-    StoreWriter,
-    check_counts,
-    check_of_clients,
-    check_places,
-    check_types,
-    decode,
-    read_fields,
-)
+from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, max_examples, plain, shape_struct
+from jfcl.core.files import new_folder
+from jfcl.data.store_files import Field, StoreWriter, check_of_clients, decode, read_store
 
 
 class ClientStore:
@@ -59,11 +39,11 @@ class ClientStore:
       (2, 2, [[3.0, 0.0]])
     """
 
-    def __init__(self, path, fields, arrays, offsets, rows=None, cluster=None, about=None, hash=""):
+    def __init__(self, path, fields, arrays, offsets, rows=None, cluster=None, about=None, hash="", max_size=None):
         self.path, self.fields, self.arrays = path, fields, arrays
         self.offsets, self.rows, self.cluster = offsets, rows, cluster
         self.about, self.hash = about or {}, hash
-        self.max_size = int(self.about["max_size"] if "max_size" in self.about else np.diff(offsets).max())
+        self.max_size = int(np.diff(offsets).max()) if max_size is None else max_size
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -143,7 +123,7 @@ class ClientStore:
         digest = hashlib.sha256(offsets.tobytes())
         for array in (*(arrays[name] for name in sorted(arrays)), *(() if cluster is None else (cluster,))):
             digest.update(np.ascontiguousarray(array).tobytes())
-        return cls(None, fields, arrays, offsets, None, cluster, {"max_size": m} | about, digest.hexdigest()[:16])
+        return cls(None, fields, arrays, offsets, None, cluster, about, digest.hexdigest()[:16], m)
 
     @classmethod
     def create(
@@ -233,23 +213,7 @@ class ClientStore:
         plain.check_plain(path)
         if not (path / "store.json").exists():
             raise ValueError(f"{path} holds no store of clients: store.json is missing")
-        about = read_json(path / "store.json", check_format=FORMAT)
-        fields = read_fields(path, about)
-        arrays = {}
-        for name, wanted in about["files"].items():
-            file = path / f"{name}.npy"
-            found = file.stat().st_size if file.exists() else 0
-            if found != wanted["bytes"]:
-                what = "was cut short or changed" if file.exists() else "is missing"
-                raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
-            # A plain array over the map: NumPy's memmap objects cost a Python call at every indexing.
-            try:
-                arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
-            except files.BAD_ARRAY as error:
-                raise ValueError(f"{file} was changed: {error}") from None
-        check_types(path, arrays, about["files"], fields)
-        check_places(path, arrays["offsets"], arrays.get("rows"), len(arrays[next(iter(fields))]))
-        check_counts(path, about, arrays)
+        about, fields, arrays = read_store(path)
         digest = hashlib.sha256(json.dumps([about["files"], about["fields"]], sort_keys=True).encode())
         places = [arrays.get(name) for name in ("offsets", "rows", "cluster")]
         store = cls(path, fields, {name: arrays[name] for name in fields}, *places, about, digest.hexdigest()[:16])

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jfcl.core import INT32_MAX, check, check_apart, check_unmasked, held_type, shown
-from jfcl.core.files import seal, write_json
+from jfcl.core import INT32_MAX, check, check_apart
+from jfcl.core.checks import is_number
+from jfcl.core.files import BAD_ARRAY, read_json, seal, write_json
+from jfcl.data.values import as_numpy, is_table
 
 FORMAT = 1
 TYPES = [np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
@@ -45,32 +47,21 @@ class Field(NamedTuple):
     offset: float = 0.0
 
 
-def encode(field: Field, values: np.ndarray, name: str, where: str) -> np.ndarray:
-    """Returns `values` as they are stored.
-
-    Raises:
-      ValueError: NaN or infinity, another shape, or a value that the stored type cannot hold.
-    """
-    check(values.shape[1:] == field.shape, f"{where}: {name}", values.shape[1:], f"of shape {field.shape} an example")
-    fits = np.can_cast(values.dtype, field.stored, "same_kind") or np.dtype(field.stored).kind in "iu"
-    check(fits, f"{where}: {name}", values.dtype, f"{field.stored}, as of the first client")
-    if values.dtype.kind == "f":
-        check(np.isfinite(values).all(), f"{where}: {name}", "NaN or infinity", "finite")
-    if np.dtype(field.stored).kind not in "iu":
-        with np.errstate(over="ignore"):
-            stored = values.astype(field.stored, casting="same_kind")
-        check(np.isfinite(stored).all(), f"{where}: {name}", "too large a number", f"within the range of {field}")
-        return stored
-    as_given = field.per_unit == 1 and field.offset == 0
-    levels = values if as_given else (values - field.offset) * field.per_unit
-    if levels.dtype.kind == "f":
-        whole = not as_given or field.dtype != field.stored or (levels == np.rint(levels)).all()
-        check(whole, f"{where}: {name}", "fractions", f"whole numbers, as of the first client ({field.stored})")
-        levels = np.rint(levels)
-    limits = [np.iinfo(kind) for kind in (field.stored, field.dtype) if np.dtype(kind).kind in "iu"]
-    fits = not levels.size or all(levels.min() >= limit.min and levels.max() <= limit.max for limit in limits)
-    check(fits, f"{where}: {name}", (values.min(), values.max()) if not fits else None, f"within the range of {field}")
-    return levels.astype(field.stored)
+def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
+    """Returns `values` as they are stored; raises `ValueError` for another shape, and for numbers that are lost so."""
+    check(values.shape[1:] == field.shape, where, values.shape[1:], f"of shape {field.shape} an example")
+    kinds = list(dict.fromkeys((field.stored, field.dtype)))
+    if np.dtype(field.dtype).kind == "f" and np.dtype(field.stored).kind in "iu":
+        values, kinds = np.rint((values - field.offset) * field.per_unit), [field.stored]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for kind in kinds:
+            made = values.astype(kind)
+            fits = np.isfinite(made) if made.dtype.kind == "f" else made == values
+            some = values[~fits][:1].tolist()
+            check(
+                not some, where, some, f"of numbers that {kind} holds, the type that is stored or of the first client"
+            )
+        return values.astype(field.stored)
 
 
 def decode(field: Field, stored: np.ndarray, out: np.ndarray) -> None:
@@ -84,73 +75,70 @@ def decode(field: Field, stored: np.ndarray, out: np.ndarray) -> None:
         out += np.dtype(field.dtype).type(field.offset)
 
 
-def read_fields(path: Path, about: dict[str, Any]) -> dict[str, Field]:
-    """Returns the fields in the content of a `store.json`; raises `ValueError` for one that jfcl would not write.
+def read_store(path: Path) -> tuple[dict[str, Any], dict[str, Field], dict[str, np.ndarray]]:
+    """Returns the content of `store.json`, the fields, and all arrays, memory-mapped and checked but for their digests.
 
-    A store may come from elsewhere: the names of its files must be those of its own arrays.
+    A store may come from elsewhere: the names of its files must be those of its own arrays, and clients' examples must
+    lie within them, which `gather` does not check.
+
+    Raises:
+      ValueError: a file that is missing, cut short, or other than jfcl would write it.
     """
-    where = f"{path / 'store.json'} is damaged:"
-    fields, files = about.get("fields"), about.get("files")
-    if not (isinstance(fields, dict) and fields and isinstance(files, dict)):
-        raise ValueError(f"{where} it lacks files or fields")
-    own = {"offsets", *fields} | {name for name in ("rows", "cluster") if name in files}
-    if set(files) != own or not all(_is_free(name) for name in fields):
-        raise ValueError(f"{where} its files are {sorted(files)}, and its fields {sorted(fields)}")
+    about = read_json(path / "store.json", check_format=FORMAT)
+    try:
+        sound, fields, arrays = True, {}, {}
+        for name, field in about["fields"].items():
+            fields[name] = field = Field(**field)._replace(shape=tuple(field["shape"]))
+            sound &= _is_free(name) and field.dtype in TYPES and field.stored in TYPES
+            sound &= 0 < field.per_unit < math.inf and abs(field.offset) < math.inf
+        named = {"offsets", *fields} | {name for name in ("rows", "cluster") if name in about["files"]}
+        sound &= bool(fields) and set(about["files"]) == named
+        sound &= all(
+            {"bytes": int, "sha256": str, "shape": list} == {k: type(v) for k, v in file.items()}
+            for file in about["files"].values()
+        )
+        for name in ("num_classes", "num_clusters"):
+            value = about.get(name)
+            sound &= value is None or (type(value) is int and 0 < value <= INT32_MAX)
+        sound &= isinstance(about.get("description", ""), str) and isinstance(about.get("made", {}), dict)
+    except (AttributeError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{path / 'store.json'} is damaged: jfcl does not write such fields, files and counts")
+    for name, wanted in about["files"].items():
+        arrays[name] = _open_array(path / f"{name}.npy", wanted)
 
-    def is_count(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
-
-    for name, file in files.items():
-        known = isinstance(file, dict) and is_count(file.get("bytes")) and isinstance(file.get("sha256"), str)
-        if not known or not isinstance(file.get("shape"), list) or not all(map(is_count, file["shape"])):
-            raise ValueError(f"{where} it does not say what is in {name}.npy")
-    found = {}
-    for name, field in fields.items():
-        whole = isinstance(field, dict) and field.keys() == set(Field._fields) and isinstance(field["shape"], list)
-        whole = whole and all(map(is_count, field["shape"]))
-        whole = whole and all(isinstance(field[kind], str) and field[kind] in TYPES for kind in ("dtype", "stored"))
-        numbers = whole and all(type(field[of]) in (int, float) for of in ("per_unit", "offset"))
-        if not numbers or not (0 < field["per_unit"] < math.inf and abs(field["offset"]) < math.inf):
-            raise ValueError(f"{where} the field {name} is {shown(field)}")
-        found[name] = Field(**field)._replace(shape=tuple(field["shape"]))
-    return found
-
-
-def check_counts(path: Path, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Raises `ValueError` where the counts and texts of a `store.json` are not those of its arrays."""
-    sizes = np.diff(arrays["offsets"])
-    wanted = {"num_clients": len(sizes), "num_examples": int(sizes.sum()), "max_size": int(sizes.max())}
-    differ = [name for name, value in wanted.items() if type(about.get(name)) is not int or about[name] != value]
-    for name in ("num_classes", "num_clusters"):
-        value = about.get(name)
-        differ += [name] if value is not None and (type(value) is not int or not 0 < value <= INT32_MAX) else []
-    differ += ["description"] if not isinstance(about.get("description", ""), str) else []
-    differ += ["made"] if not isinstance(about.get("made", {}), dict) else []
-    clusters = arrays.get("cluster")
-    if clusters is not None and clusters.shape != (len(sizes),):
-        differ.append("cluster")
-    if differ:
-        raise ValueError(f"{path / 'store.json'} is damaged: {', '.join(differ)} are not those of the store")
-
-
-def check_types(path: Path, arrays: dict[str, np.ndarray], files: dict[str, Any], fields: dict[str, Field]) -> None:
-    """Raises `ValueError` where a file's header, which is not part of its digest, differs from the original one."""
-    count = len(arrays[next(iter(fields))])
+    # Headers are not part of a file's digest.
+    count, offsets, rows = len(arrays[next(iter(fields))]), arrays["offsets"], arrays.get("rows")
     types = {"offsets": "int64", "cluster": "int32", "rows": np.min_scalar_type(max(count - 1, 0))}
     types |= {name: field.stored for name, field in fields.items()}
+    shapes = {"offsets": (), "cluster": (), "rows": ()} | {name: field.shape for name, field in fields.items()}
     for name, array in arrays.items():
-        if array.dtype != np.dtype(types[name]) or list(array.shape) != files[name]["shape"]:
-            raise ValueError(f"{path / name}.npy was changed: it holds {array.dtype} {array.shape}")
-
-
-def check_places(path: Path, offsets: np.ndarray, rows: np.ndarray | None, count: int) -> None:
-    """Raises `ValueError` where clients' examples would lie outside the arrays, which `gather` does not check."""
-    ends = len(rows) if rows is not None else count
-    whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == ends and bool((np.diff(offsets) >= 0).all())
-    if not whole:
+        if array.dtype != np.dtype(types[name]) or array.shape[1:] != shapes[name]:
+            raise ValueError(f"{path / name}.npy was changed: it holds {array.dtype} {array.shape}; see store.json")
+    ends = count if rows is None else len(rows)
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != ends or (np.diff(offsets) < 0).any():
         raise ValueError(f"{path / 'offsets.npy'} was changed: it does not divide {ends} examples among clients")
     if rows is not None and len(rows) and rows.max() >= count:
         raise ValueError(f"{path / 'rows.npy'} was changed: row {rows.max()} of {count} examples")
+    if "cluster" in arrays:
+        check_of_clients(f"{path / 'cluster.npy'}", arrays["cluster"], len(offsets) - 1)
+    return about, fields, arrays
+
+
+def _open_array(file: Path, wanted: dict[str, Any]) -> np.ndarray:
+    """Returns the array of a file, memory-mapped; raises `ValueError` where it is not as `store.json` says."""
+    found = file.stat().st_size if file.exists() else 0
+    if found != wanted["bytes"]:
+        what = "was cut short or changed" if file.exists() else "is missing"
+        raise ValueError(f"{file} {what}: expected {wanted['bytes']} bytes, found {found}")
+    try:  # a plain array over the map: NumPy's memmap objects cost a Python call at every indexing
+        array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
+    except BAD_ARRAY as error:
+        raise ValueError(f"{file} was changed: {error}") from None
+    if not array.ndim or list(array.shape) != wanted["shape"]:
+        raise ValueError(f"{file} was changed: it holds {array.dtype} {array.shape}; see store.json")
+    return array
 
 
 def check_of_clients(name: str, values: Any, n: int) -> np.ndarray:
@@ -215,41 +203,41 @@ class StoreWriter:
         """Writes some examples, and returns their number."""
         found = list(examples) if isinstance(examples, dict) else type(examples).__name__
         check(isinstance(examples, dict) and len(examples) > 0, where, found, "a dict of arrays, {'x': ..., 'y': ...}")
-        framed = [name for name, values in examples.items() if hasattr(values, "columns")]
-        check(not framed, where, f"frames for {framed}", "of arrays; jfcl.data.from_arrays takes frames")
+        arrays = {}
         for name, values in examples.items():
-            check_unmasked(f"{where}: {name}", values)
-        examples = {name: np.asarray(values) for name, values in examples.items()}
-        examples = {name: values.astype(held_type(values.dtype), copy=False) for name, values in examples.items()}
-        for name, values in examples.items():
-            if values.dtype.kind == "f" and values.ndim <= 2:
-                check_apart(f"{where}: {name}", values)
-            fits = values.dtype.kind in "fiub" and values.ndim > 0
-            check(fits, f"{where}: {name}", f"{values.dtype} {values.shape}", "numbers [m, ...]")
+            of = f"{where}: {name}"
+            check(not is_table(values), of, "a frame", "an array; jfcl.data.from_arrays takes frames")
+            arrays[name] = array = np.asarray(as_numpy(values, of))
+            fits = array.dtype.kind in "fiub" and array.ndim > 0
+            check(fits, of, f"{array.dtype} {array.shape}", "numbers [m, ...]")
+            if array.dtype.kind == "f" and array.ndim <= 2:
+                check_apart(of, array)
         if not self.fields:
-            unknown = sorted(set(self.stored) - set(examples))
-            check(not unknown, "stored", unknown, f"among the examples' names, {sorted(examples)}")
-            for name, values in examples.items():
+            unknown = sorted(set(self.stored) - set(arrays))
+            check(not unknown, "stored", unknown, f"among the examples' names, {sorted(arrays)}")
+            for name, array in arrays.items():
                 check(_is_free(name), f"{where}: name", name, "a name that the store does not use itself")
-                dtype = JAX_TYPES.get(values.dtype.name, values.dtype.name)
-                given = self.stored.get(name, (dtype,))
-                fits = isinstance(given, tuple | list) and given[0] in np.sctypeDict and (*given, 1.0, 0.0)[1] > 0
-                fits = fits and np.dtype(given[0]).kind in "fiub"
-                accepted = 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset'
-                check(fits and len(given) <= 3, f"stored of {name}", given, accepted)
-                field = Field(values.shape[1:], dtype, *given)
-                levels = np.dtype(dtype).kind == "f" and np.dtype(field.stored).kind in "iu"
-                accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
-                plain = (field.per_unit, field.offset) == (1, 0)
-                check(levels or plain, f"stored of {name}", given, accepted)
-                self.fields[name] = field
+                self.fields[name] = field = self._field(name, array)
                 self.file(name, field.shape, field.stored)
-        check(set(examples) == set(self.fields), where, sorted(examples), f"of the names {sorted(self.fields)}")
-        lengths = {len(values) for values in examples.values()}
+        check(set(arrays) == set(self.fields), where, sorted(arrays), f"of the names {sorted(self.fields)}")
+        lengths = {len(array) for array in arrays.values()}
         check(len(lengths) == 1, where, sorted(lengths), "arrays of one length")
-        for name, values in examples.items():
-            self.files[name].write(encode(self.fields[name], values, name, where))
+        for name, array in arrays.items():
+            self.files[name].write(encode(self.fields[name], array, f"{where}: {name}"))
         return lengths.pop()
+
+    def _field(self, name: str, array: np.ndarray) -> Field:
+        """Returns the field of an array of the first client."""
+        dtype = JAX_TYPES.get(array.dtype.name, array.dtype.name)
+        given = self.stored.get(name, (dtype,))
+        whole = isinstance(given, tuple | list) and 1 <= len(given) <= 3 and given[0] in TYPES
+        whole = whole and all(map(is_number, given[1:])) and (*given, 1.0)[1] > 0
+        accepted = 'like ("uint8", 255.0, 0.0): a type, per_unit above 0, and offset'
+        check(whole, f"stored of {name}", given, accepted)
+        levels = np.dtype(dtype).kind == "f" and np.dtype(given[0]).kind in "iu"
+        accepted = f"a type alone: per_unit and offset are for {dtype} only where it is float kept as integers"
+        check(levels or len(given) == 1, f"stored of {name}", given, accepted)
+        return Field(array.shape[1:], dtype, *given)
 
     def client(self, size: int) -> None:
         """Records the number of examples of the next client."""
