@@ -115,37 +115,33 @@ def one_step() -> LocalTraining:
     return local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, batch_size=BATCH, keep="everything")
 
 
-def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[str, Any]) -> tuple[Algorithm, int, int]:
-    """`(algorithm, epochs, rounds in each)` of one row: 7 batches of 32 make an epoch of 200 images."""
-    task, of_code = likelihood_task(column), column == CODE
-    one = one_step()
-    if name == "federated_clustering":
-        algorithm = methods.federated_clustering(
-            task,
-            one._replace(batch_size=None) if of_code else one,
-            quantile=0.2,
-            quantile_rule="index_shrunk" if of_code else "linear",
-            threshold_rounds=3,
-            subgroup_size=setting["subgroup_size"],
-        )
-        if of_code:  # 50 steps with all 200 images
-            return algorithm, setting["epochs_of_fc"], 1
-    elif name == "ditto" and of_code:
-        algorithm = ditto_of_the_code(task, one._replace(optimizer=optax.trace(0.9)), lr=0.1)
-    elif name == "local" and of_code:
-        algorithm = methods.local_only(task, one._replace(optimizer=optax.sgd(0.1)))  # without momentum
-    else:
-        gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
-        make, options = {
-            "local": (methods.local_only, {}),
-            "fedavg": (methods.fedavg, {"weights": "equal"}),
-            "ditto": (methods.ditto, {"weights": "equal"}),
-            "ifca": (methods.ifca, {"num_clusters": 4, **gradients}),
-            "knn_per": (methods.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
-            "oracle": (methods.oracle, {"cluster": cluster, "weights": "equal"}),
-        }[name]
-        algorithm = make(task, one, **options)
-    return algorithm, setting["epochs"], 7
+def clustering(column: str, setting: dict[str, Any], threshold_rounds: int) -> dict[str, Any]:
+    """Returns the options of Federated-Clustering."""
+    rule = "index_shrunk" if column == CODE else "linear"
+    options = {"quantile": 0.2, "quantile_rule": rule, "threshold_rounds": threshold_rounds}
+    return options | {"subgroup_size": setting["subgroup_size"]}
+
+
+def table_1_method(name: str, column: str, cluster: np.ndarray, setting: dict[str, Any]) -> Algorithm:
+    """The method of one row."""
+    task, one, of_code = likelihood_task(column), one_step(), column == CODE
+    if name == "ditto" and of_code:
+        return ditto_of_the_code(task, one._replace(optimizer=optax.trace(0.9)), lr=0.1)
+    if name == "local" and of_code:
+        one = one._replace(optimizer=optax.sgd(0.1))  # without momentum
+    if name == "federated_clustering" and of_code:
+        one = one._replace(batch_size=None)
+    gradients = {"average": "gradients", "identity_batch": BATCH} if of_code else {}
+    make, options = {
+        "local": (methods.local_only, {}),
+        "fedavg": (methods.fedavg, {"weights": "equal"}),
+        "ditto": (methods.ditto, {"weights": "equal"}),
+        "ifca": (methods.ifca, {"num_clusters": 4, **gradients}),
+        "knn_per": (methods.knn_per, {"num_neighbours": 10, "scale": 10.0, "represent": task.apply}),
+        "federated_clustering": (methods.federated_clustering, clustering(column, setting, 3)),
+        "oracle": (methods.oracle, {"cluster": cluster, "weights": "equal"}),
+    }[name]
+    return make(task, one, **options)
 
 
 @functools.lru_cache(maxsize=1)
@@ -298,7 +294,10 @@ def _cell(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     task, column, method, seed = of.values()
     clients, of_code = setting["clients"], column == CODE
     cluster = (np.arange(clients) % 4).astype(np.int32)
-    algorithm, epochs, rounds = table_1_method(method, column, cluster, setting)
+    algorithm = table_1_method(method, column, cluster, setting)
+    # 7 batches of 32 make an epoch of 200 images; the code's Federated-Clustering has 50 steps with all of them.
+    whole = of_code and method == "federated_clustering"
+    epochs, rounds = (setting["epochs_of_fc"], 1) if whole else (setting["epochs"], 7)
     schedule = {"epochs": epochs, "rounds": rounds, "eval_every": epochs, "redraw": of_code}
     in_order = of_code and method not in AT_RANDOM and setting["batches"] == "in order"
     dataset, heterogeneity = normalised_mnist(data_dir), TASKS[task]
@@ -345,8 +344,7 @@ def _attacked(data_dir: str | None, setting: dict[str, Any], of: Row) -> Row:
     if method == "fedavg":
         algorithm = methods.fedavg(task, one, weights="equal", **options)
     else:
-        options |= {"quantile": 0.2, "quantile_rule": "index_shrunk" if of_code else "linear", "threshold_rounds": 10}
-        algorithm = methods.federated_clustering(task, one, subgroup_size=setting["subgroup_size"], **options)
+        algorithm = methods.federated_clustering(task, one, **clustering(column, setting, 10), **options)
     schedule = {name: setting[name] for name in ("epochs", "eval_every", "images", "hostile")}
     schedule |= {"rounds": -(-setting["images"] // BATCH), "redraw": of_code}
     in_order, dataset = of_code and setting["batches"] == "in order", normalised_mnist(data_dir)
