@@ -14,7 +14,7 @@ import pytest
 import jfcl
 from jfcl import mapping
 from jfcl.core import by_platform
-from jfcl.mapping import axis, layout
+from jfcl.mapping import axis
 from jfcl.models import conv, max_pool
 from jfcl.models.tasks import cross_entropy
 from jfcl.training.losses import blank_padding
@@ -130,14 +130,14 @@ def test_a_task_accepts_flat_inputs():
 
 def test_an_accelerator_holds_images_flat(monkeypatch):
     clients, others = images(), jfcl.models.task(CNN.init, CNN.apply, kind="classification")
-    assert layout.held(jax.vmap, CNN, clients) is clients
+    assert mapping.held(jax.vmap, CNN, clients) is clients
     monkeypatch.setattr(axis, "platform", lambda devices=None: "tpu")
-    held = layout.held(jax.vmap, CNN, clients)
+    held = mapping.held(jax.vmap, CNN, clients)
     np.testing.assert_array_equal(held.examples["x"], clients.examples["x"].reshape(4, 6, 196))
     assert held.examples["y"] is clients.examples["y"] and held.size is clients.size
-    shapes = layout.held(jax.vmap, CNN, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, clients)))
+    shapes = mapping.held(jax.vmap, CNN, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, clients)))
     assert shapes.examples["x"].shape == (4, 6, 196)
-    assert layout.held(jax.vmap, others, clients) is clients and layout.held(jax.vmap, CNN, None) is None
+    assert mapping.held(jax.vmap, others, clients) is clients and mapping.held(jax.vmap, CNN, None) is None
 
 
 @pytest.mark.parametrize("augment", [None, jfcl.augment.flip])
@@ -174,7 +174,6 @@ os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOA
 import jax, jax.numpy as jnp, numpy as np, optax, jfcl
 from jax.experimental import topologies
 from jfcl import mapping
-from jfcl.mapping import axis, layout
 chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]).devices
 mesh = jax.sharding.Mesh(np.array(chips), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
 axis = mapping.sharded(mesh, mapping.chunked(4))
@@ -184,7 +183,7 @@ method = jfcl.ifca(task, jfcl.local_training(optax.sgd(0.1), {training}), num_cl
 shape = jax.ShapeDtypeStruct
 examples = {"x": shape((8, 40, 28, 28, 1), "float32"), "y": shape((8, 40), "int32")}
 clients = jfcl.Clients(examples, shape((8,), "int32"))
-clients = layout.held(axis, task, clients)
+clients = mapping.held(axis, task, clients)
 assert clients.examples["x"].shape == (8, 40, 784), clients
 key = jax.eval_shape(lambda: jax.random.key(0))
 state = jax.eval_shape(method.init, key, clients)

@@ -102,7 +102,7 @@ class Task(NamedTuple):
         known (kNN-Per then takes the outputs).
       dense_start: the first layer, where it is dense on the raw inputs; otherwise `None`.
       num_classes: labels are integers in `0..num_classes-1`, which `jfcl.simulate` checks; `None`: not known.
-      input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `layout.held`);
+      input_shape: the shape of one input, for a task that accepts flat inputs `[B, d]` too (see `mapping.held`);
         `None`: it does not.
       train_loss: `(key, params, batch, real) -> (losses [B], params)`, the loss in training where it differs from
         `loss`: `key` draws its random numbers (dropout), `real` `[B]` bool marks the examples that are no padding, and

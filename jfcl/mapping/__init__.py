@@ -8,6 +8,7 @@ from jfcl.mapping.axis import (
     chunked,
     client_mesh,
     divide_cpu,
+    held,
     idle_cores,
     map_reduce,
     num_cores,

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, PyTree, check, check_count, num_bytes, num_clients, shape_struct
 from jfcl.core.texts import first_line
-from jfcl.mapping import layout
 from jfcl.mapping.jitted import jitted
 from jfcl.mapping.memory import Memory, exhausted, memory_of
 from jfcl.planning import targets
@@ -182,7 +181,7 @@ def plan(
         axes = candidates(num_clients(clients), mesh.size) if inner is None else inner
         check(len(axes) > 0, "inner", inner, "at least one mapping")
         made = {axis: algorithm(mapping.sharded(mesh, axis)) for axis in axes}
-    clients = layout.held(mapping.sharded(mesh), next(iter(made.values())).task, clients)
+    clients = mapping.held(mapping.sharded(mesh), next(iter(made.values())).task, clients)
     work = _Work(chosen, mesh, clients, seeds, other_bytes, name, tick or (lambda text, total: None))
     with targets.not_cached():
         return work.plan(made)

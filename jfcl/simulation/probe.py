@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, client_shapes, num_bytes, num_clients
-from jfcl.mapping import hosts, layout, memory
+from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import jitted
 from jfcl.simulation.folder import environment, write_json
 
@@ -54,7 +54,7 @@ def seconds_per_client(algorithm: Algorithm, clients: Clients, client_axis: mapp
     holds = hosts.everybodys([some >= own.stop - own.start]).all()  # the last processes hold padding clients
     if n > 2 * few and holds and _supports(algorithm, clients, few):
         some, n = own.stop - own.start, few
-    few_clients = layout.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
+    few_clients = mapping.held(client_axis, algorithm.task, jax.tree.map(lambda x: x[:some], clients))
     placed = mapping.place(client_axis, few_clients, n)
     step = jitted(algorithm.step)
     state = jitted(algorithm.init)(jax.random.key(0), placed)

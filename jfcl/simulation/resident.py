@@ -24,7 +24,7 @@ from jfcl.core import (
     named_leaves,
     num_clients,
 )
-from jfcl.mapping import hosts, layout, memory
+from jfcl.mapping import hosts, memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong, traced_once
 from jfcl.simulation import evaluation
 from jfcl.simulation.evaluation import Assessment, Silence, Subjects
@@ -185,10 +185,10 @@ class Resident:
         mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
         self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
         self._ids = list(range(self._n)) if hosts.several() else np.asarray(client_ids(clients)).tolist()
-        clients = layout.held(client_axis, self.made.task, clients)
+        clients = mapping.held(client_axis, self.made.task, clients)
         self._clients = clients._replace(size=clients.size.astype(np.int32))
         self.like = jax.eval_shape(partial(_init, **self._static), *self.rows, client_shapes(self._clients, self._n))
-        self._tests, self._newcomers = (layout.held(client_axis, self.made.task, x) for x in (tests, newcomers))
+        self._tests, self._newcomers = (mapping.held(client_axis, self.made.task, x) for x in (tests, newcomers))
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         self._compiling, self._first = compile_ahead(()), None
 

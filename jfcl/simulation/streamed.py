@@ -19,7 +19,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_count, check_served, is_finite
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
-from jfcl.mapping import layout, memory
+from jfcl.mapping import memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.client_rows import ClientRows
@@ -124,7 +124,7 @@ class Streamed:
         found = check_algorithm(algorithm, n, size, cohorts.join, cohorts.remember, shapes_of)
         self._remember, self._split, self._shapes = found
         _check_hardest(algorithm, store, size)
-        self._hold = hold = partial(layout.held, client_axis, algorithm.task)
+        self._hold = hold = partial(mapping.held, client_axis, algorithm.task)
         served = jax.eval_shape(lambda state: algorithm.serve(state, None), self._shapes)
         self._num_models = 1 if self._split.personal else jax.tree.leaves(served.models)[0].shape[0]
         self._several = self._split.personal or self._num_models > 1 or bool(jax.tree.leaves(served.personal))
