@@ -506,9 +506,13 @@ def test_odd_checkpoints_wedge_nothing(how, tmp_path):
     else:
         shutil.move(tmp_path / "moved", place.with_name("02"))
     (tmp_path / "run" / "notes.tmp").write_text("a user's own")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check_right(run(tmp_path / "run", resume=True))
+    if how == "file":
+        before = digest(tmp_path)
+        with pytest.raises(ValueError, match="2 is damaged .*: remove it, and the run continues from the checkpoint"):
+            run(tmp_path / "run", resume=True)
+        assert digest(tmp_path) == before
+        place.unlink()
+    check_right(run(tmp_path / "run", resume=True))
     assert (tmp_path / "run" / "notes.tmp").exists()
 
 
