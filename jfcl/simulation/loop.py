@@ -25,7 +25,7 @@ from jfcl.simulation.progress import Watch, stop_if_diverged, warn_if_loss_is_hi
 ALL_DONE = "all rounds are done"  # why most runs end
 SHOWN = ("accuracy", "worst_client_accuracy", "loss", "train_loss", "clusters_in_use")  # by `print(history)`
 BLOCK_SECONDS = 1.0  # approximate duration of one call of the compiled program; the bar and Ctrl-C wait for its end
-MOST_ROUNDS = 1024  # in one call, which returns some metrics of every round
+MOST_ROUNDS = 2048  # in one call, which returns some metrics of every round
 
 
 class History(NamedTuple):

@@ -143,11 +143,11 @@ class Watch:
         self.interrupted = True
         self._bar.console.print("stopping after these rounds; Ctrl-C again stops at once")
 
-    def show(self, note: str) -> None:
-        """Shows the bar, if it is not there yet, with a note such as "compiling"."""
+    def show(self) -> None:
+        """Shows the bar, if it is not there yet, with a note that programs compile."""
         self._bar.start()
         self._bar.start_task(self._line)
-        self._bar.update(self._line, note=note)
+        self._bar.update(self._line, note="compiling")
 
     def tell(self, text: str) -> None:
         """Prints a line above the bar, where the run has one."""
@@ -159,7 +159,7 @@ class Watch:
         self._resumed_at, self._final_round, self._earlier = done, final_round, clock
         self.saved()
         self._wait = self._checkpoint_seconds if any(clock) else min(FIRST_CHECKPOINT, self._checkpoint_seconds)
-        self.show("compiling")
+        self.show()
         self._bar.update(self._line, completed=done, total=final_round)
 
     def seconds(self) -> float:

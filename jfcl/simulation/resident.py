@@ -93,10 +93,11 @@ def _advance(keys, hyperparams, state, silence, first, count, clients, *, algori
             state, _, sums, largest, silence, most = carry
             state, values = step(jax.random.fold_in(key, t), state, clients)
             silence = evaluation.silence_after(silence, values)
-            sums = {name: x.at[t - first].set(values[name].astype(jnp.float32)) for name, x in sums.items()}
+            sums = {name: put(x, values[name].astype(jnp.float32), t - first) for name, x in sums.items()}
             largest = {name: jnp.maximum(x, values[name].astype(jnp.int32)) for name, x in largest.items()}
             return state, values, sums, largest, silence, jnp.maximum(most, silence.count)
 
+        put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
         step, returned = traced_once(made.step, key, state, clients)
         _, like = evaluation.check_step(returned, state)
         last = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)

@@ -214,7 +214,7 @@ def simulate(
     watch = Watch(num_rounds, description=description, progress=is_shown, checkpoint_seconds=checkpoint_seconds)
     with contextlib.ExitStack() as opened, watch:
         # Place the data. Up to the next step a refusal leaves no trace on the disk.
-        watch.show("compiling")
+        watch.show()
         source.place(serve, further)
 
         # Begin or resume. A caller with results of its own, in a configuration of its own, may resume with another key.
