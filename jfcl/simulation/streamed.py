@@ -85,6 +85,24 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
 # The source.
 
 
+def _prepare(store, sampler, cohorts, words, client_axis, hold, t: int) -> Cohort:
+    """Draws and gathers the cohort of round `t`, and sends it to the device; in the thread.
+
+    It is divided among devices here if their number divides it, otherwise by the mapping.
+    """
+    size, asked = cohorts.cohort, cohorts.asked
+    rng = np.random.default_rng([*words, COHORT_STREAM, t])
+    ids = sampler(rng)
+    chosen, answered, dropped = who_answers(rng, asked, size, cohorts.dropout)
+    clients = store.gather(ids[chosen])
+    clients = clients if cohorts.change is None else cohorts.change(clients)
+    sizes = np.where(answered, clients.size, 0).astype(np.int32)
+    even = mapping.num_rows(client_axis, size) == size
+    send = partial(mapping.place, client_axis) if even else jax.device_put
+    cut = max(asked - dropped - size, 0)
+    return Cohort(ids[chosen], sizes, send(hold(clients)._replace(size=sizes)), asked, dropped, cut)
+
+
 class Streamed:
     """A source of `run_rounds` with a cohort on the device at a time; its state is the shared part of the algorithm's.
 
@@ -110,7 +128,7 @@ class Streamed:
         check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
         check(key.ndim == 0, "key", key.shape, "a single key, for a population")
         n, size, asked = len(store), cohorts.cohort, _check_cohorts(cohorts, store)
-        self._sampler = make_sampler(store, asked, cohorts.sampling, cohorts.strata)
+        sampler = make_sampler(store, asked, cohorts.sampling, cohorts.strata)
         _check_stores(store, tests, algorithm)
         self._words = np.asarray(jax.random.key_data(key)).tolist()
         self._evaluated = evaluated = _evaluated(cohorts.evaluate, n, self._words)
@@ -135,7 +153,8 @@ class Streamed:
         trained = hold(example_shapes(store, size + self._remember))
         memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
         self.most_silent, self._drawn = min(n, evaluation.MOST_SILENT), None
-        self._take = prefetched(self._prepare, until)
+        prepare = partial(_prepare, store, sampler, cohorts, self._words, client_axis, hold)
+        self._take = prefetched(prepare, until)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -150,23 +169,6 @@ class Streamed:
         }
         strata = None if of.strata is None else zlib.crc32(np.asarray(of.strata, np.int64).tobytes())
         return {"cohorts": drawn | {"evaluated": zlib.crc32(self._evaluated.tobytes()), "strata": strata}}
-
-    def _prepare(self, t: int) -> Cohort:
-        """Draws and gathers the cohort of round `t`, and sends it to the device; in the thread.
-
-        It is divided among devices here if their number divides it, otherwise by the mapping.
-        """
-        size, asked, dropout = self._cohorts.cohort, self._cohorts.asked, self._cohorts.dropout
-        rng = np.random.default_rng([*self._words, COHORT_STREAM, t])
-        ids = self._sampler(rng)
-        chosen, answered, dropped = who_answers(rng, asked, size, dropout)
-        clients = self._store.gather(ids[chosen])
-        clients = clients if self._cohorts.change is None else self._cohorts.change(clients)
-        sizes = np.where(answered, clients.size, 0).astype(np.int32)
-        even = mapping.num_rows(self._client_axis, size) == size
-        send = partial(mapping.place, self._client_axis) if even else jax.device_put
-        cut = max(asked - dropped - size, 0)
-        return Cohort(ids[chosen], sizes, send(self._hold(clients)._replace(size=sizes)), asked, dropped, cut)
 
     def place(self, serve: str, further: tuple) -> None:
         """Prepares the evaluations, always of the same clients, under the models that they are served."""
