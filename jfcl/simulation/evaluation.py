@@ -88,9 +88,9 @@ class Subjects(NamedTuple):
     Attributes:
       seeds: `R` names of the keys.
       ids: `[N]`, of the clients.
+      num_clients: of the run; more than `N` in a population.
       test_size, new_size: `[N]`, `[N']`, numbers of examples of the test clients and of the newcomers, or None.
       true_cluster: `[N]`, or None if it is unknown.
-      num_clients: of the run; more than `N` in a population.
       entries: of the algorithm.
       lists_clusters: whether a record holds the cluster of every client.
       num_classes: of the task, if they are known.
@@ -98,13 +98,13 @@ class Subjects(NamedTuple):
     """
 
     seeds: list
-    ids: Sequence[int]
-    test_size: np.ndarray | None
-    new_size: np.ndarray | None
-    true_cluster: np.ndarray | None
-    num_clients: int
-    entries: Entries
-    lists_clusters: bool
+    ids: Sequence[int] = ()
+    num_clients: int = 0
+    test_size: np.ndarray | None = None
+    new_size: np.ndarray | None = None
+    true_cluster: np.ndarray | None = None
+    entries: Entries = Entries()
+    lists_clusters: bool = False
     num_classes: int | None = None
     choices: int = 1
 

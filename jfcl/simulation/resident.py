@@ -240,10 +240,10 @@ class Resident:
         self.subjects = Subjects(
             self._seeds,
             self._ids,
+            n,
             test_size,
             new_size,
             true_cluster,
-            num_clients=n,
             entries=made.entries,
             lists_clusters=n <= evaluation.MOST_LISTED,
             num_classes=None if made.task is None else made.task.num_classes,

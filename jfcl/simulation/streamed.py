@@ -188,10 +188,9 @@ class Streamed:
         self.subjects = Subjects(
             self._seeds,
             evaluated.tolist(),
+            len(store),
             None if self._test_clients is None else np.asarray(self._test_clients.size),
-            None,
-            true,
-            num_clients=len(store),
+            true_cluster=true,
             entries=algorithm.entries,
             lists_clusters=self._test_clients is not None and len(evaluated) <= evaluation.MOST_LISTED,
             num_classes=None if algorithm.task is None else algorithm.task.num_classes,
