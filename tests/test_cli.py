@@ -18,11 +18,12 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.experiments import Config, commands, load_run, population, run
-from jfcl.experiments.config import all_options, to_saved
-from jfcl.experiments.flags import build_parser
+from jfcl.cli import commands
+from jfcl.cli.parser import parse
+from jfcl.cli.tables import lists
+from jfcl.experiments import Config, load_run, population, run
+from jfcl.experiments.config import to_saved
 from jfcl.experiments.setups import make_training, matmul_precision
-from jfcl.experiments.tables import lists
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.resident import Resident
 
@@ -200,7 +201,8 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--partition", "dirichelt"], "did you mean 'dirichlet'?"),
         (["run", "ifca", "--rond", "3"], "unknown option --rond: did you mean --rounds?"),
         (["compare", "runs", "--seeds", "3"], "unknown option --seeds\n"),  # one of other commands
-        (["rnu", "ifca"], "rnu"),
+        (["rnu", "ifca"], "unknown command 'rnu': did you mean 'run'?"),
+        (["reproduce", "ifca"], "python -m benchmarks.papers NAME"),
         (["run"], "METHOD"),
         (["list", "model"], "did you mean 'models'?"),
         (["run", "ifca", "--lr", "fast"], "--lr"),
@@ -224,7 +226,6 @@ def test_list_and_help_name_everything(capsys):
             ["run", "fedavg", "--clients", "8", "--attack", "ipm", "--malicious", "0.95"],
             "malicious must be enough for one",
         ),
-        (["run", "knn_per", "--mixing", "0.5", "--validation", "0.3"], "validation must be left out with --mixing"),
         (["run", "ifca", "--resume"], "out must be the folder of the run to resume"),
         (["run", "ifca", "--config", "/nowhere.toml"], "no such file"),
         (["run", "ifca", "--dataset", "mnist", "--data-dir", "/nowhere"], "looked for /nowhere/mnist/train-images"),
@@ -246,15 +247,9 @@ def test_list_and_help_name_everything(capsys):
             ["run", "fedavg", "--aggregator", "clip_norms+krum"],
             "radius must be given with --aggregator",
         ),
-        (["run", "fedavg", "--weights", "equal", "--aggregator", "krum"], "weights must be left out with --aggregator"),
-        (
-            ["run", "momentum_clustering", "--radius", "1", "--quantile-rule", "linear"],
-            "quantile_rule must be left out with --radius, got 'linear'",
-        ),
+        (["run", "fedavg", "--weights", "size", "--aggregator", "krum"], "weights must be left out with --aggregator"),
         (["run", "cfl", "--privacy-seed", "3"], "privacy_seed must be left out without --privacy, got 3"),
         (["run", "cfl", "--fallback-rounds", "3"], "fallback_rounds must be left out without --validation, got 3"),
-        (["run", "fedavg", "--mapping", "auto", "--chunk", "8"], "chunk must be left out with --mapping auto"),
-        (["run", "fedavg", "--mapping", "vmap", "--devices", "2"], "devices must be left out with --mapping vmap"),
         (["run", "fedavg", "--augment", "tutorial", "--model", "cnn_cifar"], "augment must be another one"),
         (["run", "ifca", "--share", "Dense_0,"], "share must be the beginning of one of the model's parameters"),
         (["run", "ifca", "--population", "50", "--cohort", "0"], "cohort must be an integer, at least 1, got 0"),
@@ -279,17 +274,13 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--alpha", "0.1"], "alpha must be left out without --partition dirichlet"),
         (["run", "fedavg", "--seed", "4294967296"], "seed must be at most 4294967295, got 4294967296"),
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "Give seed or seeds, not both"),
-        (
-            ["run", "ifca", "--restart-rounds", "3", "--min-share", "0.1"],
-            "restart_rounds must be left out without",
-        ),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
         (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
         (["run", "cfl", "--remember", "5"], "remember must be left out without --population"),
         (
-            ["run", "ifca", "--population", "50", "--remember", "5"],
-            "remember must be left out: ifca compares no updates",
+            ["run", "ifca", "--population", "50", "--cohort", "9", "--remember", "5"],
+            "remember must be",
         ),
         (["run", "cfl", "--population", "50", "--cohort", "9", "--remember", "42"], "at most the 41 clients beside"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
@@ -721,8 +712,8 @@ def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_pat
     assert summary["method"] == method and 0.1 < summary["mean"]["accuracy"] <= 1
     assert summary["mean"]["clusters_in_use"] == 8 if per_client else summary["mean"]["clusters_in_use"] <= 2
     config = json.loads((tmp_path / method / "config.json").read_text())
-    assert config["keep"] is None and config["local_steps"] is None  # the method's own
     steps = 1 if "clustering" in method else 10
+    assert (config["keep"], config["local_steps"]) == ("everything" if steps == 1 else "nothing", steps)
     assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99
 
 
@@ -827,7 +818,7 @@ def test_an_interruption_says_what_is_kept(kept, said, tmp_path, monkeypatch, ca
             (tmp_path / name).write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "run", interrupted)
+    monkeypatch.setitem(commands.COMMANDS, "run", interrupted)
     assert cli.main(["run", "fedavg", "--out", str(tmp_path)]) == 130
     assert said in capsys.readouterr().err
 
@@ -862,7 +853,6 @@ def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wa
     divided = []
     monkeypatch.setattr(commands.mapping, "divide_cpu", divided.append)
     monkeypatch.setattr(commands.mapping, "num_cores", lambda: 6)
-    args = build_parser().parse_args(["run", "fedavg", *options])
-    flags = {name: value for name, value in vars(args).items() if name in all_options()}
-    commands._find_devices(args, Config("fedavg", **flags))
+    args = parse(["run", "fedavg", *options])
+    commands._find_devices(args, Config(**commands.given_options(args)))
     assert divided == wanted

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jfcl.experiments
-from jfcl import cli
+from jfcl.cli.parser import COMMANDS, parse
 from jfcl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def test_commands_parse(page):
     for line in lines:
         if "NAME [" in line:  # the form of a command, not one
             continue
-        assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS, line
+        assert parse(shlex.split(line)[1:]).command in COMMANDS, line
 
 
 def shortened(code: str) -> str:

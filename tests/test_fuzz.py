@@ -6,7 +6,6 @@ anything compiles; the slow tests try twelve values for every flag, and random p
 
 import argparse
 import faulthandler
-import functools
 import gzip
 import json
 import math
@@ -28,9 +27,9 @@ import pytest
 
 import jfcl
 from jfcl import cli, experiments
+from jfcl.cli import parser as arguments
 from jfcl.core import check_count
 from jfcl.experiments import Config, bench, load_run
-from jfcl.experiments.validation import validate
 from jfcl.methods import METHODS
 from jfcl.planning import targets
 
@@ -86,14 +85,13 @@ class Hang(BaseException):
 
 
 def flags() -> list[tuple[str, argparse.Action]]:
-    """`(command, action)` of all that the parser takes, but --help and --version."""
-    sub = next(a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    actions = [(command, action) for command, parser in sub.choices.items() for action in parser._actions]
-    return [(c, a) for c, a in actions if not isinstance(a, (argparse._HelpAction, argparse._VersionAction))]
+    """`(command, action)` of all that the parser takes, but --help."""
+    parsers = {command: arguments.parser_of(command) for command in arguments.COMMANDS}
+    actions = [(command, action) for command, made in parsers.items() for action in made._actions]
+    return [(c, a) for c, a in actions if not isinstance(a, argparse._HelpAction)]
 
 
 FLAGS = flags()
-PARSER = functools.cache(cli.build_parser)  # without names of a user's own it is always the same
 NAMES = [f"{command}:{action.dest}" for command, action in FLAGS]
 
 
@@ -193,7 +191,6 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("JFCL_DATA_DIR", raising=False)
     monkeypatch.setattr(cli, "_compilation_cache", lambda: None)
-    monkeypatch.setattr(cli, "build_parser", PARSER)
 
 
 @pytest.fixture(scope="module")
@@ -524,7 +521,7 @@ def test_counts_and_parameters_are_bounded_in_python_too():
     check_count("seeds", np.int32(2**31 - 1))
     with pytest.raises(ValueError, match="rounds must be of type int, got '3'"):
         experiments.run(Config("fedavg", rounds="3"))
-    validate(Config("cfl", eps_1=math.inf, eps_2=np.float32(1), rounds=np.int32(2)))
+    assert Config("cfl", eps_1=math.inf, eps_2=np.float32(1), rounds=np.int32(2))
     task = jfcl.models.classification(jfcl.models.Linear(2), (3,), 2)
     for bad in (np.nan, np.inf):
         params = jax.tree.map(lambda p, bad=bad: np.full(p.shape, bad, np.float32), task.init(jax.random.key(0)))

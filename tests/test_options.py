@@ -8,10 +8,10 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.core.options import CLASSES, Interval, OneOf, Range, Real
+from jfcl.core.options import CLASSES, Interval, Needs, OneOf, Range, Real
 from jfcl.experiments import Config
-from jfcl.experiments.config import all_options, common_options, method_options
-from jfcl.experiments.validation import check_values
+from jfcl.experiments.config import from_saved, to_saved
+from jfcl.experiments.options import all_options, common_options, method_options
 from jfcl.methods import METHODS, Method
 
 TINY = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "linear", "--quiet"]
@@ -82,7 +82,7 @@ def test_a_new_methods_options_have_names_in_files(tmp_path, capsys):
         ('heat = "high"', "heat must be of type float, got 'high'"),
         ("stages = 2.5", "stages must be of type int, got 2.5"),
         ("gently = 1", "gently must be of type bool, got 1"),
-        ("stage = 2", "unknown option 'stage': did you mean 'stages'?"),
+        ("stage = 2", "x.toml, line 2: unknown option 'stage': did you mean 'stages'?".replace("x.toml", file.name)),
     ]:
         file.write_text(f'method = "annealed"\n{text}\n')
         assert cli.main(["run", "--config", str(file)]) == 2
@@ -116,7 +116,7 @@ def test_the_help_of_a_method_shows_its_options_and_the_common_ones(capsys):
     assert "--heat X share of the heat that is left after a round [0.5]" in printed
     assert "--start {cold,warm} cold, or warm from a model that is trained already [cold]" in printed
     assert "--stages N number of stages; default: none --gently cool slowly" in printed
-    assert "It is not used" not in printed and "a method of the tests" in printed
+    assert "It is not used" not in printed and "A method of the tests" in printed
     flags = printed.replace(",", " ").split()
     assert {"--clients", "--lr", "--attack", "--seeds", "--config"} <= set(flags)
     assert not {"--eps-1", "--quantile", "--num-models", "--server-lr", "--aggregator", "--track-gap"} & set(flags)
@@ -138,7 +138,7 @@ def test_flat_names_are_arguments_and_attributes():
     config = Config("cfl", eps_1=0.3, clients=20)
     assert (config.eps_1, config.clients, config.min_size, config.max_clusters) == (0.3, 20, 1, None)
     assert config.restarts is None and (Config("ifca").restarts, Config("ifca").restart_rounds) == (5, 5)
-    assert config == Config("cfl", eps_1=0.3, clients=20, min_size=None, relative=False)
+    assert config == Config("cfl", eps_1=0.3, clients=20, min_size=None, eval_every=2)
     longer = dataclasses.replace(config, rounds=7, eps_2=0.5)
     assert (longer.rounds, longer.eps_1, longer.eps_2) == (7, 0.3, 0.5) and config.eps_2 is None
     assert len({config, dataclasses.replace(config)}) == 1
@@ -147,7 +147,39 @@ def test_flat_names_are_arguments_and_attributes():
     with pytest.raises(AttributeError, match="eps1"):
         _ = config.eps1
     with pytest.raises(ValueError, match=r"method ifca has no option eps_1 \(only cfl\)"):
-        check_values(Config("ifca", eps_1=0.3))
+        Config("ifca", eps_1=0.3)
+
+
+DERIVED = [
+    ("ifca", {"rounds": 200}, {"eval_every": 4, "num_models": 4, "restarts": 5, "local_steps": 10, "momentum": 0.0}),
+    ("ifca", {"min_share": 0.1}, {"restarts": 1, "restart_rounds": 5}),
+    ("ifca", {"clusters": 1}, {"restarts": 1, "num_models": 1}),
+    ("myopic_clustering", {}, {"local_steps": 1, "keep": "everything"}),
+    ("fedavg", {"local_epochs": 2}, {"local_steps": None}),
+    ("fedavg", {"optimizer": "adam"}, {"momentum": None}),
+    ("fedavg", {"schedule": "step"}, {"step_rounds": 33, "keep": "schedule"}),
+    ("fedavg", {"lr_decay": 0.9}, {"keep": "schedule"}),
+    ("fedavg", {"dp_clip": 1.0}, {"weights": "equal", "dp_sampling": "poisson"}),
+    ("fedavg", {"aggregator": "bucketing+krum"}, {"weights": "equal", "bucket_size": 2}),
+    ("fedavg", {"population": 150}, {"cohort": 100, "clients": 150, "examples_per_client": 20}),
+    ("fedavg", {"population": 30, "dp_clip": 1.0}, {"cohort": 30, "dp_sampling": "fixed"}),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "derived"), DERIVED)
+def test_what_is_not_given_follows_from_the_rest_once(method, given, derived):
+    config = Config(method, **given)
+    assert {name: getattr(config, name) for name in derived} == derived and config.given == given
+    # What is saved is what runs, with or without the names of those given, and also where one was changed in the file.
+    saved = json.loads(json.dumps(to_saved(config, "h")))
+    assert {name: saved.get(name) for name in derived if name in saved} == {
+        n: derived[n] for n in derived if n in saved
+    }
+    again = dataclasses.replace(config, precision=saved["precision"])
+    assert Config(**from_saved(saved)) == again
+    assert Config(**from_saved({name: value for name, value in saved.items() if name != "given"})) == again
+    assert from_saved(saved | {"eval_every": 3})["eval_every"] == 3
+    assert dataclasses.replace(config, clusters=2).num_models == (None if config.num_models is None else 2)
 
 
 def test_every_option_is_declared_whole():
@@ -157,7 +189,7 @@ def test_every_option_is_declared_whole():
             assert option.text, f"{method}: {name} has no entry in the docstring"
             assert kinds.setdefault(name, option.kind) is option.kind, f"{name} is of two types"
             assert option.kind in CLASSES and (option.default is None or option.check(option.default) is None)
-            others = [entry.option for entry in option.metadata if hasattr(entry, "option")]
+            others = [other for entry in option.metadata if isinstance(entry, Needs) for other in entry.names]
             assert all(other in method_options(method) | common_options() for other in others), (method, name)
 
 
@@ -256,8 +288,8 @@ def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
 
 
 def test_a_flag_overrides_what_a_file_has_in_its_place(tmp_path):
-    from jfcl.experiments.commands import _given_options
-    from jfcl.experiments.flags import build_parser
+    from jfcl.cli.commands import given_options
+    from jfcl.cli.parser import parse
 
     file = tmp_path / "x.toml"
     for content, flags, wanted in [
@@ -268,6 +300,5 @@ def test_a_flag_overrides_what_a_file_has_in_its_place(tmp_path):
         ("seeds = 5", ["--lr", "0.5"], {"seeds": 5, "lr": 0.5}),
     ]:
         file.write_text(content)
-        args = build_parser().parse_args(["run", "fedavg", "--config", str(file), *flags])
-        assert _given_options(args) == {"method": "fedavg"} | wanted
-        check_values(Config(**_given_options(args)))
+        given = given_options(parse(["run", "fedavg", "--config", str(file), *flags]))
+        assert given == {"method": "fedavg"} | wanted and Config(**given)

@@ -10,8 +10,9 @@ import pytest
 
 import jfcl
 from jfcl import cli
-from jfcl.experiments import Config, flags, load_run, read_run, run
-from jfcl.experiments.config import all_options, takes
+from jfcl.cli.parser import parse
+from jfcl.experiments import Config, load_run, read_run, run
+from jfcl.experiments.options import all_options, takes
 from jfcl.experiments.own import find_method, find_model
 from jfcl.experiments.setups import make_aggregator, setup
 
@@ -266,7 +267,7 @@ def forget():
 
 def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
     data = ["--dataset", "mine_models:some_digits", "--clients", "4", "--clusters", "2", "--quiet", "--out", "run"]
-    assert cli.main(["run", "--beta", "0.25", *data, "--rounds", "1", "--model", "mine_models:Net", METHOD]) == 0
+    assert cli.main(["run", METHOD, "--beta", "0.25", *data, "--rounds", "1", "--model", "mine_models:Net"]) == 0
     saved = json.loads((folder / "run" / "config.json").read_text())
     names = {"method": METHOD, "model": "mine_models:Net", "dataset": "mine_models:some_digits", "beta": 0.25}
     assert {name: saved[name] for name in names} == names
@@ -366,7 +367,8 @@ def test_defaults_of_an_own_aggregator_hold_unless_an_option_is_given(given):
 
 
 def test_an_own_attack_on_the_data_of_a_population(folder, capsys):
-    few = FEW | {"population": 12, "cohort": 4, "malicious": 0.5, "devices": 1, "clients": Config.clients}
+    few = FEW | {"population": 12, "cohort": 4, "malicious": 0.5, "devices": 1}
+    del few["clients"]
     models = [
         run(Config("fedavg", **few, attack=attack))[1].state.params["Dense_0"]["kernel"]
         for attack in ("mine_hostile:reverse", "label_reverse")
@@ -421,7 +423,7 @@ def test_an_own_method_in_a_bench(folder, capsys):
 
 def test_options_of_an_own_method_in_python():
     config = Config(METHOD, beta=0.5)
-    assert (config.beta, Config(METHOD).beta, config.options) == (0.5, 0.9, {"beta": 0.5})
+    assert (config.beta, Config(METHOD).beta, config.given) == (0.5, 0.9, {"beta": 0.5})
     with pytest.raises(TypeError, match="did you mean 'beta'"):
         Config(METHOD, betta=0.5)
     with pytest.raises(TypeError, match="no option 'beta'"):
@@ -430,10 +432,9 @@ def test_options_of_an_own_method_in_python():
     assert Config("mine_factories:needs", quantile="many").quantile == "many"
     assert all_options("mine_factories:needs")["quantile"].kind is str and all_options()["quantile"].kind is float
     with pytest.raises(ValueError, match="quantile must be given: method mine_factories:needs has no default for it"):
-        setup(Config("mine_factories:needs"))
+        Config("mine_factories:needs")
     assert find_method("mine_factories:needs").summary == "FedAvg"
-    command = ["run", "--quantile", "many", "mine_factories:needs"]
-    assert cli.build_parser().parse_args(command).quantile == "many"
+    assert parse(["run", "mine_factories:needs", "--quantile", "many"]).quantile == "many"
 
 
 @pytest.mark.parametrize("name", ["Net", "Small", "pair"])
@@ -468,7 +469,7 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),
         (["mine_factories:clash"], "argument lr of method 'mine_factories:clash' must have another name: --lr is of"),
-        (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has one"),
+        (["mine_factories:reserved"], "'mine_factories:reserved' must have another name: jfcl run has --out"),
         (["mine_factories:out_of_range"], "method 'mine_factories:out_of_range': heat must be an integer"),
         (["mine_factories:nothing"], "the result of method 'mine_factories:nothing' must be an Algorithm, got None"),
         (["mine_factories:needs"], "quantile must be given: method mine_factories:needs has no default for it"),
@@ -529,8 +530,3 @@ def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):
     assert sys.path[0] == str(folder) and sys.path.count(str(folder)) == 1
     find_method(METHOD)
     assert sys.path.count(str(folder)) == 1
-
-
-def test_the_method_is_the_first_own_name_among_the_arguments():
-    parser = flags.run_parser(flags.Parser(add_help=False), None)
-    assert flags._own_method(parser, ["mine:make", "--label", "a:b", "--rounds", "2"]) == "mine:make"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jfcl import cli
+from jfcl.cli.parser import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -27,7 +27,7 @@ def test_its_commands_parse():
     lines = [block or inline for block, inline in lines]
     assert len(lines) >= 3
     for line in lines:
-        assert cli.build_parser().parse_args(shlex.split(line)[1:]).command in cli.COMMANDS
+        assert parse(shlex.split(line)[1:]).command in COMMANDS
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_the_page_on_cfl(capsys, tmp_path, monkeypatch):
     assert float(capsys.readouterr().out.split()[0]) == 1
     assert names["parameter_tree"].load_tree(tmp_path, names["task"]).cluster.tolist()
     for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text.replace("\\\n", " "), flags=re.MULTILINE):
-        cli.build_parser().parse_args(shlex.split(line)[1:])
+        parse(shlex.split(line)[1:])
 
 
 def test_it_is_short_and_shows_a_picture_at_once():
@@ -80,7 +80,7 @@ def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
     accuracy, seen, dropped = map(float, capsys.readouterr().out.split())
     assert accuracy > 0.6 and 1000 < seen < 2000 and 150 < dropped < 330
     for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text, flags=re.MULTILINE):
-        cli.build_parser().parse_args(shlex.split(line)[1:])
+        parse(shlex.split(line)[1:])
     assert text.count("\n") <= 70
 
 
@@ -90,4 +90,4 @@ def test_the_page_on_mappings(capsys):
     exec(code, {})
     assert capsys.readouterr().out == "41\n"
     for line in re.findall(r"^    (jfcl run [^#\n]*?)(?:\s+#.*)?$", text, flags=re.MULTILINE):
-        cli.build_parser().parse_args(shlex.split(line)[1:])
+        parse(shlex.split(line)[1:])

@@ -21,7 +21,7 @@ import jfcl
 from jfcl import cli
 from jfcl.core import files
 from jfcl.experiments import Config, run_sweep, sweeps
-from jfcl.experiments.config import method_options
+from jfcl.experiments.options import method_options
 from jfcl.methods import METHODS
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.grid import Group

@@ -19,9 +19,10 @@ from pathlib import Path
 from docutils import nodes
 from pictures import PICTURES, picture
 
+from jfcl.core.names import flag_of
 from jfcl.core.options import Option, argument_texts, first_sentence
-from jfcl.experiments.config import STANDS_FOR, groups
-from jfcl.experiments.flags import flag_of
+from jfcl.core.options import options_of as declared_options
+from jfcl.experiments.options import GROUPS, STANDS_FOR
 from jfcl.methods import METHODS
 
 HERE = Path(__file__).resolve().parent.parent
@@ -119,7 +120,8 @@ def options_of(name: str) -> str:
 def options_of_every_run() -> str:
     """Returns the tables of the options that are common to the methods, a section for each group."""
     parts = []
-    for group, options in groups().items():
+    for group in GROUPS:
+        options = declared_options(group)
         title, _, about = inspect.getdoc(group).splitlines()[0].rstrip(".").partition(": ")
         texts = {
             name: re.sub(r"'(jfcl [^']*)'|(--[a-z-]+\w)", r"`\1\2`", first_sentence(o.text))

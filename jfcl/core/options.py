@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jfcl.core.checks import INT32_MAX, check, check_choice, check_count, is_concrete
+from jfcl.core.names import flag_of, note_on
 
 Real = float | jax.Array  # a float, which may be a tracer
 MOST_REPEATED = 10**6  # repetitions inside one call of a compiled program; an interruption waits for its end
@@ -67,15 +68,24 @@ class OneOf(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Another option, without which this one has no effect."""
+    """Another option, or one of several, without which (or without one of its `values`) this one has no effect."""
 
-    option: str
+    option: str | tuple[str, ...]
+    values: tuple = ()
 
+    def are_met(self, given: Mapping[str, Any]) -> bool:
+        """Returns whether the options `given` have what is needed: one of the values, or any but 0, False and None."""
+        found = [given.get(name) for name in self.names]
+        return any(value in self.values if self.values else not is_concrete(value) or bool(value) for value in found)
 
-class Excludes(NamedTuple):
-    """Another option, with which this one has no effect."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The other options, of which one is enough."""
+        return (self.option,) if isinstance(self.option, str) else self.option
 
-    option: str
+    def __str__(self) -> str:
+        values = " or ".join(map(str, self.values))
+        return " or ".join(flag_of(name) for name in self.names) + f" {values}" * bool(values)
 
 
 class Option(NamedTuple):
@@ -87,7 +97,7 @@ class Option(NamedTuple):
       optional: whether `None` is a value of it.
       default: the value where none is given.
       text: one line of help.
-      metadata: the `Range`, `Interval`, `OneOf`, `Needs` and `Excludes` of the annotation.
+      metadata: the `Range`, `Interval`, `OneOf` and `Needs` of the annotation.
       traced: whether a value may be a tracer, an argument of the compiled program.
       arrays: whether a text may be an array instead, which its function checks itself.
     """
@@ -107,7 +117,7 @@ class Option(NamedTuple):
             return
         name, kind = self.name, self.kind
         fits = isinstance(value, CLASSES[kind]) and (kind is bool or not isinstance(value, bool))
-        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if self.arrays else ""))
+        check(fits, name, value, f"of type {kind.__name__}" + (" or an array" if self.arrays else "") + note_on(name))
         if kind is str:
             check(is_text(value), name, value, f"text of 1 to {LONGEST_TEXT} characters in UTF-8, none of them NUL")
         accepted = [accepts for accepts in self.metadata if hasattr(accepts, "check")]
@@ -117,10 +127,6 @@ class Option(NamedTuple):
             check_real(name, value)
         for accepts in accepted:
             accepts.check(name, value)
-
-    def others(self, relation: type) -> list[str]:
-        """Returns the names of the options that this one `Needs` or `Excludes`."""
-        return [other.option for other in self.metadata if isinstance(other, relation)]
 
 
 def is_text(value: str) -> bool:
@@ -167,13 +173,18 @@ def _members(hint: Any) -> tuple:
 
 @functools.cache
 def options_of(function: Callable) -> dict[str, Option]:
-    """Returns the options among the keyword-only arguments of `function`; an argument without a default has None."""
+    """Returns the options among the keyword-only arguments of a function, or the attributes of a class."""
     hints, texts = typing.get_type_hints(function, include_extras=True), argument_texts(function)
+    if isinstance(function, type):
+        defaults = {name: vars(function)[name] for name in function.__annotations__}
+    else:
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     found = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, default in defaults.items():
         read = read_hint(hints.get(name))
-        if parameter.kind is parameter.KEYWORD_ONLY and read is not None:
-            default = None if parameter.default is parameter.empty else parameter.default
+        if read is not None:
+            default = None if default is inspect.Parameter.empty else default
             arrays, of_text = accepts_tracers(hints[name]), read[0] is str
             of_arrays = arrays and not of_text, arrays and of_text
             found[name] = Option(name, read[0], read[1], default, texts.get(name, ""), read[2], *of_arrays)

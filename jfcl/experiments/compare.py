@@ -12,7 +12,6 @@ from jfcl.analysis import plots
 from jfcl.core.files import write_whole
 from jfcl.experiments import comparison
 from jfcl.experiments.results import Results, read_finished
-from jfcl.experiments.used import as_used
 
 TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
@@ -61,8 +60,7 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Results]:
 def run_differences(runs: dict[str, Results]) -> dict[str, dict[str, str]]:
     """Returns the options in which runs differ, as they were used, and the rounds that were computed."""
     done = {name: {"num_rounds": run.summary["num_rounds"]} for name, run in runs.items()}
-    used = {name: as_used(run.config, str(run.folder / "config.json")) | done[name] for name, run in runs.items()}
-    return comparison.differences({name: run.config | done[name] for name, run in runs.items()}, used)
+    return comparison.differences({name: run.config | done[name] for name, run in runs.items()})
 
 
 def unused_folder(runs: Sequence[str | Path], out: str | Path | None) -> Path:

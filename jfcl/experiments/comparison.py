@@ -230,44 +230,34 @@ def differences_notes(configs: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def differences(
-    configs: dict[str, dict[str, Any]], used: dict[str, dict[str, Any]] | None = None
-) -> dict[str, dict[str, str]]:
+def differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Returns the options in which runs differ, with the value in each run, by its name.
 
-    An option that is given as what another run uses anyway makes no difference; nor does one that no run gives, where
-    methods have other defaults. The method makes none where the name of every run holds it.
-
-    Args:
-      configs: the content of `config.json` of each run.
-      used: the same with the values that the runs used for options not given.
+    An option that no run gives makes no difference, where methods have other defaults; nor does the method, where the
+    name of every run holds it. `configs` are the contents of `config.json` of the runs.
 
     Example:
-      >>> given = {"optimizer": "sgd", "lr": 0.1, "weights": None}, {"optimizer": None, "lr": 0.2, "weights": None}
-      >>> used = given[0] | {"weights": "size"}, given[1] | {"optimizer": "sgd", "weights": "equal"}
-      >>> differences(dict(zip("ab", given)), dict(zip("ab", used)))
+      >>> a, b = {"lr": 0.1, "weights": "size", "given": ["lr"]}, {"lr": 0.2, "weights": "equal", "given": []}
+      >>> differences({"a": a, "b": b})
       {'lr': {'a': '0.1', 'b': '0.2'}}
     """
-    # In a population, the number of clients has no effect.
-    alike = {name: c.get("population") is not None or c.get("store") is not None for name, c in configs.items()}
     named = all(str(config.get("method")) in name for name, config in configs.items())
-    left_out = (*NOT_COMPARED, "method") if named else NOT_COMPARED
-
-    def texts(option: str, some: dict[str, dict[str, Any]]) -> dict[str, str]:
-        """Returns the values of an option, of the runs of which it is known."""
-        values = {
-            name: None if option == "clients" and alike[name] else config.get(option)
-            for name, config in some.items()
-            if option in configs[name] or is_configured(configs[name])  # a run in Python keeps what its config names
-        }
-        return {name: "–" if value is None else str(value) for name, value in values.items()}
-
+    given = {option for config in configs.values() for option in _given(config)} | {"num_rounds"}
+    given -= {"method"} if named else set()
     found = {}
-    for option in dict.fromkeys(option for config in configs.values() for option in config if option not in left_out):
-        given, values = texts(option, configs), texts(option, used or configs)
-        if len(set(given.values())) > 1 and len(set(values.values())) > 1:
-            found[option.removeprefix("num_")] = {name: values.get(name, "not known") for name in configs}
+    for option in dict.fromkeys(option for config in configs.values() for option in config if option in given):
+        values = {name: "–" if c.get(option) is None else str(c[option]) for name, c in configs.items()}
+        # A run in Python keeps what its config names.
+        unknown = [name for name, config in configs.items() if option not in config and not is_configured(config)]
+        if len({value for name, value in values.items() if name not in unknown}) > 1:
+            found[option.removeprefix("num_")] = values | dict.fromkeys(unknown, "not known")
     return found
+
+
+def _given(config: dict[str, Any]) -> set[str]:
+    """Returns the options that are compared: those given, of a run in Python all."""
+    names = config.get("given")
+    return ({*names} if isinstance(names, list) else {*config} - {*NOT_COMPARED}) | {"method"}
 
 
 def differences_text(found: dict[str, dict[str, str]]) -> str:

@@ -68,13 +68,6 @@ SCHEDULES = {
     "step": "is multiplied by --step-factor after every --step-rounds rounds",
     "warmup_cosine": "rises linearly over the share --warmup of the steps, then falls as with cosine",
 }
-# The options of single schedules: those that have them, and the default. A third of the rounds stands for None.
-SCHEDULE_OPTIONS = {
-    "lr_end": (("cosine", "warmup_cosine"), 0.0),
-    "warmup": (("warmup_cosine",), 0.1),
-    "step_rounds": (("step",), None),
-    "step_factor": (("step",), 0.1),
-}
 SERVER_OPTIMIZERS = {
     "average": lambda lr: optax.sgd(lr),
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
@@ -115,7 +108,9 @@ def make_optimizer(
     return optax.chain(*parts, optimizer) if parts else optimizer
 
 
-def make_schedule(name: str, lr: Any, total: int, step: int | None = None, **options: Any) -> Rate:
+def make_schedule(
+    name: str, lr: Any, total: int, step: int = 1, *, lr_end: float = 0.0, warmup: float = 0.1, step_factor: float = 0.1
+) -> Rate:
     """Returns a schedule of `SCHEDULES`, a function of the number of local steps done; `lr` itself for `"constant"`.
 
     Args:
@@ -123,22 +118,20 @@ def make_schedule(name: str, lr: Any, total: int, step: int | None = None, **opt
       lr: the largest learning rate.
       total: local steps of the whole run.
       step: local steps between two falls of `"step"`.
-      options: `lr_end`, `warmup`, `step_factor`: those of `SCHEDULE_OPTIONS`; `None` stands for the default there.
+      lr_end, warmup, step_factor: as the options of a run.
 
     Example:
       >>> rate = make_schedule("cosine", 0.4, 100)
       >>> [round(float(rate(t)), 3) for t in (0, 50, 100)]
       [0.4, 0.2, 0.0]
     """
-    given = {option: default for option, (_, default) in SCHEDULE_OPTIONS.items()}
-    given |= {option: value for option, value in options.items() if value is not None}
     if name == "constant":
         return lr
     if name == "step":
-        share = optax.exponential_decay(1.0, step, given["step_factor"], staircase=True)
+        share = optax.exponential_decay(1.0, step, step_factor, staircase=True)
     else:
-        rising = max(round(given["warmup"] * total), 1) if name == "warmup_cosine" else 0
-        share = optax.cosine_decay_schedule(1.0, max(total - rising, 1), given["lr_end"])
+        rising = max(round(warmup * total), 1) if name == "warmup_cosine" else 0
+        share = optax.cosine_decay_schedule(1.0, max(total - rising, 1), lr_end)
         if rising:
             share = optax.join_schedules([optax.linear_schedule(0.0, 1.0, rising), share], [rising])
     return lambda count: lr * share(count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,34 +17,22 @@ from rich.console import Console
 from jfcl import data
 from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
-from jfcl.data.partition import OF_ONE_DIVISION
-from jfcl.experiments.config import OF_COHORTS, OF_PARTITION, Config, check_options, to_saved
+from jfcl.experiments.config import Config, check_options, to_saved
+from jfcl.experiments.options import OF_PARTITION
 from jfcl.experiments.own import find_attack, is_on_data, is_own
 from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
-from jfcl.experiments.used import COHORT
-from jfcl.experiments.validation import validate
 from jfcl.models import LANGUAGE_MODELS
 from jfcl.robust import attacks
 from jfcl.simulation.loop import History
 from jfcl.simulation.run import simulate
 from jfcl.simulation.state_split import Start, check_algorithm
 
-EXAMPLES, EVALUATED = 20, 1000  # defaults
-DEFAULT = Config("fedavg")
+EVALUATED = 1000  # clients, at most
 # Options, and their names in the description of a store.
 DEALT = {"population": "num_clients", "clusters": "num_clusters", "data_seed": "seed"}
 DEALT |= {name: name for name in ("dataset", "examples_per_client", "heterogeneity", "partition", "test_fraction")}
 DEALT |= {"vocab_size": "vocab_size", "length": "length"}  # of texts
-_OF_STORES = inspect.signature(data.generate_store).parameters
-DEFAULTS = {"examples_per_client": EXAMPLES} | {
-    name: _OF_STORES[name].default for name in OF_PARTITION if name in _OF_STORES
-}
-COMPARE_ALL = ("one_shot", "flhc", "fesem")  # methods that compare all clients with each other
-
-
-def _cohort(config: Config, num_clients: int) -> int:
-    return min(COHORT, num_clients) if config.cohort is None else config.cohort
 
 
 def run_population(
@@ -60,23 +47,13 @@ def run_population(
         differs from the options.
     """
     out, resume = options["out"], options["resume"]
-    fits = config.clients in (Config.clients, config.population)
-    check(fits, "clients", config.clients, "left out with --population or --store, which have their own number")
-    check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
-    check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
-    check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
-    check(config.partition not in OF_ONE_DIVISION, "partition", config.partition, "another with --population")
-    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt several times")
-    check(config.mapping != "auto", "mapping", config.mapping, "another with --population: the probe is of all clients")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     with contextlib.ExitStack() as stack:
         folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
         made = stack.enter_context(_cleared(Path(folder), out))
-        stored, store, tests, vocab_size, is_new = make_stores(config, Path(folder), data_dir, options["progress"])
+        config, store, tests, vocab_size, is_new = make_stores(config, Path(folder), data_dir, options["progress"])
         made += [folder] if is_new else []
-        config = dataclasses.replace(stored, clients=len(store), cohort=_cohort(stored, len(store)))
-        validate(config)
         malicious = malicious_clients(config)
         rng = np.random.default_rng([config.data_seed, len(store)])
         good = np.flatnonzero(~malicious)
@@ -90,14 +67,14 @@ def run_population(
             store,
             key=jax.random.key(parts.seeds[0]),
             num_rounds=config.rounds,
-            **{name: getattr(config, name) for name in ("cohort", *OF_COHORTS)},
+            **{name: getattr(config, name) for name in ("cohort", "sampling", "dropout", "stragglers", "remember")},
             join=join,
             change=change,
             test_clients=tests,
             evaluate=evaluated,
             seeds=parts.seeds,
             client_axis=parts.client_axis,
-            config=to_saved(stored, store.hash),
+            config=to_saved(config, store.hash),
             **options,
         )
     last = history.records[-1]
@@ -149,7 +126,7 @@ def _cleared(folder: Path, out: str | Path | None) -> Iterator[list]:
 
 def _rehearse(config: Config, dataset: data.Dataset, vocab_size: int | None) -> None:
     """Raises `ValueError` for options that the method refuses, before the data are dealt, which takes long."""
-    most, largest_id = config.examples_per_client or EXAMPLES, config.clients - 1
+    most, largest_id = config.examples_per_client, config.clients - 1
 
     def cohorts(count):  # of the same example, without a copy
         examples = {n: np.broadcast_to(v[:1], (count, most, *v.shape[1:])) for n, v in dataset.train.items()}
@@ -179,13 +156,13 @@ def as_dealt(store: ClientStore) -> dict[str, Any]:
 
 
 def check_dealt(config: Config, store: ClientStore, folder: Path) -> None:
-    """Raises `ValueError` for options that contradict `store`: without a `--population`, those not at their default."""
-    has = as_dealt(store)
-    wanted = {name: getattr(config, name) for name in has}
-    if config.population is None:
-        wanted = {name: value for name, value in wanted.items() if value != getattr(DEFAULT, name)}
-    wanted = {name: DEFAULTS.get(name) if value is None else value for name, value in wanted.items()}
-    differ = "; ".join(f"{n}: it has {has[n]!r}, asked for {value!r}" for n, value in wanted.items() if value != has[n])
+    """Raises `ValueError` for options that contradict `store`: without a `--population`, those that are given."""
+    asked = config.given if config.population is None else config.values
+    differ = "; ".join(
+        f"{name}: it has {value!r}, asked for {asked[name]!r}"
+        for name, value in as_dealt(store).items()
+        if name in asked and asked[name] != value
+    )
     if differ:
         raise ValueError(f"store {folder} is of another population ({differ}); nothing was changed")
 
@@ -209,11 +186,8 @@ def make_stores(
         texts = config.model in LANGUAGE_MODELS or (is_own(config.model) and of_texts)
         return config, store, tests, load_dataset(config, data_dir)[1] if texts else None, False
     check(config.population is not None, "population", None, f"given, as there is no store {folder} yet")
-    cohort = _cohort(config, config.population)
-    whole = dataclasses.replace(config, clients=config.population, cohort=cohort)
-    validate(whole)
     dataset, vocab_size = load_dataset(config, data_dir)
-    _rehearse(whole, dataset, vocab_size)
+    _rehearse(config, dataset, vocab_size)
     if folder.exists():  # another process has made them meanwhile
         return make_stores(config, folder, data_dir, progress)
     if progress:
@@ -223,7 +197,7 @@ def make_stores(
         folder,
         dataset,
         num_clients=config.population,
-        examples_per_client=config.examples_per_client or EXAMPLES,
+        examples_per_client=config.examples_per_client,
         about={"dataset": config.dataset} | of_texts,  # by the name that finds it again
         progress=progress,
         **dealt(config),

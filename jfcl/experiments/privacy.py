@@ -6,57 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from jfcl.core import check
-from jfcl.experiments.config import Config, groups, of_population
-from jfcl.experiments.own import find_method, is_on_updates
-from jfcl.experiments.private_options import Privacy
-from jfcl.robust.privacy import GaussianDP, accountant, default_delta, epsilon, noise_of_sums
+from jfcl.experiments.config import Config
+from jfcl.robust.privacy import GaussianDP, epsilon, noise_of_sums
 
 
 def mechanism(config: Config) -> GaussianDP:
     """Returns the mechanism of `config`, with `dp_clip`."""
     return GaussianDP(
         clip=config.dp_clip,
-        noise=config.dp_noise or 0.0,
+        noise=config.dp_noise,
         quantile=config.dp_quantile,
-        min_size=config.dp_min_size or 1,
-        sampling=config.dp_sampling or ("fixed" if of_population(config) else "poisson"),
+        min_size=config.dp_min_size,
+        sampling=config.dp_sampling,
     )
-
-
-def check_private_run(config: Config) -> None:
-    """Checks the options of private training against the others.
-
-    Raises:
-      ValueError: options without the one that they need; an attack, an aggregator or early stopping, which void the
-        guarantee; cohorts that the accountant does not know; no accountant.
-    """
-    if config.dp_clip is None:
-        for name in groups()[Privacy]:
-            check(getattr(config, name) is None, name, getattr(config, name), "left out without --dp-clip")
-        return
-    accepted = "left out without --dp-noise above 0: without noise there is no epsilon"
-    check(config.dp_delta is None or config.dp_noise, "dp_delta", config.dp_delta, accepted)
-    accepted = "left out with --dp-clip: the updates of hostile clients are functions of those of the others"
-    check(not is_on_updates(config.attack), "attack", config.attack, accepted)
-    accepted = "left out with --dp-clip: the guarantee is that of a mean"
-    check(config.aggregator is None, "aggregator", config.aggregator, accepted)
-    accepted = "left out with --dp-clip: the round in which it ends a run follows from results without noise"
-    check(config.patience is None, "patience", config.patience, accepted)
-    if of_population(config):
-        accepted = "fixed with --population, the cohorts of which have a fixed size"
-        check(config.dp_sampling != "poisson", "dp_sampling", config.dp_sampling, accepted)
-        check(config.sampling == "uniform", "sampling", config.sampling, "uniform with --dp-clip")
-        accepted = "0 with --dp-clip: which clients are slow may depend on their data"
-        check(config.stragglers == 0, "stragglers", config.stragglers, accepted)
-    if config.dp_noise and config.dp_delta is None and not of_population(config):
-        accepted = "given for one client: the default is a power of the number of clients, 1 here, and promises nothing"
-        check(config.clients > 1, "dp_delta", None, accepted)
-    if config.dp_noise:
-        try:
-            accountant()
-        except ImportError as error:
-            raise ValueError(f"dp_noise must be used with an accountant: {error}") from None
 
 
 def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.ndarray, clip: float) -> dict[str, Any]:
@@ -75,11 +37,9 @@ def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.nd
       with the expected number of participants.
     """
     dp = mechanism(config)
-    delta = default_delta(num_clients) if config.dp_delta is None else config.dp_delta
-    about = {"num_clients": num_clients, "cohort": config.cohort, "num_rounds": num_rounds, "delta": delta}
+    about = {"num_clients": num_clients, "cohort": config.cohort, "num_rounds": num_rounds, "delta": config.dp_delta}
     found = epsilon(dp, **about) if dp.noise > 0 else None
-    several = "num_clusters" in find_method(config.method).options
-    count = (config.num_models or config.clusters) if several else 1
+    count = config.num_models or 1
     shares = np.bincount(cluster, minlength=count) / len(cluster)
     scale, participants = noise_of_sums(dp, count) * clip, config.cohort or num_clients
     clusters = [
@@ -87,7 +47,7 @@ def privacy_of(config: Config, num_clients: int, num_rounds: int, cluster: np.nd
         for k, share in enumerate(shares.tolist())
     ]
     of_rounds = {"clip": clip, "noise": dp.noise, "sampling": dp.sampling, "num_rounds": num_rounds}
-    return {"epsilon": found, "delta": delta if found is not None else None, **of_rounds, "clusters": clusters}
+    return {"epsilon": found, "delta": config.dp_delta, **of_rounds, "clusters": clusters}
 
 
 def privacy_text(found: dict[str, Any]) -> str:

@@ -15,11 +15,8 @@ import numpy as np
 from jfcl.analysis import plots
 from jfcl.core import shown
 from jfcl.experiments.comparison import OF_CLUSTERS, compares_clusters, is_configured, number, size_text
-from jfcl.experiments.config import Config, to_saved
-from jfcl.experiments.own import is_own
 from jfcl.experiments.privacy import privacy_text
 from jfcl.experiments.results import Results
-from jfcl.experiments.used import as_used
 from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation.loop import ALL_DONE
 
@@ -231,21 +228,18 @@ def _seeds(run: Results, label: str) -> TableOf | None:
 
 
 def _options(run: Results) -> dict[str, Any]:
-    """Returns the options of a run, those that differ from the default marked, and the versions."""
-    configured = is_configured(run.config)
-    imported = configured and is_own(run.config["method"])  # not for a report: its own options are saved where given
-    default = to_saved(Config("" if imported else run.config["method"]), "") if configured else run.config
-    used = as_used(run.config, str(run.folder / "config.json"))
-    options = []
+    """Returns the options of a run, those that were given marked, and the versions."""
+    given, options = run.config.get("given", ()), []
     for name, value in run.config.items():
-        if name not in ("versions", "split_hash", "key"):
-            text = "–" if used[name] is None else used[name] if isinstance(used[name], str) else shown(used[name])
-            options.append(("rounds" if name == "num_rounds" else name, text, value != default.get(name)))
+        if name not in ("versions", "split_hash", "key", "given"):
+            name = "rounds" if name == "num_rounds" else name
+            text = "–" if value is None else value if isinstance(value, str) else shown(value)
+            options.append((name, text, isinstance(given, list) and name in given))
     versions, text = run.summary.get("versions") or run.config.get("versions"), ""
     if isinstance(versions, dict):
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
         text += f"; split of the data {run.config['split_hash']}" if run.config.get("split_hash") else ""
-    return {"options": options, "is_configured": configured, "versions": text}
+    return {"options": options, "is_configured": is_configured(run.config), "versions": text}
 
 
 def commands(run: Results) -> tuple[list[str], list[str]]:

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfcl.core import files
-from jfcl.experiments.config import Config, as_dict, of_population, to_saved
+from jfcl.experiments.config import Config, to_saved
 from jfcl.experiments.population import run_population
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.results import read_results
 from jfcl.experiments.setups import Setup, matmul_precision, setup
-from jfcl.experiments.used import eval_every
-from jfcl.experiments.validation import check_values
 from jfcl.mapping import hosts
 from jfcl.simulation.callbacks import EarlyStopping, check_callbacks
 from jfcl.simulation.folder import RunFolder, check_folder
@@ -55,8 +53,7 @@ def run(
       (2, 4)
     """
     check_callbacks(callbacks)
-    check_values(config)
-    hosts.check_alike(as_dict(config) | {"out": out is not None, "resume": resume}, "options")
+    hosts.check_alike(config.values | {"out": out is not None, "resume": resume}, "options")
     if out is not None:
         hosts.by_first(lambda: check_folder(out, resume, "run"))  # refuses before data are loaded
     with contextlib.ExitStack() as opened:
@@ -65,10 +62,10 @@ def run(
             lock = RunFolder(out).lock_path
             hosts.by_first(lambda: Path(out).is_dir() and opened.enter_context(files.lock(lock)))
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
-        options |= {"eval_every": eval_every(config), "serve": config.serve}
+        options |= {"eval_every": config.eval_every, "serve": config.serve}
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
         options |= {"callbacks": [*stopping, *callbacks], "summary": False, "keep_clients": config.keep_clients}
-        run_clients = run_population if of_population(config) else _run_on_device
+        run_clients = run_population if config.of_population else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
         if out is not None and hosts.is_first():
             _write_report(out, found[1].records)

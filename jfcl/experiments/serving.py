@@ -32,7 +32,7 @@ from jfcl.core.files import write_whole
 from jfcl.core.parameters import named_parameters
 from jfcl.data import read_rows
 from jfcl.experiments.comparison import is_configured
-from jfcl.experiments.config import Config, check_options, from_saved, of_population
+from jfcl.experiments.config import Config, from_saved
 from jfcl.experiments.results import read_finished
 from jfcl.experiments.setups import Setup, load_params, setup
 
@@ -153,8 +153,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     run = read_finished(folder)  # verifies the files
     accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
     check(is_configured(run.config), "folder", str(folder), accepted)
-    config = Config(**check_options(from_saved(run.config), str(run.folder / "config.json")))
-    check(not of_population(config), "folder", str(folder), "a run of clients, not of a population")
+    config = Config(**from_saved(run.config, str(run.folder / "config.json")))
+    check(not config.of_population, "folder", str(folder), "a run of clients, not of a population")
     # Devices, mapping and warm start do not matter for using the models, and may not exist on this machine.
     here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)
     parts = setup(here, data_dir=data_dir)

@@ -34,19 +34,10 @@ from jfcl.core import (
 )
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.experiments import own
-from jfcl.experiments.config import (
-    AS_DECLARED,
-    PRECISIONS,
-    Config,
-    as_dict,
-    common_options,
-    of_population,
-    partition_options,
-)
-from jfcl.experiments.optimizers import SCHEDULE_OPTIONS, SERVER_OPTIMIZERS, make_optimizer, make_schedule
+from jfcl.experiments.config import Config
+from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, make_optimizer, make_schedule
+from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, common_options, method_options
 from jfcl.experiments.privacy import mechanism
-from jfcl.experiments.used import BUCKET_SIZE, keep, local_steps, method_defaults
-from jfcl.experiments.validation import validate
 from jfcl.robust import attacks
 from jfcl.simulation import probe
 from jfcl.simulation.folder import verify_results
@@ -72,17 +63,17 @@ def make_training(config: Config, largest: int) -> LocalTraining:
     """Returns the local training; schedules count the local steps of a client with `largest` examples."""
     training = local_training(
         optax.sgd(config.lr),
-        num_steps=local_steps(config),
+        num_steps=config.local_steps,
         num_epochs=config.local_epochs,
         batch_size=config.batch_size,
         prox=config.prox,
         augment=None if config.augment is None else AUGMENTATIONS[config.augment],
-        keep=keep(config),
+        keep=config.keep,
     )
     lr = _learning_rate(config, training, largest)
     of_method = "momentum" in own.find_method(config.method).options  # the method's, not the optimiser's
     optimizer = make_optimizer(
-        config.optimizer or "sgd",
+        config.optimizer,
         lr,
         momentum=None if of_method else config.momentum,
         weight_decay=config.weight_decay,
@@ -94,7 +85,7 @@ def make_training(config: Config, largest: int) -> LocalTraining:
 
 def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any:
     """Returns the learning rate, or its schedule over the local steps of a client with `largest` examples."""
-    name = config.schedule or "constant"
+    name = config.schedule
     if name == "constant" and config.lr_decay == 1:
         return config.lr
     if config.mixing is None:  # validation examples are not trained on
@@ -106,8 +97,7 @@ def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any
     if name == "constant":
         return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
     options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
-    step = min((config.step_rounds or max(config.rounds // 3, 1)) * steps, INT32_MAX)
-    return make_schedule(name, config.lr, done, step, **options)
+    return make_schedule(name, config.lr, done, min((config.step_rounds or 1) * steps, INT32_MAX), **options)
 
 
 def load_params(folder: str | Path, part: str = "params") -> PyTree:
@@ -178,7 +168,7 @@ def make_aggregator(config: Config) -> Callable:
     options = {
         "num_malicious": round(config.malicious * (config.cohort or config.clients)),
         "radius": config.radius,
-        "bucket_size": config.bucket_size or (BUCKET_SIZE if "bucket_size" in required else None),
+        "bucket_size": config.bucket_size,
         "key": jax.random.key(config.data_seed),
     }
     options = {name: value for name, value in options.items() if name in taken and value is not None}
@@ -197,27 +187,25 @@ def _warm_start(config: Config, task: Task) -> PyTree:
     check(not names, "init_from", config.init_from, accepted)
     alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found))
     chosen = config.method == "ifca" or (config.method == "hypcluster" and not config.warm_rounds)
-    equals = alone and chosen and (config.num_models or config.clusters) > 1
+    equals = alone and chosen and config.num_models > 1
     accepted = "a run that ended with several models: of equals all clients would choose the first"
     check(not equals, "init_from", config.init_from, accepted)
     return jax.tree.map(lambda leaf: leaf[0], found) if alone else found
 
 
 def make_algorithm(config: Config, task: Task, training: LocalTraining, federation, client_axis) -> Algorithm:
-    """Returns the method of `config`, with those of its options that are given."""
+    """Returns the method of `config`."""
     method = own.find_method(config.method)
     options: dict[str, Any] = {"client_axis": client_axis}
     # Options with the same name and type in the factory.
-    common = {name: getattr(config, name) for name in AS_DECLARED}
-    given = method_defaults(config) | config.options | {name: v for name, v in common.items() if v is not None}
-    if config.dp_clip is not None:
-        options["dp"] = mechanism(config)
-        given = {"weights": "equal"} | given
-    options |= {name: value for name, value in given.items() if name in method.options}
-    if of_population(config) and not config.remember:
+    same = [name for name in (*AS_DECLARED, *method_options(config.method)) if name in method.options]
+    options |= {name: config.values[name] for name in same if config.values[name] is not None}
+    if config.of_population and not config.remember:
         options.pop("cohort", None)  # all clients that are on the device
     _check_beginnings(config, task)
     # Options that stand for an object.
+    if config.dp_clip is not None:
+        options["dp"] = mechanism(config)
     if config.track_gap:
         options["true_cluster"] = federation.cluster
     if own.is_on_updates(config.attack) and config.method != "local":
@@ -233,7 +221,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
     if config.init_from is not None:
         options["init_params"] = _warm_start(config, task)
     if "num_clusters" in method.options:
-        options["num_clusters"] = config.num_models or config.clusters
+        options["num_clusters"] = config.num_models
     if "cluster" in method.options:
         options["cluster"] = federation.cluster
     made = method.make(task, training, **options)
@@ -291,9 +279,8 @@ def load_dataset(config: Config, data_dir: str | None) -> tuple[data.Dataset, in
 
 def check_model_reads(config: Config, texts: bool) -> None:
     """Raises `ValueError` for a model of images on `texts`, or a model of texts on images; a user's own may be both."""
-    if own.is_own(config.model):
-        check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
-    elif texts != (config.model in models.LANGUAGE_MODELS):
+    check(config.augment is None or not texts, "augment", config.augment, "left out for texts")
+    if not own.is_own(config.model) and texts != (config.model in models.LANGUAGE_MODELS):
         holds, reads = ("texts", "images") if texts else ("images", "texts")
         fitting = ", ".join(name for name in models.MODELS if (name in models.LANGUAGE_MODELS) == texts)
         raise ValueError(
@@ -380,7 +367,7 @@ def mapping_of(config: Config) -> mapping.Mapping:
 def dealt(config: Config) -> dict[str, Any]:
     """Returns the options by which clients get examples, as `data.build` and `data.generate_store` take them."""
     same = {name: getattr(config, name) for name in ("heterogeneity", "partition", "test_fraction")}
-    options = partition_options(config)
+    options = {name: getattr(config, name) for name, takers in OF_PARTITION.items() if config.partition in takers}
     if "distribution" in options:
         options["distribution"] = _read_table(options["distribution"])
     return same | {"num_clusters": true_clusters(config), "seed": config.data_seed} | options
@@ -406,8 +393,8 @@ def assemble(
     make = partial(make_algorithm, config, task, training, federation)
     if config.mapping == "auto":
         costless = ("mapping", "seed", "seeds", "data_seed", "rounds", "eval_every", "lr", "lr_decay", "init_from")
-        costless += tuple(SCHEDULE_OPTIONS)
-        costly = {name: value for name, value in as_dict(config).items() if name not in costless}
+        costless += ("lr_end", "warmup", "step_rounds", "step_factor")
+        costly = {name: value for name, value in config.values.items() if name not in costless}
         client_axis = probe.fastest(make, federation.train, candidates(config), about=costly)
     seeds = list(range(config.seeds)) if config.seed is None else [config.seed]
     return Setup(federation, task, make(client_axis), seeds, client_axis, training)
@@ -438,7 +425,6 @@ def setup(config: Config, *, data_dir: str | None = None) -> Setup:
       >>> parts.federation.cluster.tolist(), parts.seeds
       ([0, 1, 0, 1, 0, 1, 0, 1], [0])
     """
-    validate(config)
     processes = jax.process_count()
     check(config.clients >= processes, "clients", config.clients, f"at least one for each of the {processes} processes")
     client_axis = mapping_of(config)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,6 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Task, check, max_examples
@@ -23,9 +20,8 @@ from jfcl.core.files import write_whole
 from jfcl.core.names import option_hint
 from jfcl.core.options import Interval, OneOf, Option, Range, options_of
 from jfcl.data import hold_out
-from jfcl.experiments.comparison import number
-from jfcl.experiments.config import Config, Data, Run, all_options, common_options, groups, of_population, to_saved
-from jfcl.experiments.own import find_method
+from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.options import Data, Run, all_options
 from jfcl.experiments.setups import (
     check_model_reads,
     load_clients,
@@ -35,18 +31,15 @@ from jfcl.experiments.setups import (
     malicious_clients,
     matmul_precision,
 )
-from jfcl.experiments.tables import numbers_table
-from jfcl.experiments.validation import validate
 from jfcl.simulation.folder import check_folder
 from jfcl.simulation.grid import sweep
 from jfcl.simulation.grid_results import METRICS, Sweep, check_grid
 
 # Options with one value in a sweep. Those of the data and the attack decide which examples the cells are judged on.
-OF_ALL_CELLS = (*groups()[Data], *groups()[Run], "rounds", "attack", "malicious", "init_from", "share", "personal")
+OF_ALL_CELLS = (*Data.__annotations__, *Run.__annotations__, "rounds", "attack", "malicious")
+OF_ALL_CELLS += ("init_from", "share", "personal")
 BOOLEANS = {"true": True, "false": False}
-MOST_SHOWN = 30  # cells in a table
 SEEDS = 3  # of each cell, unless they are given
-SPREAD = 0.05  # of the accuracy over seeds, beyond which restarts are suggested
 FILES = ("sweep.json", "best.toml", "heatmap.png")
 
 
@@ -143,10 +136,8 @@ def run_sweep(
             known[name].check(value)
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
-    for cell in cells:
-        validate(cell)
     accepted = "left out: a sweep is of clients on the device"
-    check(not of_population(config), "population, store", (config.population, config.store), accepted)
+    check(not config.of_population, "population, store", (config.population, config.store), accepted)
     accepted = "vmap or chunked, or left out: a sweep divides its runs, not the clients, among the devices"
     check(config.mapping in (None, "vmap", "chunked"), "mapping", config.mapping, accepted)
     check(config.patience is None, "patience", config.patience, "left out: a sweep judges the last round alone")
@@ -211,26 +202,11 @@ def best_toml(config: Config, found: Sweep) -> str:
     """Returns the file with the options of the best cell that are not the defaults, as `jfcl run --config` reads it."""
     best = found.cells[found.best]
     chosen = dataclasses.replace(config, **best.values)
-    common = {name: (getattr(chosen, name), option.default) for name, option in common_options().items()}
-    options = {"method": chosen.method} | {name: value for name, (value, default) in common.items() if value != default}
-    options |= chosen.options | ({"seeds": chosen.seeds} if chosen.seed is None else {})
+    options = {"method": chosen.method} | chosen.given | ({"seeds": chosen.seeds} if chosen.seed is None else {})
     metric = found.metric.replace("_", " ")
     score = f"{metric} {best.mean[found.metric]:.4g} on held-out training examples"
     lines = [f"# The best of {len(found.cells)} configurations of jfcl sweep: {score}.", *map(_line, options.items())]
     return "\n".join(lines) + "\n"
-
-
-def restarts_note(config: Config, found: Sweep) -> str:
-    """Returns a sentence that suggests restarts, if the seeds of the best cell differ and the method has them."""
-    best = found.cells[found.best]
-    chosen, accuracy = dataclasses.replace(config, **best.values), [row.get("accuracy") for row in best.per_seed]
-    if "restarts" not in find_method(config.method).options or chosen.restarts != 1 or None in accuracy:
-        return ""
-    if (chosen.num_models or chosen.clusters) == 1:  # no clusters to find
-        return ""
-    low, high = 100 * min(accuracy), 100 * max(accuracy)
-    between = f"the seeds of the best configuration end between {low:.1f} and {high:.1f} %"
-    return f"{between}: some may have found other clusters; --restarts 5 can prevent that" * (high - low > 100 * SPREAD)
 
 
 def _line(entry: tuple[str, Any]) -> str:
@@ -238,23 +214,3 @@ def _line(entry: tuple[str, Any]) -> str:
     name, value = entry
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, (str, bool)) else value
     return f"{name} = {text}"
-
-
-def sweep_table(found: Sweep, title: str) -> Table:
-    """Returns the table of the best cells, in 80 columns: mean ± sample standard deviation over seeds."""
-    texts = not any("accuracy" in cell.mean for cell in found.cells)
-    columns = {"accuracy": ("client\nacc. %", 100, 1), "worst_client_accuracy": ("worst\nclient %", 100, 1)}
-    columns = ({} if texts else columns) | {"loss": ("loss", 1, 3)}
-    if found.metric not in columns:
-        columns[found.metric] = (found.metric.replace("_", "\n"), 1, 3)
-    table = numbers_table(title, list(found.grid), [head for head, *_ in columns.values()])
-    sign = -1 if METRICS[found.metric] else 1
-    order = sorted(found.cells, key=lambda cell: sign * cell.mean[found.metric] if cell.mean else math.inf)
-    for cell in order[:MOST_SHOWN]:
-        cells = [
-            number(cell.mean.get(name), cell.std.get(name), digits, scale)
-            for name, (_, scale, digits) in columns.items()
-        ]
-        names = [Text(f"{value:g}" if isinstance(value, float) else str(value)) for value in cell.values.values()]
-        table.add_row(*names, *cells)
-    return table

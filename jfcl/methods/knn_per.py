@@ -13,7 +13,7 @@ import numpy as np
 from jfcl import mapping
 from jfcl.core.checks import INT32_MAX, check, is_concrete
 from jfcl.core.clients import num_clients
-from jfcl.core.options import Excludes, Interval, Range, Real
+from jfcl.core.options import Interval, Range, Real
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Task
 from jfcl.kernels.base import sum_dtype
 from jfcl.methods.averaging import AveragingState
@@ -69,7 +69,7 @@ def knn_per(
     num_neighbours: Annotated[int, Range(1)] = 10,
     mixing: Annotated[Real | None, Interval("[0, 1]")] = None,
     mixings: Sequence[float] = MIXINGS,
-    validation: Annotated[float, Interval("(0, 1)"), Excludes("mixing")] = 0.2,
+    validation: Annotated[float, Interval("(0, 1)")] = 0.2,
     scale: Annotated[Real | None, Interval("(0, inf)")] = None,
     represent: Callable[[PyTree, jax.Array], jax.Array] | None = None,
     **options: Unpack[Options],

@@ -35,7 +35,7 @@ from jfcl.simulation.records import finite_or_none, from_line, to_line
 from jfcl.simulation.versions import UNCHANGED, VERSIONS, saved_config, warn_of_versions
 
 # Options that may differ between a run and its resumption.
-ENDS = ("num_rounds", "patience", "monitor")  # the ones that decide when the run ends
+ENDS = ("num_rounds", "patience", "monitor", "eval_every", "given")  # when the run ends, and what follows from it
 FREE = (*ENDS, "out", "resume", "progress", "data_dir", "mapping", "chunk", "devices", "versions")
 MAPPED = ("mapping", "chunk", "devices")  # the ones that change the order of sums
 ARRAYS = ("params.npz", "personal.npz", "mixture.npz", "tree.npz")

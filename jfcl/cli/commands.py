@@ -1,4 +1,4 @@
-"""The commands of the command line; `jfcl.cli` reads their arguments and reports errors."""
+"""The commands of the command line; `jfcl.cli.parser` reads their arguments, `jfcl.cli` reports errors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jfcl import mapping
 from jfcl.analysis import plots
+from jfcl.cli import tables
 from jfcl.core import check, check_choice, check_count, platform
 from jfcl.core.options import is_text
 from jfcl.experiments import bench, plan, report, run, sweeps, trackers
@@ -32,12 +33,9 @@ from jfcl.experiments.comparison import (
     unused,
     with_name,
 )
-from jfcl.experiments.config import Config, all_options, default_precision, of_population
-from jfcl.experiments.config_file import read_config
-from jfcl.experiments.own import find_method
+from jfcl.experiments.config import Config, default_precision, read_config
+from jfcl.experiments.options import all_options
 from jfcl.experiments.privacy import privacy_text
-from jfcl.experiments.tables import bench_table, list_tables, lists, results_table
-from jfcl.experiments.validation import check_values, validate
 from jfcl.mapping import hosts
 from jfcl.planning import targets
 from jfcl.simulation.folder import write_json
@@ -112,14 +110,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     _start_devices(config.devices, min(mapping.num_cores(), config.clients) if divides else None)
 
 
-def _read_options(args: argparse.Namespace) -> Config:
-    """Returns the options of a run: those of `--config`, overridden by flags."""
-    check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
-    check(0 < args.connect_seconds < float("inf"), "connect_seconds", args.connect_seconds, "a number above 0")
-    return Config(**_given_options(args))
-
-
-def _given_options(args: argparse.Namespace) -> dict[str, Any]:
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the method, and the options in `--config` and in flags."""
     options = read_config(args.config, args.method) if args.config else {}
     options |= {"method": args.method} if args.method else {}
@@ -142,8 +133,9 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
 
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
-    config = _read_options(args)
-    (check_values if of_population(config) else validate)(config)  # that of a population needs its store
+    config = Config(**given_options(args))
+    check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
+    check(0 < args.connect_seconds < float("inf"), "connect_seconds", args.connect_seconds, "a number above 0")
     _check_out(args.out)
     check(len({*args.track}) == len(args.track), "track", args.track, "each tracker once")
     check(args.out is not None or "tensorboard" not in args.track, "out", None, "given with --track tensorboard")
@@ -186,15 +178,14 @@ def _bar(begin: str, quiet: bool) -> Iterator[Callable[[str, int], None]]:
 
 def command_plan(args: argparse.Namespace, console: Console) -> None:
     """`jfcl plan`."""
-    target = vars(args).pop("target")  # that of a table stands in --config
-    config = _read_options(args)
+    config = Config(**given_options(args))
     _check_out(args.out)
     check(args.out is None or not Path(args.out, "config.json").exists(), "out", args.out, "a folder without a run")
     targets.only_compile()
     with _bar("compiling for a target", args.quiet) as advance:
         tick = lambda what, total: advance(f"compiled {what}", total)  # noqa: E731
-        found = plan.plan_run(config, target, data_dir=args.data_dir, tick=tick)
-    for table in plan.tables(found, config):
+        found = plan.plan_run(config, args.chip, data_dir=args.data_dir, tick=tick)
+    for table in tables.plan_tables(found, config):
         console.print(table, "")
     console.print(
         "Nothing was run. Memory and communication are facts of the compiled programs, times are predictions."
@@ -210,12 +201,10 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
 def command_sweep(args: argparse.Namespace, console: Console) -> None:
     """`jfcl sweep`."""
     # Read and check the options.
-    options = _given_options(args)
+    options = given_options(args)
     method = options["method"]
-    find_method(method)
     grid = sweeps.read_grid(args.grid, _flags(args, method), method)
     config = Config(**(options if "seed" in options else {"seeds": sweeps.SEEDS} | options))
-    check_values(config)
     _check_out(args.out)
     own = {name: getattr(args, name) for name in sweeps.sweep_options() if hasattr(args, name)}
     runs = config.seeds * math.prod(len(values) for values in grid.values())
@@ -226,9 +215,9 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         config, grid, **own, out=args.out, resume=args.resume, data_dir=args.data_dir, progress=progress
     )
     title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
-    console.print(sweeps.sweep_table(found, title))
-    if len(found.cells) > sweeps.MOST_SHOWN:
-        console.print(f"and {len(found.cells) - sweeps.MOST_SHOWN} more configurations, not better than these")
+    console.print(tables.sweep_table(found, title))
+    if len(found.cells) > tables.MOST_SHOWN:
+        console.print(f"and {len(found.cells) - tables.MOST_SHOWN} more configurations, not better than these")
     console.print(f"{len(found.cells)} configurations, {found.seconds:.1f} s + {found.compile_seconds:.1f} s compiling")
     if found.best is None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
@@ -237,7 +226,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         console.print(f"kept in {args.out}: {files}", markup=False)
         best, folder = (shlex.quote(str(file)) for file in (Path(args.out) / "best.toml", f"{Path(args.out)}-best"))
         console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", markup=False, soft_wrap=True)
-    if note := sweeps.restarts_note(config, found):
+    if note := tables.restarts_note(config, found):
         console.print(f"note: {note}", markup=False)
 
 
@@ -245,7 +234,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     """Prints the results of a run."""
     attack = "" if config.attack is None else f"; {config.malicious:.0%} malicious: {config.attack}"
     title = f"{summary['description']}{attack}; {seeds_text(summary)}"
-    console.print(results_table({summary["method"]: summary}, title))
+    console.print(tables.results_table({summary["method"]: summary}, title))
     for note in results_notes({summary["method"]: summary}):
         console.print(f"note: {note}", markup=False)
     before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
@@ -288,7 +277,7 @@ def _compare(paths: list[str], out: str | None, console: Console, **formats: boo
     # The table, and the differences that it does not show.
     summaries = {name: run.summary for name, run in runs.items()}
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
-    console.print(results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
+    console.print(tables.results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
     if differ := differences_text(run_differences(runs)):
         console.print(f"they differ in {differ}", markup=False)
     for note in [*results_notes(summaries), *differences_notes({name: found.config for name, found in runs.items()})]:
@@ -307,8 +296,8 @@ def command_report(args: argparse.Namespace, console: Console) -> None:
 def command_list(args: argparse.Namespace, console: Console) -> None:
     """`jfcl list`."""
     if args.what is not None:
-        check_choice("list", args.what, lists())
-    for table in list_tables(lists() if args.what is None else [args.what]):
+        check_choice("list", args.what, tables.lists())
+    for table in tables.list_tables(tables.lists() if args.what is None else [args.what]):
         console.print(table, "")
 
 
@@ -330,7 +319,7 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
     with _bar("rounds", args.quiet) as tick:
         found = bench.sweep(**options, tick=tick)
     # Print, and write the files.
-    console.print(bench_table(found))
+    console.print(tables.bench_table(found))
     console.print(f"on {found['device']}", markup=False)
     out.mkdir(parents=True)
     write_json(out / "bench.json", found)
@@ -344,8 +333,6 @@ def command_demo(args: argparse.Namespace, console: Console) -> None:
     _check_out(str(out))
     common = {"seeds": args.seeds, "rounds": args.rounds, "eval_every": 2}
     configs = [Config(method, **common, **options) for method, options in DEMO.items()]
-    for config in configs:
-        validate(config)
     _start_devices(None, mapping.num_cores())
     console.print(
         "1,797 real handwritten digits on 40 clients. Each client sees them rotated by\n"

@@ -1,11 +1,9 @@
-"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `bench`, `demo`."""
+"""The command line: `jfcl run`, `plan`, `sweep`, `compare`, `report`, `list`, `bench`, `demo`. Nothing imports it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -14,15 +12,12 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from jfcl.cli.parser import parse
 from jfcl.core.texts import printable
-from jfcl.experiments.commands import COMMANDS, run_command
-from jfcl.experiments.flags import build_parser
 from jfcl.mapping import hosts
 from jfcl.simulation.callbacks import CallbackError
 from jfcl.simulation.probe import cache_dir
 from jfcl.simulation.progress import DivergedError
-
-__all__ = ["COMMANDS", "build_parser", "main"]
 
 LONGEST_MESSAGE = 4000  # characters
 
@@ -52,68 +47,25 @@ def main(argv: list[str] | None = None) -> int:
     if not console.is_terminal and "COLUMNS" not in os.environ:  # rich takes 80, too few for some names in tables
         console = _Console(width=120, **plain)
     warnings.showwarning = lambda message, *_, **__: errors.print(Text.assemble(("note: ", "yellow"), str(message)))
-    if argv is None and os.name == "posix":
-        _end_at_second_ctrl_c(errors)
-    status = _main(argv, console, errors)
+    status = _main(sys.argv[1:] if argv is None else argv, console, errors)
     if status and hosts.connected():
         hosts.leave(status)
     return status
 
 
-def _end_at_second_ctrl_c(errors: Console) -> None:
-    """Ends the process at the second Ctrl-C, also while compiled code runs, perhaps for minutes, and Python waits.
-
-    What is in a folder is whole at any time.
-    """
-    receiver, sender = os.pipe()
-    os.set_blocking(sender, False)
-    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)  # Python writes the numbers of signals there at once
-
-    def listen():
-        presses = 0
-        while presses < 2:
-            presses += os.read(receiver, 1)[0] == signal.SIGINT
-        errors.show_cursor()  # a progress bar hides it
-        text = "\ninterrupted at once; what is in a folder continues with the same command (run, sweep: and --resume)"
-        errors.print(text, markup=False)
-        os._exit(130)
-
-    threading.Thread(target=listen, daemon=True).start()
-
-
-def _sentence(error: Exception) -> str:
-    """Returns the message of an error, cut in the middle if it is long."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError):
-        text = f"there is not enough memory{': ' * bool(text)}{text}"
-    if len(text) <= LONGEST_MESSAGE:
-        return text
-    return f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
-
-
-def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
+def _main(argv: list[str], console: Console, errors: Console) -> int:
     args = None
     try:
-        if (sys.argv[1:] if argv is None else argv)[:1] == ["reproduce"]:
-            raise ValueError("the papers' experiments are run by python -m benchmarks.papers NAME, in a clone of jfcl")
-        parser = build_parser()
-        args = parser.parse_args(argv)
-        if args.command is None:
-            parser.print_help()
+        args = parse(argv)
+        if args is None:
             return 0
+        from jfcl.cli.commands import run_command  # not for help, which needs less of the library
+
         if args.command not in ("bench", "plan"):  # what bench measures; what cannot be read back without the target
             _compilation_cache()
         run_command(args, console)
     except KeyboardInterrupt:
-        kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
-        begun = kept and any((Path(kept) / name).exists() for name in ("config.json", "setting.json"))
-        computed = kept and any(next(Path(kept).glob(f), None) for f in ("checkpoints/*/about.json", "cells/*.json"))
-        how = f"; saved in {kept}, continue with the same command and --resume" if computed else ""
-        if begun and not computed:
-            how = f"; nothing was computed yet: the same command and --resume begins in {kept}"
-        errors.print(f"\ninterrupted{how or ('; nothing had begun' if kept else '')}", markup=False)
+        errors.print(f"\ninterrupted{_how_to_continue(args)}", markup=False)
         return 130
     except Exception as error:
         if hosts.is_of_a_lost_process(error):
@@ -130,3 +82,27 @@ def _main(argv: list[str] | None, console: Console, errors: Console) -> int:
         traceback.print_exc()  # main leaves at once
         return 1
     return 0
+
+
+def _sentence(error: Exception) -> str:
+    """Returns the message of an error, cut in the middle if it is long."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        text = f"there is not enough memory{': ' * bool(text)}{text}"
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    return f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
+
+
+def _how_to_continue(args) -> str:
+    """Returns what an interrupted command says of its folder."""
+    kept = getattr(args, "out", None) if getattr(args, "command", None) in ("run", "sweep") else None
+    if kept is None:
+        return ""
+    if any(next(Path(kept).glob(f), None) for f in ("checkpoints/*/about.json", "cells/*.json")):
+        return f"; saved in {kept}, continue with the same command and --resume"
+    if any((Path(kept) / name).exists() for name in ("config.json", "setting.json")):
+        return f"; nothing was computed yet: the same command and --resume begins in {kept}"
+    return "; nothing had begun"

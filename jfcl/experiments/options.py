@@ -1,0 +1,313 @@
+"""The options that are common to the methods, in groups: names, types, ranges, defaults and help, declared once.
+
+Those of a method are declared in its factory (`jfcl.core.options`). Command-line flags, TOML files, `Config` and
+`config.json` use the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Annotated
+
+from jfcl import data, models
+from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Real, options_of
+from jfcl.data.targets import KINDS
+from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
+from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own
+from jfcl.methods import METHODS
+from jfcl.robust import attacks
+from jfcl.robust.privacy import SAMPLING as PRIVATE_SAMPLING
+from jfcl.simulation.cohorts import SAMPLING
+from jfcl.simulation.evaluation import SERVE
+from jfcl.training.augment import AUGMENTATIONS
+from jfcl.training.local import KEEP
+
+# Names of JAX. On a CPU all of them compute in float32 (measured with jax 0.10.2: the errors of one product are equal).
+PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
+OF_PARTITION = {  # option: the partitions that take it
+    name: tuple(p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters)
+    for name in ("alpha", "exponent", "labels_per_client", "distribution")
+}
+MAPPINGS = ("vmap", "chunked", "sharded", "auto")
+MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
+MOST_SEEDS = 10**4
+MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
+
+Count = Annotated[int, Range(1)]
+CountOrNone = Annotated[int | None, Range(1)]
+Steps = Annotated[int | None, Range(1, MOST_REPEATED)]
+Seed = Range(0, 2**32 - 1)
+Positive = Annotated[Real, Interval("(0, inf)")]
+NotNegative = Annotated[Real, Interval("[0, inf)")]
+OF_POPULATION, PRIVATE = Needs(("population", "store")), Needs("dp_clip")
+
+
+class Data:
+    """Data: which client holds which examples.
+
+    Attributes:
+      dataset: data set; 'jfcl list datasets' shows them, MODULE:FUNCTION is one of your own, FILE.csv (or .parquet) a
+        table.
+      by: column of a table with the client of each row; --clients is then the number of its clients.
+      target: column of a table with the labels; default: label, y or another usual name.
+      inputs: columns of a table that are inputs, comma separated; default: all others but those that number the rows.
+      kind: what the targets of a table are, where whole numbers may be both.
+      heterogeneity: how the hidden clusters differ; 'jfcl list heterogeneities'.
+      clients: number of clients.
+      clusters: number of hidden clusters (one with --heterogeneity none), and of models where the method has one per
+        cluster.
+      examples_per_client: training examples per client; default: all there are.
+      test_fraction: share of examples held out where there is no official test set.
+      partition: how the examples of a cluster are dealt to its clients; 'jfcl list partitions'.
+      alpha: concentration of --partition dirichlet.
+      exponent: exponent of --partition power_law.
+      labels_per_client: labels per client of --partition label and pathological.
+      distribution: csv file of --partition distribution: a row per client, a column per label.
+      reuse: use of an image: once per cluster (cluster) or once in all (none); auto: once in all if enough.
+      newcomer_examples: add new clients with so many test examples each, evaluated with the model of lowest loss.
+      population: number of clients on the host, in place of --clients; a --cohort [100] is on the device at a time,
+        with --examples-per-client [20] each.
+      store: folder of the population's data, made if it does not exist; default: store in --out. An existing one is
+        used without --population, and options that contradict it are refused.
+      vocab_size: distinct words of a data set of texts.
+      length: words to which every text is cut.
+      data_seed: seed of the split into clients; the same for all --seeds.
+    """
+
+    dataset: str = "digits"
+    by: str | None = None
+    target: str | None = None
+    inputs: str | None = None
+    kind: Annotated[str | None, OneOf(KINDS)] = None
+    heterogeneity: Annotated[str, OneOf(data.HETEROGENEITY)] = "rotation"
+    clients: Count = 40
+    clusters: Count = 4
+    examples_per_client: CountOrNone = None
+    test_fraction: Annotated[float, Interval("(0, 1)")] = 0.2
+    partition: Annotated[str, OneOf(data.PARTITIONS)] = "iid"
+    alpha: Annotated[float, Needs("partition", OF_PARTITION["alpha"])] = 0.5
+    exponent: Annotated[float, Needs("partition", OF_PARTITION["exponent"])] = 1.0
+    labels_per_client: Annotated[int, Range(1), Needs("partition", OF_PARTITION["labels_per_client"])] = 2
+    distribution: Annotated[str | None, Needs("partition", OF_PARTITION["distribution"])] = None
+    reuse: Annotated[str, OneOf(("auto", "cluster", "none"))] = "auto"
+    newcomer_examples: CountOrNone = None
+    population: Annotated[int | None, Range(1, MOST_CLIENTS)] = None
+    store: str | None = None
+    vocab_size: Annotated[int, Range(3)] = 10_000
+    length: Annotated[int, Range(2)] = 32
+    data_seed: Annotated[int, Seed] = 0
+
+
+class Training:
+    """Training: model, local training, rounds and cohorts.
+
+    Attributes:
+      model: model; 'jfcl list models' shows them, MODULE:NAME is one of your own.
+      rounds: communication rounds.
+      local_steps: local steps per round; default without --local-epochs: 10, or 1 where clients send gradients.
+      local_epochs: passes over the client's examples per round, instead of steps.
+      batch_size: examples per local step; default: all of the client.
+      optimizer: optimiser of the clients; 'jfcl list optimizers' shows them.
+      lr: local learning rate.
+      momentum: local momentum; default: none, or 0.9 with --optimizer momentum and nesterov (momentum_clustering: 0.9,
+        of the clients' gradients).
+      schedule: course of the learning rate over the local steps of the whole run, counted for the client with the most
+        examples; 'jfcl list schedules'.
+      lr_end: share of the learning rate that is left at the end of --schedule cosine and warmup_cosine.
+      warmup: share of the local steps in which --schedule warmup_cosine rises.
+      step_rounds: rounds between two falls of --schedule step; default: a third of --rounds.
+      step_factor: factor of each fall of --schedule step.
+      lr_decay: factor on the learning rate after every round, for clients with equal numbers of steps.
+      weight_decay: weight decay added to the gradient; decoupled with --optimizer adamw and lion.
+      decay_only: weight decay for the parameters with a path that starts with one of these, comma separated.
+      clip_norm: largest norm of a gradient, to which a longer one is scaled down; default: none.
+      prox: mu of FedProx.
+      augment: random changes to training images; 'jfcl list augmentations' shows them.
+      keep: optimiser state that a client keeps for the next round: nothing (default), schedule, or everything, momentum
+        too (default where clients send gradients).
+      num_models: number of models; default: --clusters.
+      share: share the parameters with a path that starts with one of these, comma separated.
+      personal: the same for parameters that each client keeps and never sends.
+      init_from: warm start: folder of a run of the same --model that ended with one model, or with the number needed
+        here.
+      server_optimizer: step of the server along the mean update.
+      server_lr: learning rate of the server.
+      cohort: clients per round; default: all.
+      sampling: how cohorts of a --population are drawn.
+      dropout: probability that a client of a --population does not answer.
+      stragglers: share of extra clients in the cohort of a --population, of which the slowest are cut.
+      remember: clients outside the cohort of a --population that are compared by their last updates (cfl).
+    """
+
+    model: Annotated[str, Named(models.MODELS, find_model)] = "mlp"
+    rounds: Count = 100
+    local_steps: Steps = None
+    local_epochs: Steps = None
+    batch_size: CountOrNone = None
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "sgd"
+    lr: Positive = 0.1
+    momentum: Annotated[Real | None, Interval("[0, 1)")] = None
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "constant"
+    lr_end: Annotated[float, Interval("[0, 1]"), Needs("schedule", ("cosine", "warmup_cosine"))] = 0.0
+    warmup: Annotated[float, Interval("(0, 1)"), Needs("schedule", ("warmup_cosine",))] = 0.1
+    step_rounds: Annotated[int | None, Range(1), Needs("schedule", ("step",))] = None
+    step_factor: Annotated[float, Interval("(0, 1)"), Needs("schedule", ("step",))] = 0.1
+    lr_decay: Annotated[float, Interval("(0, inf)"), Needs("schedule", ("constant",))] = 1.0
+    weight_decay: NotNegative = 0.0
+    decay_only: Annotated[str | None, Needs("weight_decay")] = None
+    clip_norm: Annotated[Real | None, Interval("(0, inf)")] = None
+    prox: NotNegative = 0.0
+    augment: Annotated[str | None, OneOf(AUGMENTATIONS)] = None
+    keep: Annotated[str | None, OneOf(KEEP)] = None
+    num_models: CountOrNone = None
+    share: str | None = None
+    personal: str | None = None
+    init_from: str | None = None
+    server_optimizer: Annotated[str, OneOf(SERVER_OPTIMIZERS)] = "average"
+    server_lr: Positive = 1.0
+    cohort: CountOrNone = None
+    sampling: Annotated[str, OneOf(SAMPLING), OF_POPULATION] = "uniform"
+    dropout: Annotated[float, Interval("[0, 1)"), OF_POPULATION] = 0.0
+    stragglers: Annotated[float, Interval("[0, inf)"), OF_POPULATION] = 0.0
+    remember: Annotated[int | None, Range(0), OF_POPULATION] = None
+
+
+class Attack:
+    """Attack: malicious clients, and aggregators that withstand them.
+
+    Attributes:
+      attack: attack of the malicious clients; 'jfcl list attacks' shows them, MODULE:NAME is one of your own.
+      malicious: share of the clients that are malicious.
+      aggregator: robust aggregator in place of the mean, also after pre-aggregators as in nnm+krum; 'jfcl list
+        aggregators' shows them, MODULE:NAME is one of your own.
+      radius: of --aggregator centered_clip or clip_norms+..., or instead of --quantile (*_clustering).
+      bucket_size: clients per bucket of --aggregator bucketing+...; default: 2.
+    """
+
+    attack: Annotated[str | None, Named({**attacks.UPDATE_ATTACKS, **attacks.DATA_ATTACKS}, find_attack)] = None
+    malicious: Annotated[float, Interval("[0, 1)"), Needs("attack")] = 0.0
+    aggregator: str | None = None
+    radius: Annotated[Real | None, Interval("(0, inf]")] = None
+    bucket_size: CountOrNone = None
+
+
+class Privacy:
+    """Privacy: differential privacy of each client, with equal weights.
+
+    Attributes:
+      dp_clip: largest norm of a client's update; larger ones are scaled down to it.
+      dp_noise: noise multiplier: Gaussian noise of this multiple of --dp-clip on every cluster's sum of updates.
+      dp_quantile: the clipping norm follows this quantile of the norms of updates, from --dp-clip on.
+      dp_min_size: smallest size of a cluster in a round, noise included, with which its model changes.
+      dp_sampling: how --cohort is drawn: each client by itself (poisson, the default), or so many clients (fixed, the
+        default with --population).
+      dp_delta: delta of the epsilon that is reported; default: clients ** -1.1.
+    """
+
+    dp_clip: Annotated[float | None, Interval("(0, inf)")] = None
+    dp_noise: Annotated[float, Interval("[0, inf)"), PRIVATE] = 0.0
+    dp_quantile: Annotated[float | None, Interval("[0, 1]"), PRIVATE] = None
+    dp_min_size: Annotated[int, Range(1), PRIVATE] = 1
+    dp_sampling: Annotated[str | None, OneOf(PRIVATE_SAMPLING), PRIVATE] = None
+    dp_delta: Annotated[float | None, Interval("(0, 1)"), Needs("dp_noise")] = None
+
+
+class Run:
+    """Run: seeds, evaluation, devices.
+
+    Attributes:
+      seeds: run with seeds 0..R-1, together.
+      seed: run with this seed alone.
+      eval_every: rounds between evaluations; default: about 50 evaluations.
+      patience: end the run once --monitor has not improved for so many rounds, in any seed; default: run all rounds.
+      monitor: metric of --patience.
+      serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
+        the evaluation (loss), or the one chosen in its last round (state).
+      keep_clients: keep the results of every client in every evaluated round, in clients_by_round.csv.
+      track_gap: record the separation gap, from the true clusters, every round.
+      chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
+      mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), or auto: the
+        fastest in a short probe.
+      devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one
+        for each core, and a single one with --mapping vmap or chunked.
+      precision: of matrix products in training; by default that of JAX: float32 on a CPU, tf32 on a GPU, bfloat16 on a
+        TPU. On a GPU, bfloat16 is the whole model in it, not its parameters. No effect on a CPU.
+    """
+
+    seeds: Annotated[int, Range(1, MOST_SEEDS)] = 1
+    seed: Annotated[int | None, Seed] = None
+    eval_every: CountOrNone = None
+    patience: CountOrNone = None
+    monitor: Annotated[str, OneOf(MONITORED)] = "accuracy"
+    serve: Annotated[str, OneOf(SERVE)] = "loss"
+    keep_clients: bool = False
+    track_gap: bool = False
+    chunk: CountOrNone = None
+    mapping: Annotated[str | None, OneOf(MAPPINGS)] = None
+    devices: CountOrNone = None
+    precision: Annotated[str, OneOf(PRECISIONS)] = "default"
+
+
+AS_DECLARED = ("cohort", "momentum", "radius")  # common options that a factory declares itself, by the same name
+# Common options that reach a method through arguments of its factory; a method without any of these refuses the option.
+STANDS_FOR = {
+    "num_models": ("num_clusters",),
+    "share": ("shared",),
+    "personal": ("personal",),
+    "init_from": ("init_params",),
+    "server_optimizer": ("server_optimizer",),
+    "server_lr": ("server_optimizer",),
+    "cohort": ("cohort",),
+    "aggregator": ("aggregator",),
+    "radius": ("aggregator", "radius"),
+    "bucket_size": ("aggregator",),
+    "track_gap": ("true_cluster",),
+    **dict.fromkeys(Privacy.__annotations__, ("dp",)),
+}
+GROUPS = (Data, Training, Attack, Privacy, Run)
+
+
+@functools.cache
+def common_options() -> dict[str, Option]:
+    """Returns the options that are common to the methods."""
+    return {name: option for group in GROUPS for name, option in options_of(group).items()}
+
+
+def method_options(method: str) -> dict[str, Option]:
+    """Returns the options that the factory of a method declares, without those given by a common option.
+
+    Raises:
+      ValueError: a method of a user with an option that has the name of a common one, or no text in the docstring.
+    """
+    declared, common = find_method(method).declared, common_options()
+    stood_for = {argument for names in STANDS_FOR.values() for argument in names}
+    found = {name: o for name, o in declared.items() if name not in stood_for and name not in AS_DECLARED}
+    for name, option in found.items() if is_own(method) else ():
+        where = f"argument {name} of method {method!r} must have"
+        if name in common or name in ("method", "given", "values"):
+            raise ValueError(f"{where} another name: --{name.replace('_', '-')} is of every method")
+        if not option.text:
+            raise ValueError(f"{where} an entry under Args in the docstring, its flag's help")
+    return found
+
+
+def all_options(method: str | None = None) -> dict[str, Option]:
+    """Returns the common options and those of all methods; as `method` declares them, where others have them too."""
+    return _options_of_all(tuple(METHODS)) | (method_options(method) if method else {}) | common_options()
+
+
+@functools.cache
+def _options_of_all(methods: tuple[str, ...]) -> dict[str, Option]:
+    return {name: option for method in methods for name, option in method_options(method).items()}
+
+
+def takes(method: str, name: str) -> bool:
+    """Returns whether a method takes an option."""
+    needed = set(STANDS_FOR.get(name, () if name in common_options() else (name,)))
+    return not needed or not needed.isdisjoint(find_method(method).options)
+
+
+def methods_with(name: str) -> list[str]:
+    """Returns the methods of the library that take an option."""
+    return [method for method in METHODS if takes(method, name)]
