@@ -229,7 +229,7 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--resume"], "out must be the folder of the run to resume"),
         (["run", "ifca", "--config", "/nowhere.toml"], "no such file"),
         (["run", "ifca", "--dataset", "mnist", "--data-dir", "/nowhere"], "looked for /nowhere/mnist/train-images"),
-        (["compare", "/nowhere"], "holds no finished run"),
+        (["compare", "/nowhere"], "holds no run"),
         (["run", "ifca", "--out", "/proc/1/nothing", "--rounds", "1"], "/proc/1/nothing"),
         (["run", "federated_clustering", "--subgroup-size", "41"], "subgroup_size must be at most the 40 clients"),
         (["run", "federated_clustering", "--subgroup-size", "1"], "subgroup_size must be an integer, at least 2"),
