@@ -104,10 +104,6 @@ def no_text(task, training, *, heat: float = 1.0, client_axis=None):
     """An option without help."""
 
 
-def no_annotation(task, training, *, heat=1.0, client_axis=None):
-    """An option without a type."""
-
-
 def positional(task, training, heat=1.0, *, client_axis=None):
     """An option in the wrong place."""
 
@@ -464,7 +460,6 @@ ATTACKED = ["fedavg", "--clients", "8", "--malicious", "0.25", "--examples-per-c
         (["mine_factories:plain"], "that returns an Algorithm, and takes (a, b)"),
         (["mine_factories:no_axis"], "that returns an Algorithm, and takes (task, training)"),
         (["mine_factories:no_text"], "argument heat of method 'mine_factories:no_text' must have an entry under Args"),
-        (["mine_factories:no_annotation"], "must have an annotation, such as float, to have a flag"),
         (["mine_factories:positional"], "argument heat of method 'mine_factories:positional' must be keyword-only"),
         (["mine_factories:no_default"], "argument fn of method 'mine_factories:no_default' must have a default, or an"),
         (["mine_factories:unread"], "annotations of method 'mine_factories:unread' cannot be read: name 'Missing'"),

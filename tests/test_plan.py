@@ -233,7 +233,7 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert {*named.split(), "collectives", "sequential_steps", "seconds"} <= kept.keys()
     assert kept["mapping"] == "chunked" and kept["chunk"] == 2 and kept["fits"] and kept["num_rounds"] == 3
     assert kept["seconds"] > 3 * kept["seconds_per_round"] > 0
-    assert {f.name for f in out.iterdir()} == {"plan.json", "plan.png", "step.hlo.txt", "init.hlo.txt"}
+    assert {f.name for f in out.iterdir()} == {"plan.json", "step.hlo.txt", "init.hlo.txt"}
     assert (out / "step.hlo.txt").read_text().startswith("HloModule")
     # What does not fit is printed, kept, and refused.
     monkeypatch.setitem(targets.CHIPS, "h100", targets.CHIPS["h100"]._replace(memory=1000.0))

@@ -476,20 +476,6 @@ def test_seeds_have_a_default_which_the_help_names(capsys, monkeypatch):
     assert "run with seeds 0..R-1, together [3]" in capsys.readouterr().out
 
 
-def test_restarts_are_suggested_where_seeds_differ():
-    def note(accuracies, method="ifca", **options):
-        per_seed = [{"seed": s} if a is None else {"seed": s, "accuracy": a} for s, a in enumerate(accuracies)]
-        cell = jfcl.simulation.grid_results.Cell({"lr": 0.25}, per_seed, {"loss": 1.0}, {})
-        found = jfcl.Sweep({"lr": [0.25]}, [cell], "loss", 0, 0.0, 0.0)
-        return sweeps.restarts_note(Config(method, **options), found)
-
-    said = note([0.97, 0.84], restarts=1)
-    assert "end between 84.0 and 97.0 %" in said and "--restarts 5" in said
-    assert note([0.97, 0.84]) == ""  # there are 5
-    assert note([0.97, 0.94], restarts=1) == note([0.97, 0.84], "fedavg") == note([None], restarts=1) == ""
-    assert note([0.97, 0.84], num_models=1, restarts=1) == ""  # no clusters to find
-
-
 def test_texts_of_best_toml_are_read_back():
     config = Config("ifca", dataset='a"b\\c\n\x7fé漢🙂', share="Dense_0", relative=None, seed=3, lr=0.1)
     cell = jfcl.simulation.grid_results.Cell({"lr": 0.25}, [], {"loss": 1.0}, {})

@@ -40,7 +40,7 @@ def _compilation_cache() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (failed), 2 (bad input), 130 (interrupted)."""
-    plain = {"highlight": False, "emoji": False}  # a path may hold ":key:"
+    plain = {"highlight": False, "emoji": False, "markup": False}  # a path may hold ":key:" or "[red]"
     if hasattr(sys.stdout, "reconfigure"):  # a character that its encoding does not have ends no command
         sys.stdout.reconfigure(errors="replace")
     console, errors = _Console(**plain), _Console(stderr=True, soft_wrap=True, **plain)
@@ -65,17 +65,16 @@ def _main(argv: list[str], console: Console, errors: Console) -> int:
             _compilation_cache()
         run_command(args, console)
     except KeyboardInterrupt:
-        errors.print(f"\ninterrupted{_how_to_continue(args)}", markup=False)
+        errors.print(f"\ninterrupted{_how_to_continue(args)}")
         return 130
     except Exception as error:
         if hosts.is_of_a_lost_process(error):
             how = "; continue with --resume, with any number of processes" if getattr(args, "out", None) else ""
-            errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})", markup=False)
+            errors.print(f"jfcl: stopped: another process was lost{how} ({str(error).splitlines()[0]})")
             return 1
         stopped = isinstance(error, (DivergedError, CallbackError))
         if stopped or isinstance(error, (ValueError, OSError, MemoryError)):  # OSError: no permission, a full disk
-            errors.print(f"[red]jfcl: {'stopped' if stopped else 'error'}:[/]", end=" ")
-            errors.print(_sentence(error), markup=False)
+            errors.print(Text.assemble((f"jfcl: {'stopped' if stopped else 'error'}:", "red"), " ", _sentence(error)))
             return 1 if stopped else 2
         if not hosts.connected():
             raise

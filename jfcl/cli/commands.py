@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -63,11 +62,8 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without the CUDA plugin
-        platforms = jax.config.jax_platforms
-        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise ValueError(
-            f"JAX_PLATFORMS must be unset, or name devices that jax finds here, got {platforms!r}{why}"
-        ) from None
+        why = f", got {jax.config.jax_platforms!r}" + (f" ({str(error).splitlines()[0]})" if str(error) else "")
+        raise ValueError(f"JAX_PLATFORMS must be unset, or name devices that jax finds here{why}") from None
 
 
 def _check_names(args: argparse.Namespace) -> None:
@@ -102,7 +98,7 @@ def _find_devices(args: argparse.Namespace, config: Config) -> None:
     if args.coordinator is not None:
         if args.process_id is not None:  # jax ends a process without a word of ours where two have the same number
             text = f"process {args.process_id} of {args.num_processes}, each with its own --process-id, connects"
-            Console(stderr=True, quiet=args.quiet).print(text, markup=False)
+            Console(stderr=True, quiet=args.quiet).print(text)
         hosts.connect(args.coordinator, args.num_processes, args.process_id, args.connect_seconds)
     elif args.num_processes is not None or args.process_id is not None:
         raise ValueError("coordinator must be given with --num-processes and --process-id, got None")
@@ -144,27 +140,20 @@ def command_run(args: argparse.Namespace, console: Console) -> None:
     _find_devices(args, config)
     console = console if hosts.is_first() else Console(quiet=True)
     if hosts.connected():
-        console.print(hosts.devices(), markup=False)
-    summary, history, parts = run(
-        config,
-        out=args.out,
-        resume=args.resume,
-        data_dir=args.data_dir,
-        progress=not args.quiet,
-        checkpoint_seconds=args.checkpoint_seconds,
-        callbacks=callbacks,
-    )
+        console.print(hosts.devices())
+    options = {"callbacks": callbacks, "checkpoint_seconds": args.checkpoint_seconds}
+    summary, history, parts = run(config, **_of_files(args), **options)
     _print_summary(config, summary, args.out, console)
     if hosts.is_first():
-        true = (
-            parts.federation.cluster
-            if parts.malicious is None
-            else np.where(parts.malicious, -1, parts.federation.cluster)
-        )
-        for note in (notes := clusters_notes(summary, history.clients["cluster"], true)):
-            console.print(f"note: {note}", markup=False)
+        for note in (notes := clusters_notes(summary, history.clients["cluster"], parts.true_cluster)):
+            console.print(f"note: {note}")
         if notes:
-            console.print(REMEDY, markup=False)
+            console.print(REMEDY)
+
+
+def _of_files(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments that runs and sweeps have alike."""
+    return {"out": args.out, "resume": args.resume, "data_dir": args.data_dir, "progress": not args.quiet}
 
 
 @contextlib.contextmanager
@@ -192,7 +181,7 @@ def command_plan(args: argparse.Namespace, console: Console) -> None:
     )
     if args.out is not None:
         plan.write_plan(found, config, Path(args.out))
-        console.print(f"kept in {args.out}: {', '.join(plan.FILES)}", markup=False)
+        console.print(f"kept in {args.out}: {', '.join(plan.FILES)}")
     if not found.fits:
         needed, limit = found.needed_bytes / 1e9, found.limit_bytes / 1e9
         raise ValueError(f"memory: a round needs {needed:.1f} GB of the {limit:.1f} GB of a chip. {found.advice}")
@@ -210,10 +199,7 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
     runs = config.seeds * math.prod(len(values) for values in grid.values())
     _start_devices(config.devices, min(mapping.num_cores(), runs))
     # Run, and print the best.
-    progress = not args.quiet
-    found = sweeps.run_sweep(
-        config, grid, **own, out=args.out, resume=args.resume, data_dir=args.data_dir, progress=progress
-    )
+    found = sweeps.run_sweep(config, grid, **own, **_of_files(args))
     title = f"{config.method} on held-out training examples after {config.rounds} rounds, seeds: {config.seeds}"
     console.print(tables.sweep_table(found, title))
     if len(found.cells) > tables.MOST_SHOWN:
@@ -223,11 +209,9 @@ def command_sweep(args: argparse.Namespace, console: Console) -> None:
         raise DivergedError("every configuration diverged; lower learning rates usually help")
     if args.out:
         files = ", ".join(name for name in (*sweeps.FILES, "cells/") if (Path(args.out) / name).exists())
-        console.print(f"kept in {args.out}: {files}", markup=False)
+        console.print(f"kept in {args.out}: {files}")
         best, folder = (shlex.quote(str(file)) for file in (Path(args.out) / "best.toml", f"{Path(args.out)}-best"))
-        console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", markup=False, soft_wrap=True)
-    if note := tables.restarts_note(config, found):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"next: jfcl run {config.method} --config {best} --out {folder}", soft_wrap=True)
 
 
 def _print_summary(config: Config, summary: dict[str, Any], out: str | None, console: Console) -> None:
@@ -236,7 +220,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     title = f"{summary['description']}{attack}; {seeds_text(summary)}"
     console.print(tables.results_table({summary["method"]: summary}, title))
     for note in results_notes({summary["method"]: summary}):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     before = f" (the first {summary['init_rounds']} to find a start)" if summary["init_rounds"] else ""
     precision = default_precision() if config.precision == "default" or platform() == "cpu" else config.precision
     steps = summary["client_steps_per_second"]
@@ -254,15 +238,14 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
         where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
         console.print(
-            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be",
-            markup=False,
+            f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"
         )
     along = summary.get("path_accuracy") or ()
     if len(along) > 1:
         steps = " → ".join(f"{100 * accuracy:.1f}" for accuracy in along)
         console.print(f"clients' accuracy along the parameter tree, from the first model to their own: {steps} %")
     if out:
-        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, report.html, plots/", markup=False)
+        console.print(f"kept in {out}: summary.json, metrics.jsonl, clients.csv, report.html, plots/")
 
 
 def command_compare(args: argparse.Namespace, console: Console) -> None:
@@ -279,18 +262,18 @@ def _compare(paths: list[str], out: str | None, console: Console, **formats: boo
     seeds = sorted({seeds_text(summary) for summary in summaries.values()})
     console.print(tables.results_table(summaries, f"{len(runs)} run{'s' * (len(runs) > 1)}; {' or '.join(seeds)}"))
     if differ := differences_text(run_differences(runs)):
-        console.print(f"they differ in {differ}", markup=False)
+        console.print(f"they differ in {differ}")
     for note in [*results_notes(summaries), *differences_notes({name: found.config for name, found in runs.items()})]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     # The files.
     files = write_comparison(runs, unused_folder(paths, out), **formats)
-    console.print(f"kept: {', '.join(map(str, files))}", markup=False)
+    console.print(f"kept: {', '.join(map(str, files))}")
 
 
 def command_report(args: argparse.Namespace, console: Console) -> None:
     """`jfcl report`."""
     _check_out(args.out and str(Path(args.out).parent))
-    console.print(f"kept in {report(args.runs, out=args.out)}", markup=False, soft_wrap=True)
+    console.print(f"kept in {report(args.runs, out=args.out)}", soft_wrap=True)
 
 
 def command_list(args: argparse.Namespace, console: Console) -> None:
@@ -320,11 +303,11 @@ def command_bench(args: argparse.Namespace, console: Console) -> None:
         found = bench.sweep(**options, tick=tick)
     # Print, and write the files.
     console.print(tables.bench_table(found))
-    console.print(f"on {found['device']}", markup=False)
+    console.print(f"on {found['device']}")
     out.mkdir(parents=True)
     write_json(out / "bench.json", found)
     plots.save(plots.throughput(found["rows"]), out / "throughput.png")
-    console.print(f"kept in {out}: bench.json, throughput.png", markup=False)
+    console.print(f"kept in {out}: bench.json, throughput.png")
 
 
 def command_demo(args: argparse.Namespace, console: Console) -> None:

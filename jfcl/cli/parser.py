@@ -17,6 +17,9 @@ from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
 from jfcl.experiments.config import check_method_takes, read_config
 from jfcl.experiments.options import GROUPS, all_options, common_options, method_options, takes
 from jfcl.experiments.own import find_method, is_own
+from jfcl.experiments.sweeps import SEEDS, sweep_options
+from jfcl.experiments.trackers import TRACKERS
+from jfcl.mapping.hosts import TIMEOUT
 from jfcl.methods import METHODS
 
 EXAMPLES = """examples:
@@ -137,6 +140,7 @@ def _of_runs(command: str, method: str | None) -> Parser:
     for group in GROUPS:
         options = [o for name, o in options_of(group).items() if method is None or takes(method, name)]
         options = [o for o in options if (command, o.name) != ("plan", "target")]
+        options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
         _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
     try:
         _add_files(parser, command)
@@ -166,9 +170,7 @@ def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
 
 
 def _add_sweep(group: argparse._ArgumentGroup) -> None:
-    from jfcl.experiments.sweeps import sweep_options
-
-    what = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run, of 3 seeds each"
+    what = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
     group.add_argument("--grid", action="append", metavar="NAME=VALUES", help=what)
     _add(group, sweep_options().values())
 
@@ -187,9 +189,6 @@ def _add_files(parser: argparse.ArgumentParser, command: str) -> None:
     files.add_argument("--quiet", action="store_true", help="no progress bar")
     if command != "run":
         return
-    from jfcl.experiments.trackers import TRACKERS
-    from jfcl.mapping.hosts import TIMEOUT
-
     what = "least time between two checkpoints, the first of which is made after 5 seconds [30]"
     files.add_argument("--checkpoint-seconds", type=float, default=30.0, metavar="X", help=what)
     known = f"send the records to {', '.join(TRACKERS)}; may be given several times"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from jfcl import data, kernels, models
 from jfcl.experiments.comparison import number, results_rows, size_text
 from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES
-from jfcl.experiments.own import find_method
-from jfcl.experiments.plan import duration, largest_parts, sizes_of
 from jfcl.methods import METHODS
 from jfcl.planning import targets
 from jfcl.planning.plan import Plan
@@ -26,7 +23,7 @@ from jfcl.training.augment import AUGMENTATIONS
 
 LOOK = {"box": SIMPLE_HEAD, "show_edge": False, "title_justify": "left", "title_style": ""}  # of a table
 MOST_SHOWN = 30  # cells of a sweep
-SPREAD = 0.05  # of the accuracy over seeds, beyond which restarts are suggested
+LARGEST_PARTS = 8  # of a round
 
 
 def numbers_table(title: str, names: Sequence[str], heads: Sequence[str]) -> Table:
@@ -124,19 +121,6 @@ def sweep_table(found: Sweep, title: str) -> Table:
     return table
 
 
-def restarts_note(config: Config, found: Sweep) -> str:
-    """Returns a sentence that suggests restarts, if the seeds of the best cell differ and the method has them."""
-    best = found.cells[found.best]
-    chosen, accuracy = dataclasses.replace(config, **best.values), [row.get("accuracy") for row in best.per_seed]
-    if "restarts" not in find_method(config.method).options or chosen.restarts != 1 or None in accuracy:
-        return ""
-    if chosen.num_models == 1:  # no clusters to find
-        return ""
-    low, high = 100 * min(accuracy), 100 * max(accuracy)
-    between = f"the seeds of the best configuration end between {low:.1f} and {high:.1f} %"
-    return f"{between}: some may have found other clusters; --restarts 5 can prevent that" * (high - low > 100 * SPREAD)
-
-
 def plan_tables(found: Plan, config: Config) -> list[Table]:
     """Returns the tables of a plan, in 80 columns: the mappings, what a round needs, and its largest parts."""
     shown = [_candidates_table(found, config), _facts_table(found, config)]
@@ -155,7 +139,7 @@ def _candidates_table(found: Plan, config: Config) -> Table:
     for c in found.candidates:
         large = c.needed_bytes > found.limit_bytes
         name = {"vmap": "all", "chunked": f"{c.chunk}"}.get(c.mapping, c.mapping)
-        late = "does not fit" if large or c.seconds is None else duration(c.seconds)
+        late = "does not fit" if large or c.seconds is None else _duration(c.seconds)
         table.add_row(name, size_text(c.needed_bytes), late)
     return table
 
@@ -163,15 +147,17 @@ def _candidates_table(found: Plan, config: Config) -> Table:
 def _facts_table(found: Plan, config: Config) -> Table:
     table, cost = Table(Column(), Column(overflow="fold"), show_header=False, **LOOK), found.cost
     limit = size_text(found.limit_bytes)
-    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in sizes_of(found).items())
-    each = "" if cost is None else f" ({sizes})"
-    table.add_row("fits", f"{'yes' if found.fits else 'no'}: {size_text(found.needed_bytes)} of {limit} a chip{each}")
+    fits = f"{'yes' if found.fits else 'no'}: {size_text(found.needed_bytes)} of {limit} a chip"
     if cost is None:
+        table.add_row("fits", fits)
         return table
-    run = f"{config.rounds} rounds and the start: {duration(found.seconds(config.rounds))}"
-    table.add_row("predicted", f"{duration(cost.seconds)} a round; {run}")
+    sizes = {"data": found.data_bytes, "state and padding": max(found.argument_bytes - found.data_bytes, 0)}
+    sizes |= {"results": found.output_bytes, "temporaries": found.temp_bytes, "tests": found.other_bytes}
+    table.add_row("fits", f"{fits} ({', '.join(f'{name} {size_text(size)}' for name, size in sizes.items())})")
+    run = f"{config.rounds} rounds and the start: {_duration(found.seconds(config.rounds))}"
+    table.add_row("predicted", f"{_duration(cost.seconds)} a round; {run}")
     if found.common is not None and found.common.seconds < 0.95 * cost.seconds:
-        table.add_row("", f"{duration(found.common.seconds)} a round without its rare branches")
+        table.add_row("", f"{_duration(found.common.seconds)} a round without its rare branches")
     table.add_row("operations", f"{cost.flops / 1e9:.4g} GFLOP a chip; {100 * cost.mfu:.2g} % of the bfloat16 peak")
     table.add_row("moved", f"{size_text(cost.bytes_moved)} between a chip and its memory")
     sent = [f"{count} {op} ({size_text(size)})" for op, (count, size) in cost.collectives.items()]
@@ -192,8 +178,24 @@ def _facts_table(found: Plan, config: Config) -> Table:
 
 
 def _parts_table(found: Plan) -> Table:
-    table = _table(None, "part of a round", "predicted", "%")
-    whole = sum(found.cost.parts.values()) or 1.0
-    for name, seconds in largest_parts(found).items():
-        table.add_row(name, duration(seconds), f"{100 * seconds / whole:.0f}")
+    table, parts = _table(None, "part of a round", "predicted", "%"), list(found.cost.parts.items())
+    rest = sum(seconds for _, seconds in parts[LARGEST_PARTS:])
+    whole = sum(seconds for _, seconds in parts) or 1.0
+    for name, seconds in [*parts[:LARGEST_PARTS], *([("others", rest)] if rest else [])]:
+        table.add_row(name, _duration(seconds), f"{100 * seconds / whole:.0f}")
     return table
+
+
+def _duration(seconds: float | None) -> str:
+    """Returns a duration in a fitting unit.
+
+    Example:
+      >>> [_duration(s) for s in (None, 0.00345, 12.3, 7300.0)]
+      ['–', '3.45 ms', '12.3 s', '2.03 h']
+    """
+    if seconds is None or seconds != seconds:
+        return "–"
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -23,7 +23,7 @@ import flax.linen as nn
 
 from jfcl import data, kernels
 from jfcl.core import check, check_choice
-from jfcl.core.options import first_sentence, read_hint
+from jfcl.core.options import first_sentence
 from jfcl.data.dataset import normalised
 from jfcl.data.tables import is_file, read_file
 from jfcl.methods import METHODS, Method
@@ -183,9 +183,9 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
     _check_known("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS), "MODULE:NAME")
     attack = _find("attack", name)
     accepted = (
-        "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y, num_classes) for"
-        " an attack on data"
+        "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y, num_classes)"
     )
+    accepted += " for an attack on data"
     given = _signature("attack", name, attack, accepted)
     check(_first_four(given) in OF_ATTACKS.values(), "attack", f"{name}{given}", accepted)
     _check_takes("attack", name, attack, (None,) * 4, accepted, taken_arguments(attack, cluster=None, ids=None))
@@ -301,9 +301,8 @@ def _find(what: str, name: str) -> Any:
 def _why_not_imported(module: str, error: BaseException) -> str:
     """Returns the sentence on an error in an import, with the line of the module where it occurs."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        modules = [path.stem for path in Path().glob("*.py")]
-        packages = [path.parent.name for path in Path().glob("*/__init__.py")]
-        near = difflib.get_close_matches(module, modules + packages, n=1)
+        here = [path.stem for path in Path().glob("*.py")] + [path.parent.name for path in Path().glob("*/__init__.py")]
+        near = difflib.get_close_matches(module, here, n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         return f"there is no module {module!r} in this folder, nor among the installed packages{hint}"
     text = f"module {module!r} cannot be imported: {type(error).__name__}: {error}"
@@ -332,11 +331,7 @@ def _read_method(name: str, make: Any) -> Method:
     except Exception as error:  # whatever the evaluation of an annotation raises
         raise ValueError(f"the annotations of method {name!r} cannot be read: {error}") from error
     for option in method.options:
-        default, annotation = parameters[option].default, parameters[option].annotation
-        if annotation is inspect.Parameter.empty and read_hint(type(default)) is not None:
-            kind = type(default).__name__
-            raise ValueError(f"{where.format(option)} have an annotation, such as {kind}, to have a flag")
-        if default is inspect.Parameter.empty and option not in {*declared, *ALWAYS_GIVEN}:
+        if parameters[option].default is inspect.Parameter.empty and option not in {*declared, *ALWAYS_GIVEN}:
             raise ValueError(f"{where.format(option)} have a default, or an annotation of a number, a text or bool")
     for option in [option for option in declared.values() if option.default is not None]:
         try:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,10 @@ def run_population(
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     with contextlib.ExitStack() as stack:
-        folder = config.store or (out and Path(out) / "store") or Path(stack.enter_context(_scratch())) / "store"
+        folder = config.store or (out and Path(out) / "store")
+        if folder is None:
+            scratch = tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(scratch)) / "store"
         made = stack.enter_context(_cleared(Path(folder), out))
         config, store, tests, vocab_size, is_new = make_stores(config, Path(folder), data_dir, options["progress"])
         made += [folder] if is_new else []
@@ -59,9 +63,11 @@ def run_population(
         good = np.flatnonzero(~malicious)
         evaluated = np.sort(rng.choice(good, min(EVALUATED, len(good)), replace=False))
         parts, join = _setup(config, store, tests, evaluated, vocab_size)
-        change = _attack(config, malicious, parts.federation.num_classes)
-        if change is not None:  # what it refuses, it refuses before the run begins
-            change(store.gather(np.flatnonzero(malicious)[:1]))
+        change = None
+        if is_on_data(config.attack):
+            about = {"num_classes": parts.federation.num_classes, "seed": config.data_seed}
+            change = partial(_poisoned, malicious=malicious, attack=find_attack(config.attack), **about)
+            change(store.gather(np.flatnonzero(malicious)[:1]))  # what it refuses, it refuses before the run begins
         history = simulate(
             parts.algorithm,
             store,
@@ -88,16 +94,9 @@ def run_population(
     return summary, history, parts
 
 
-def _attack(config: Config, malicious: np.ndarray, num_classes: int | None) -> Callable[[Clients], Clients] | None:
-    """Returns the change that an attack on data makes to a cohort; None for other attacks."""
-    if not is_on_data(config.attack):
-        return None
-    attack, options = find_attack(config.attack), {"num_classes": num_classes, "seed": config.data_seed}
-    return lambda clients: attacks.poison(clients, malicious[clients.id], attack, **options)
-
-
-def _scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="jfcl-", ignore_cleanup_errors=True)
+def _poisoned(clients: Clients, malicious: np.ndarray, **options: Any) -> Clients:
+    """Returns a cohort after an attack on the data of its malicious clients."""
+    return attacks.poison(clients, malicious[clients.id], **options)
 
 
 @contextlib.contextmanager

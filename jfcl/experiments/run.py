@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jfcl.core import files
 from jfcl.experiments.config import Config, to_saved
@@ -86,8 +85,6 @@ def _run_on_device(
     """`run` for clients that are all on the device; `options` are those of `simulate`."""
     parts, out = setup(config, data_dir=data_dir), options["out"]
     federation = parts.federation
-    # The clusters of malicious clients are no result.
-    true_cluster = federation.cluster if parts.malicious is None else np.where(parts.malicious, -1, federation.cluster)
     history = simulate(
         parts.algorithm,
         federation.train,
@@ -95,7 +92,7 @@ def _run_on_device(
         num_rounds=config.rounds,
         test_clients=federation.test,
         newcomers=federation.newcomers,
-        true_cluster=true_cluster,
+        true_cluster=parts.true_cluster,
         seeds=parts.seeds,
         client_axis=parts.client_axis,
         config=to_saved(config, federation.split_hash),

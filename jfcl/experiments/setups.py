@@ -58,6 +58,12 @@ class Setup(NamedTuple):
     training: LocalTraining
     malicious: np.ndarray | None = None
 
+    @property
+    def true_cluster(self) -> np.ndarray:
+        """The true clusters `[N]` of the clients, -1 for malicious ones, whose clusters are no result."""
+        cluster = self.federation.cluster
+        return cluster if self.malicious is None else np.where(self.malicious, -1, cluster)
+
 
 def make_training(config: Config, largest: int) -> LocalTraining:
     """Returns the local training; schedules count the local steps of a client with `largest` examples."""
