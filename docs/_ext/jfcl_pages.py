@@ -107,7 +107,8 @@ def page_of(name: str, described: dict[int, str]) -> str:
 def options_of(name: str) -> str:
     """Returns the table of a method's options in Markdown."""
     method = METHODS[name]
-    texts = {option: text_of(method.make, option) for option in method.declared}
+    described = argument_texts(method.make)
+    texts = {option: described.get(option, "") for option in method.declared}
     if not texts:
         return "The method has no options of its own beside those of every run (`jfcl run --help`)."
     table = table_of(method.declared, texts)
@@ -153,14 +154,6 @@ def accepted(metadata) -> str:
     if hasattr(metadata, "text"):
         return f"`{metadata.text}`"
     return f"≥ {metadata.least}"
-
-
-def text_of(factory, name: str) -> str:
-    """Returns a factory's text on an argument, or that of the method it refers to."""
-    text = argument_texts(factory).get(name, "")
-    reference = re.match(r"as in `jfcl\.(\w+)`", text)
-    factories = {method.make.__name__: method.make for method in METHODS.values()}
-    return text_of(factories[reference[1]], name) if reference else text
 
 
 def write(path: Path, text: str) -> None:

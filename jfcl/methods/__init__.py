@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jfcl.core import Algorithm
-from jfcl.core.options import Option, argument_texts, first_sentence, options_of
+from jfcl.core.options import Option, first_sentence, options_of
 from jfcl.methods.cfl import byzantine_cfl, cfl
 from jfcl.methods.ditto import ditto
 from jfcl.methods.fedavg import fedavg, fedbn, fedper, fedrep, lg_fedavg
@@ -51,44 +49,27 @@ class Method(NamedTuple):
     def declared(self) -> dict[str, Option]:
         """The keyword arguments that have a flag, as the factory's annotations and docstring declare them."""
         return {
-            name: option._replace(default=self.defaults.get(name, option.default), text=_help(self.make, name))
+            name: option._replace(default=self.defaults.get(name, option.default), text=first_sentence(option.text))
             for name, option in options_of(self.make).items()
         }
 
 
-@cache
-def _help(factory: Callable, name: str) -> str:
-    """Returns the first sentence on an argument in a factory's docstring, or in that of the method it refers to."""
-    text = argument_texts(factory).get(name, "")
-    reference = re.match(r"as in `jfcl\.(\w+)`", text)
-    factories = {method.make.__name__: method.make for method in METHODS.values()}
-    return _help(factories[reference[1]], name) if reference else first_sentence(text)
-
-
 # Their clients send gradients: a step is a round, and momentum lasts from one to the next.
 STEPWISE = MappingProxyType({"local_steps": 1, "keep": "everything"})
+RESTARTS = MappingProxyType({"restarts": 5, "restart_rounds": 5})
 
 METHODS = {
     "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
     "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
-    "ifca": Method(
-        ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", {"restarts": 5, "restart_rounds": 5}
-    ),
+    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", RESTARTS),
     "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
-        federated_clustering,
-        "clients average the gradients similar to their own at their model (Werner et al. 2023)",
-        STEPWISE,
-        by_client=True,
+        federated_clustering, "clients average gradients like their own (Werner et al. 2023)", STEPWISE, by_client=True
     ),
-    "momentum_clustering": Method(
-        momentum_clustering, "the same with one message per client: momenta are clustered", STEPWISE
-    ),
-    "myopic_clustering": Method(
-        myopic_clustering, "a warning: gradients taken at different models are clustered", STEPWISE
-    ),
+    "momentum_clustering": Method(momentum_clustering, "the same, clustering one momentum a client", STEPWISE),
+    "myopic_clustering": Method(myopic_clustering, "a warning: gradients at different models are clustered", STEPWISE),
     "hypcluster": Method(hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)"),
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
     "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -46,9 +45,8 @@ class ThresholdOptions(Options, total=False):
       threshold_rounds: rounds of Threshold-Clustering, `L`.
       quantile_rule: see `jfcl.kernels.threshold_clustering`.
       centers: the starts of several centres, which the paper leaves open. `"densest"`: in every round the gradients
-        with most others around them, see `densest`. `"carry"`: the last round's centres; in the first round
-        `init_centers`, or as `"densest"` without them.
-      init_centers: pytree of `[K, ...]`, like stacked models: the starts of the first round under `centers="carry"`.
+        with most others around them, see `densest`. `"carry"`: the last round's centres; in the first round as
+        `"densest"`.
     """
 
     radius: Any
@@ -56,7 +54,6 @@ class ThresholdOptions(Options, total=False):
     threshold_rounds: Rounds
     quantile_rule: Annotated[str, OneOf(QUANTILE_RULES)]
     centers: Annotated[str, OneOf(CENTERS)]
-    init_centers: PyTree | None
 
 
 THRESHOLD = ("radius", "quantile", "threshold_rounds", "quantile_rule")
@@ -293,18 +290,13 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
     if quantile is None or not is_concrete(quantile) or count < 2:
         return
     needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the least place that includes another gradient
-    among = count - 1 if rule == "linear" else count
-    place = np.float32(np.max(quantile)) * np.float32(among)
-    possible = needed < count  # the last place is that of the farthest
-    if possible and place >= needed * (1 - 4 * np.finfo(np.float32).eps):  # 0.2 of 5 is 1, as in the kernel
-        return
-    least = math.ceil(1000 * needed / among) / 1000
-    advice = f"a quantile of {least:g} includes the nearest other" if possible else "no quantile includes another"
-    warnings.warn(
-        f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only its"
-        f" own is within it, so that every client trains alone; {advice}",
-        stacklevel=1,
-    )
+    least = needed / (count - 1 if rule == "linear" else count)
+    if needed >= count or np.max(quantile) < least * (1 - 1e-6):  # 0.2 of 5 is 1, as in the kernel
+        warnings.warn(
+            f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only"
+            f" its own is within it, so that every client trains alone; the nearest other is within {least:.3g}",
+            stacklevel=1,
+        )
 
 
 def check_one_gradient(training: local.LocalTraining, *, steps: bool = True) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_count, check_finite
+from jfcl.core.checks import check_count
 from jfcl.core.clients import attack_key, client_ids, client_keys, max_examples, num_clients
 from jfcl.core.options import Interval, Real
 from jfcl.core.parameters import is_finite, num_bytes
@@ -50,7 +50,7 @@ class CentersState(NamedTuple):
       momentum: pytree of `[N, ...]`, the clients' momenta; `()` for Myopic-Clustering.
       client: the clients' optimiser states `[N, ...]` under `keep="everything"`, else `()`.
       centers: pytree of `[K, ...]`, the last round's centres, under `centers="carry"`, else `()`.
-      chosen: `[]` bool: `centers` were given, or a round has chosen them.
+      chosen: `[]` bool: a round has chosen `centers`.
     """
 
     params: PyTree
@@ -69,7 +69,7 @@ def serve(state: CentersState, clients: Clients | None) -> Served:
     return Served(state.params, None, found=state.group)
 
 
-OPTIONS = (*SENDING, *THRESHOLD, "centers", "init_centers")
+OPTIONS = (*SENDING, *THRESHOLD, "centers")
 
 
 @factory(*OPTIONS, **DEFAULTS, centers="densest")
@@ -93,7 +93,7 @@ def myopic_clustering(
 
     Raises:
       ValueError: as `jfcl.federated_clustering`; `K` larger than the number of clients; more than one local step;
-        an unknown `centers`; `init_centers` of other shapes, or without `centers="carry"`.
+        an unknown `centers`.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -227,11 +227,10 @@ def centers_of(
       send: `(state, gradients) -> (points, momenta)`, pytrees of `[N, ...]`; the server clusters the points.
       has_momenta: whether the state has momenta.
     """
-    weights, adversary, init_centers = options["weights"], options["adversary"], options["init_centers"]
+    weights, adversary = options["weights"], options["adversary"]
     phases.check_weights(weights)
     check_count("num_clusters", num_clusters)
     rule, carry = threshold(options, 1 / (2 * num_clusters)), options["centers"] == "carry"
-    check(init_centers is None or carry, "init_centers", "given", 'left out unless centers="carry"')
     check_one_gradient(training, steps=False)
     check_no_statistics(task, "myopic_clustering and momentum_clustering")
     client_axis = mapping.or_auto(options["client_axis"])
@@ -242,10 +241,11 @@ def centers_of(
         start = initial_state(task, training, key, clients, options["init_params"])
         momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
-        first = first_centers(start.params, init_centers, num_clusters) if carry else ()
-        chosen = jnp.asarray(init_centers is not None) if carry else ()
         own = start.params, start.cluster, group, start.round, begun, momenta, start.client
-        return CentersState(*own, first, chosen)
+        if not carry:
+            return CentersState(*own)
+        first = jax.tree.map(lambda p: jnp.zeros_like(p[:num_clusters]), start.params)
+        return CentersState(*own, first, jnp.zeros((), bool))
 
     def cluster_points(stacked, usable, ids, weight, is_first):
         """Returns the centres, and the nearest one of each client."""
@@ -304,20 +304,3 @@ def centers_of(
         return new, metrics
 
     return Algorithm(init, step, task, clients_check(adversary, weights), serve=serve)
-
-
-def first_centers(params: PyTree, init_centers: PyTree | None, num_clusters: int) -> PyTree:
-    """Returns `init_centers` in the types of models `[N, ...]`, or zeros `[K, ...]`.
-
-    Raises:
-      ValueError: `init_centers` of other shapes, or not finite.
-    """
-    zeros = jax.tree.map(lambda p: jnp.zeros((num_clusters, *p.shape[1:]), p.dtype), params)
-    if init_centers is None:
-        return zeros
-    check_finite(init_centers, "init_centers")
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
-    accepted = f"a tree of arrays [K, ...] like the models: {shapes(zeros)}"
-    same = jax.tree.structure(init_centers) == jax.tree.structure(zeros) and shapes(init_centers) == shapes(zeros)
-    check(same, "init_centers", shapes(init_centers), accepted)
-    return jax.tree.map(lambda c, z: jnp.asarray(c).astype(z.dtype), init_centers, zeros)

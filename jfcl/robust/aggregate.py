@@ -142,22 +142,9 @@ def shared_means(
 
 
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
-    """Raises `ValueError` unless `aggregator` is None, or can be called as `aggregator(updates, mask=...)`."""
+    """Raises `ValueError` unless `aggregator` is None or a function."""
     accepted = "a function (updates, mask=...) -> update, such as jfcl.kernels.make_aggregator returns for a name"
     check(aggregator is None or callable(aggregator), "aggregator", aggregator, accepted)
-    if aggregator is not None:
-        _check_call("aggregator", aggregator, accepted, (None,), {"mask": None})
-
-
-def _check_call(argument: str, fn: Callable, accepted: str, args: tuple, keywords: dict[str, Any]) -> None:
-    """Raises `ValueError` where a function does not take these arguments."""
-    try:
-        inspect.signature(fn).bind(*args, **keywords)
-    except TypeError as error:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        raise ValueError(f"{argument} must be {accepted}; {name}: {error}") from None
-    except ValueError:  # a builtin without a signature
-        return
 
 
 def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:
@@ -169,24 +156,15 @@ def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size"
     if not isinstance(weights, str):
         checks.append(partial(check_entries, "weights", weights))
     if adversary is not None:
-        checks.append(_adversary_check(adversary))
+        kind = "jfcl.Adversary(attack, malicious), with an attack such as jfcl.attacks.ipm() returns"
+        check(isinstance(adversary, Adversary) and callable(adversary.attack), "adversary", adversary, kind)
+        checks.append(partial(check_entries, "malicious", adversary.malicious))
 
     def check_all(clients: Clients) -> None:
         for check_one in checks:
             check_one(clients)
 
     return check_all if checks else None
-
-
-def _adversary_check(adversary: Adversary) -> Callable[[Clients], None]:
-    """Checks an adversary; returns the check of its entries for clients."""
-    kind = "jfcl.Adversary(attack, malicious)"
-    check(isinstance(adversary, Adversary), "adversary", type(adversary).__name__, kind)
-    accepted = "a function (key, updates, malicious, usable) -> updates, such as jfcl.attacks.ipm() returns"
-    check(callable(adversary.attack), "attack", adversary.attack, accepted)
-    taken = taken_arguments(adversary.attack, cluster=None, ids=None)
-    _check_call("attack", adversary.attack, accepted, (None,) * 4, taken)
-    return partial(check_entries, "malicious", adversary.malicious)
 
 
 def taken_arguments(function: Callable, **offered: Any) -> dict[str, Any]:
@@ -244,26 +222,18 @@ def attacked(
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
     taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
     sent = adversary.attack(key, updates, malicious, usable, **taken)
-    check_sent(sent, updates)
+    check_returned("attack", sent, updates)
     updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
     return updates, usable & jax.vmap(is_finite)(updates)
 
 
-def _check_mean(found: PyTree, updates: PyTree) -> None:
-    """Raises `ValueError` unless an aggregator has returned one update of the shapes `[...]` of those in `updates`."""
-    found = {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(found)}
-    given = {path_name(path): list(jnp.shape(x)[1:]) for path, x in jax.tree.leaves_with_path(updates)}
-    accepted = f"a function that returns one update, {given}"
-    check(found == given, "aggregator", f"a function that returned {found}", accepted)
-
-
-def check_sent(sent: PyTree, updates: PyTree) -> None:
-    """Raises `ValueError` unless an attack has returned updates with the shapes and types that it was given."""
-    found, given = (
-        {path_name(path): f"{jnp.result_type(x)} {list(jnp.shape(x))}" for path, x in jax.tree.leaves_with_path(tree)}
-        for tree in (sent, updates)
+def check_returned(argument: str, returned: PyTree, wanted: PyTree) -> None:
+    """Raises `ValueError` unless a function, which `argument` names, has returned arrays of the shapes of `wanted`."""
+    found, accepted = (
+        {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (returned, wanted)
     )
-    check(found == given, "attack", f"a function that returned {found}", f"a function that returns updates {given}")
+    check(found == accepted, argument, f"a function that returned {found}", f"a function that returns {accepted}")
 
 
 def attacked_models(
@@ -290,7 +260,7 @@ def robust_cluster_mean(
 
     def one(k):
         mean = aggregator(updates, mask=usable & (cluster == k))
-        _check_mean(mean, updates)
+        check_returned("aggregator", mean, jax.tree.map(lambda x: x[0], updates))
         return mean
 
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jfcl.core import Algorithm, Clients, Task
 from jfcl.core.options import Interval, OneOf, Real
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Decision, Found, Rules, Sent
 from jfcl.methods.cfl.state import CFLState
@@ -34,8 +35,11 @@ def byzantine_cfl(
     models of many more than 2,500 parameters.
 
     Args:
-      task, training, similarity, privacy, privacy_seed: as in `jfcl.cfl`.
+      task, training: as in `jfcl.cfl`.
       threshold: in (-1, 1); the paper's is 0.02.
+      similarity: of `"updates"`, or of full-batch `"gradients"`.
+      privacy: `"permutation"`, `"sign"` or `"rotation"`: clients hide their updates by this secret operator.
+      privacy_seed: the clients' secret.
 
     Returns:
       `Algorithm` with a `CFLState` of one cluster; `state.excluded` has the round in which each client was
@@ -64,9 +68,9 @@ def byzantine_cfl(
     def accept(splits):
         return splits.cross_similarity < threshold
 
-    of_updates = {"similarity": similarity, "aggregator": options["aggregator"], "compares_zero": False}
-    rules = Rules(1, ripe, accept, exclude_minority, **of_updates)
-    made = rounds(Method(task, training, rules, privacy, privacy_seed, **options))
+    common = Averaging(task, training, 1, **options)
+    rules = Rules(common, ripe, accept, exclude_minority, similarity=similarity, compares_zero=False)
+    made = rounds(Method(rules, privacy, privacy_seed))
 
     def step(key: jax.Array, state: CFLState, clients: Clients):
         state, metrics = made.step(key, state, clients)

@@ -21,6 +21,7 @@ from jfcl.core import Algorithm, Clients, Task, check, is_concrete
 from jfcl.core.options import MOST_ADDED, Interval, Needs, OneOf, Range, Real
 from jfcl.kernels.bipartition import LINKAGES
 from jfcl.kernels.theory import max_noise_of_split
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.rounds import SIMILARITIES, Method, Privacy, PrivacySeed, rounds
 from jfcl.methods.cfl.server import Rules
 from jfcl.methods.cfl.splits import split_clusters
@@ -175,10 +176,9 @@ def cfl(
 
     compared = {"similarity": similarity, "linkage": linkage, "min_size": min_size, "min_examples": min_examples}
     recorded = {"thresholds": thresholds, "tree_dim": tree_dim, "true_cluster": true_cluster}
-    averaged = {name: options[name] for name in ("cohort", "shared", "aggregator")}
-    rules = Rules(max_clusters, ripe, accept, split_clusters, recursive, **compared, **recorded, **averaged)
-    judged = {"validation": validation, "fallback_rounds": fallback_rounds}
-    made = rounds(Method(task, training, rules, privacy, privacy_seed, **judged, **options))
+    common = Averaging(task, training, max_clusters, **options)
+    rules = Rules(common, ripe, accept, split_clusters, recursive, **compared, **recorded)
+    made = rounds(Method(rules, privacy, privacy_seed, validation, fallback_rounds))
     return made._replace(check=partial(_check_sizes, made.check, min_size, min_examples, validation))
 
 

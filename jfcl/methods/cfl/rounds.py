@@ -19,27 +19,19 @@ from jfcl.core.checks import check
 from jfcl.core.clients import attack_key, client_ids, num_clients
 from jfcl.core.options import Needs, OneOf, Range
 from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
-from jfcl.core.types import Adversary, Algorithm, Clients, PyTree, Served, Task
+from jfcl.core.types import Algorithm, Clients, PyTree, Served
 from jfcl.kernels import OPERATORS, orthonormal
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import check_scopes
+from jfcl.methods.averaging import Averaging, check_scopes
 from jfcl.methods.cfl import server
 from jfcl.methods.cfl.entries import ENTRIES
 from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
 from jfcl.methods.cfl.server import Rules, Sent
 from jfcl.methods.cfl.splits import Sides, missed_splits, no_sides
-from jfcl.methods.cfl.state import (
-    CFLState,
-    ParameterTree,
-    forget_moved,
-    is_current,
-    known_size,
-    no_updates,
-    remember_updates,
-)
+from jfcl.methods.cfl.state import CFLState, LastUpdates, ParameterTree, known_size, no_updates, remember_updates
 from jfcl.robust.aggregate import attacked, check_aggregator, clients_check, where_rows
-from jfcl.training import local, losses
+from jfcl.training import losses
 
 SIMILARITIES = ("updates", "gradients")
 Privacy = Annotated[str | None, OneOf(OPERATORS)]
@@ -47,24 +39,18 @@ PrivacySeed = Annotated[int, Range(0, 2**32 - 1), Needs("privacy")]
 
 
 class Method(NamedTuple):
-    """The arguments of `rounds`: those of `cfl`, with `rules` for the server's."""
+    """The arguments of `rounds`: the server's `rules`, and what clients keep from it."""
 
-    task: Task
-    training: local.LocalTraining
     rules: Rules
     privacy: str | None
     privacy_seed: int
-    weights: str | jax.Array
-    init_params: PyTree | None
-    adversary: Adversary | None
-    client_axis: mapping.Mapping | None
-    shared: Callable[[str], bool] | None = None
-    personal: Callable[[str], bool] | None = None
-    personal_steps: int | None = None
-    cohort: int | None = None
-    aggregator: Callable[..., PyTree] | None = None
     validation: float = 0.0
     fallback_rounds: int = 0
+
+    @property
+    def common(self) -> Averaging:
+        """The model, the training and the common options of methods."""
+        return self.rules.common
 
     def hide(self, update: PyTree) -> PyTree:
         """Returns the message with one client's update."""
@@ -94,32 +80,31 @@ class TakingPart(NamedTuple):
 
 def rounds(method: Method) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
-    local.check_parts(method.task, method.training)
-    rules, client_axis = method.rules, mapping.or_auto(method.client_axis)
-    check_scopes(method)
-    if rules.cohort is not None:
+    rules, common = method.rules, method.common
+    task, has_shared = common.task, common.shared is not None
+    check_scopes(common)
+    if common.cohort is not None:
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
-        check(rules.similarity == "updates", "cohort", rules.cohort, accepted)
+        check(rules.similarity == "updates", "cohort", common.cohort, accepted)
     if method.privacy is not None:
         accepted = "left out where parameters are shared, or statistics are averaged: hidden updates have no parts"
-        check(rules.shared is None and method.task.statistics is None, "privacy", method.privacy, accepted)
-    phases.check_weights(method.weights)
-    accepted = "left out where parameters are shared"
-    check(rules.shared is None or rules.aggregator is None, "aggregator", rules.aggregator, accepted)
-    check_aggregator(rules.aggregator)
-    rules = rules._replace(statistics=method.task.statistics)
-    method = method._replace(client_axis=client_axis, rules=rules)
+        check(not has_shared and task.statistics is None, "privacy", method.privacy, accepted)
+    phases.check_weights(common.weights)
+    check(not has_shared or common.aggregator is None, "aggregator", common.aggregator, "left out with shared")
+    check_aggregator(common.aggregator)
+    common = common._replace(client_axis=mapping.or_auto(common.client_axis))
+    method = method._replace(rules=rules._replace(common=common))
     refresh = (lambda state, clients: in_active_clusters(state)) if method.validation else None
-    check_clients = clients_check(method.adversary, method.weights)
+    check_clients = clients_check(common.adversary, common.weights)
     return Algorithm(
         partial(init, method),
         partial(step, method),
-        method.task,
+        task,
         check_clients,
         refresh,
         serve,
         entries=ENTRIES,
-        last_updates=None if rules.cohort is None else lambda state: state.heard.round,
+        last_updates=None if rules.common.cohort is None else lambda state: state.heard.round,
     )
 
 
@@ -131,19 +116,19 @@ def serve(state: CFLState, clients: Clients | None) -> Served:
 def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
     rules, n = method.rules, num_clients(clients)
-    capacity = min(8, n) if rules.max_clusters is None else rules.max_clusters
+    capacity = min(8, n) if rules.common.num_clusters is None else rules.common.num_clusters
     phases.check_at_most_clients("max_clusters", capacity, clients)
-    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    phases.check_at_most_clients("cohort", rules.common.cohort, clients)
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
         check(fits, "true_cluster", shape, f"of shape ({n},)")
         check(n <= DENSE_UP_TO, "true_cluster", f"{n} clients", f"left out beyond {DENSE_UP_TO} clients")
-    one = phases.initial_models(method.task, key, 1, method.init_params)
+    one = phases.initial_models(method.common.task, key, 1, method.common.init_params)
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (capacity, *p.shape[1:])), one)
     cluster = jnp.zeros(n, jnp.int32)
-    opt_states = phases.initial_optimizers(method.task, method.training, params, cluster)
-    params, own = phases.initial_scopes(method.personal, params, cluster)
+    opt_states = phases.initial_optimizers(method.common.task, method.common.training, params, cluster)
+    params, own = phases.initial_scopes(method.common.personal, params, cluster)
     sent = jax.eval_shape(method.hide, jax.tree.map(lambda p: p[0], params))
     can_split = capacity > 1
     compared = rules.compared(sent)
@@ -170,24 +155,24 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
         client=opt_states,
         personal=own,
         sides=no_sides(compared, capacity, n, small=rules.min_examples > 1) if can_split else (),
-        heard=no_updates(sent, n) if rules.cohort is not None else (),
+        heard=no_updates(sent, n) if rules.common.cohort is not None else (),
     )
 
 
 def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
     """Returns `(state, metrics)` after one round."""
-    rules, client_axis, metrics = method.rules, method.client_axis, {}
+    rules, client_axis, metrics = method.rules, method.common.client_axis, {}
 
     # Undo splits that harm.
     if method.validation:
         state = in_active_clusters(state)
         judging = method.validation, method.fallback_rounds, shared_flags(rules, state.params), client_axis
-        state, metrics["undone"] = undo_harmful_splits(method.task, state, clients, *judging)
+        state, metrics["undone"] = undo_harmful_splits(method.common.task, state, clients, *judging)
 
     # Select the cohort. Clients of size 0 are not on the device, and only remembered.
     part = taking_part(method, state, clients)
     here = part.present & (jnp.asarray(clients.size) > 0)
-    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.cohort)
+    cohort = phases.select_cohort(key, clients._replace(size=jnp.where(here, part.learns, 0)), rules.common.cohort)
     kept = here, (state.cluster, part.missed, part.pending), (state.client, state.personal)
     here, place, own = phases.take_rows(cohort, kept)
 
@@ -195,7 +180,7 @@ def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
     client = train_client(method, state)
     updates, finite, loss, steps, trained = phases.train_clients(client_axis, client, cohort, place, own)
     lies_key, ids = attack_key(cohort.key), client_ids(cohort.clients)
-    updates, usable = attacked(method.adversary, lies_key, updates, ids, here & finite, place[0])
+    updates, usable = attacked(method.common.adversary, lies_key, updates, ids, here & finite, place[0])
     opt_states, own = phases.put_rows(cohort, kept[2], where_rows(here & finite, trained, own))
 
     # Report.
@@ -208,12 +193,13 @@ def step(method: Method, key: jax.Array, state: CFLState, clients: Clients):
     sent, last = messages(method, state, part, cohort, updates, here, usable)
     sent = sent._replace(gradients=lambda: gradients(method, state, part, clients, lies_key, usable))
     record = state._replace(params=(), client=(), personal=(), heard=(), tree=state.tree._replace(model=()))
-    record, into, means, decided = server.serve(rules, client_axis, record, sent)
+    record, into, means, decided = server.serve(rules, record, sent)
 
     # Update the models: new clusters start from their parent's, and all move by the mean update.
     means = reveal(means, jax.tree.map(lambda p: p[0], state.params), method.privacy, method.privacy_seed)
     new, metrics["overflowed"] = new_models(state, record, into, means, shared_flags(rules, state.params))
-    last = forget_moved(last, new.cluster != state.cluster)
+    if isinstance(last, LastUpdates):  # those of clients that have moved belong to other models
+        last = last._replace(round=jnp.where(new.cluster != state.cluster, 0, last.round))
     return new._replace(client=opt_states, personal=own, heard=last), metrics | decided
 
 
@@ -224,7 +210,7 @@ def taking_part(method: Method, state: CFLState, clients: Clients) -> TakingPart
     missed, pending = missed_splits(state)
     present = member & (~state.final[state.cluster] | pending) if method.rules.recursive else member
     learns = jnp.where(present, num_training(examples, method.validation), 0)
-    weight = phases.client_weight(method.weights, learns, phases.own_weights(method.weights, client_ids(clients)))
+    weight = phases.weights_of(method.common.weights, clients._replace(size=learns))
     return TakingPart(member, examples, present, learns, missed, pending, weight)
 
 
@@ -245,7 +231,7 @@ def train_client(method: Method, state: CFLState) -> Callable:
     def client(key, examples, size, place, kept):
         opt_state, own = kept
         begin, rest = starting_model(state, *place), (examples, size, opt_state, state.round)
-        how = method.task, method.training, method.personal_steps
+        how = method.common.task, method.common.training, method.common.personal_steps
         trained, update, own = phases.train_scopes(*how, key, begin, own, *rest)
         finite = is_finite((update, own))
         return method.hide(update), finite, trained.loss, trained.num_steps, (trained.opt_state, own)
@@ -258,12 +244,13 @@ def gradients(method: Method, state: CFLState, part: TakingPart, clients: Client
 
     def gradient(examples, size, place, own):
         begin = starting_model(state, *place)
-        return method.hide(jax.grad(lambda p: losses.mean_loss(method.task, joined(p, own), examples, size))(begin))
+        loss = lambda p: losses.mean_loss(method.common.task, joined(p, own), examples, size)  # noqa: E731
+        return method.hide(jax.grad(loss)(begin))
 
     place = state.cluster, part.missed, part.pending
-    found = method.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
+    found = method.common.client_axis(gradient)(clients.examples, part.learns, place, state.personal)
     key = jax.random.fold_in(key, 1)
-    return attacked(method.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
+    return attacked(method.common.adversary, key, found, client_ids(clients), usable, state.cluster)[0]
 
 
 def messages(
@@ -293,7 +280,7 @@ def messages(
         counts = ~part.pending[rows]
         last = remember_updates(last, state.round + 1, part.examples, rows, updates, here, usable, counts)
         updates, expected = last.update, ~last.mute
-        comparable = is_current(last, state.since[state.cluster]) & ~part.pending
+        comparable = (last.round > state.since[state.cluster]) & ~part.pending
         usable, present = (jnp.zeros_like(part.member).at[rows].set(x) for x in (usable, here))
     weight = part.weight * (usable & ~part.pending).astype(jnp.float32)
     of_splits = able, comparable, expected, part.missed, part.pending
@@ -302,7 +289,7 @@ def messages(
 
 def shared_flags(rules: Rules, params: PyTree) -> PyTree:
     """Returns the structure of `params` with a bool for each array: whether it is averaged over all clusters."""
-    return path_flags(rules.shared or (lambda path: False), params)
+    return path_flags(rules.common.shared or (lambda path: False), params)
 
 
 def new_models(

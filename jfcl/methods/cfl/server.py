@@ -21,6 +21,7 @@ from jfcl.kernels.base import DENSE_UP_TO, if_rare, rows_of
 from jfcl.kernels.bipartition import Bipartition, bipartitions_of_clusters
 from jfcl.kernels.blocks import finite_rows, squared_norms
 from jfcl.mapping.columns import over_columns
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl.state import CFLState, enough_known
 from jfcl.robust.aggregate import cluster_mean, robust_cluster_mean, shared_means
 
@@ -29,18 +30,17 @@ class Rules(NamedTuple):
     """The decisions of a variant of the method. `K` clusters throughout.
 
     Attributes:
-      max_clusters: `K`; `None`: 8, or as many as there are clients.
+      common: the model, and the common options of methods. Its `num_clusters` are `K`; None: 8, or as many as there
+        are clients.
       ripe: `(state, mean_norm [K], max_norm [K], members [K]) -> (stationary [K], wanted [K])` bool.
       accept: `(splits) -> [K]` bool: the bipartitions to act on.
       decide: `(rules, state, sent, found) -> Decision`: the action on them.
-      recursive, similarity, linkage, min_size, min_examples, tree_dim, true_cluster, cohort, shared, aggregator: as in
-        `cfl`.
+      recursive, similarity, linkage, min_size, min_examples, tree_dim, true_cluster: as in `cfl`.
       compares_zero: clients with an update of zero, which has no direction, have a voice.
       thresholds: `(state) -> [2]`, those of the norms, for the metrics; or None.
-      statistics: of the task.
     """
 
-    max_clusters: int | None
+    common: Averaging
     ripe: Callable[..., tuple[jax.Array, jax.Array]]
     accept: Callable[[Splits], jax.Array]
     decide: Callable[..., Decision]
@@ -53,14 +53,10 @@ class Rules(NamedTuple):
     thresholds: Callable[[CFLState], jax.Array] | None = None
     tree_dim: int = 0
     true_cluster: Any = None
-    cohort: int | None = None
-    shared: Callable[[str], bool] | None = None
-    aggregator: Callable[..., PyTree] | None = None
-    statistics: Callable[[str], bool] | None = None
 
     def compared(self, updates: PyTree) -> PyTree:
         """Returns the part of updates that similarities and norms compare: all but the statistics."""
-        return divided(self.statistics, updates)[0]
+        return divided(self.common.task.statistics, updates)[0]
 
 
 class Sent(NamedTuple):
@@ -118,14 +114,15 @@ class Found(NamedTuple):
 Decision = tuple[CFLState, jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]
 
 
-def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sent):
+def serve(rules: Rules, state: CFLState, sent: Sent):
     """Decides on splits and averages, from `sent` and `state`, which comes without models.
 
     Returns:
       `(state, into [K], means [K, ...], metrics)`: `into` as in `Decision`, each cluster's mean update. The caller puts
       the models back into the state.
     """
-    capacity = len(state.active)
+    common, capacity = rules.common, len(state.active)
+    client_axis, cohort = common.client_axis, common.cohort
 
     # Compare updates, or gradients.
     vectors = rules.compared(sent.updates)
@@ -137,17 +134,17 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
 
     def means(vectors: PyTree, cluster: jax.Array, weight: jax.Array) -> PyTree:
         """Returns the weighted mean of each cluster's vectors, `[K, ...]`, added up in the order of the clients."""
-        if rules.aggregator is None:
+        if common.aggregator is None:
             return cluster_mean(vectors, cluster, weight, capacity, client_axis)
-        robust, plain = divided(rules.statistics, vectors)
-        robust = robust_cluster_mean(rules.aggregator, robust, cluster, weight > 0, capacity)
+        robust, plain = divided(common.task.statistics, vectors)
+        robust = robust_cluster_mean(common.aggregator, robust, cluster, weight > 0, capacity)
         return joined(robust, cluster_mean(plain, cluster, weight, capacity, client_axis) if plain else ())
 
     # Norms: the mean update of each cluster, and its longest update. With a cohort, old updates are longer than new
     # ones; the longest is then one of this round, so that age does not count as disagreement.
     norms = jnp.sqrt(squared_norms(rows_of(vectors)))
     voice = voice if rules.compares_zero else voice & (norms > 0)
-    newest = voice if rules.cohort is None else voice & sent.usable
+    newest = voice if cohort is None else voice & sent.usable
     max_norm = jax.ops.segment_max(jnp.where(newest, norms, 0.0), state.cluster, capacity)
     max_norm = jnp.maximum(max_norm, 0.0)
     mean_vectors = means(vectors, state.cluster, jnp.where(voice, sent.voice_weight, 0.0))
@@ -160,7 +157,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
     stationary, wanted = rules.ripe(state, mean_norm, max_norm, members)
     examined = state.active & ~state.final & (members > 0)
     wanted = wanted & examined
-    if rules.cohort is not None:
+    if cohort is not None:
         expected = sent.able & ~sent.pending
         wanted = wanted & enough_known(voice, expected, state.cluster, capacity)
         # Old updates say little on the model of today: a cluster ends in a round with most of its clients.
@@ -195,7 +192,7 @@ def serve(rules: Rules, client_axis: mapping.Mapping, state: CFLState, sent: Sen
         "capacity_reached": full,
     }
     mean_updates = means(sent.updates, state.cluster, weight)
-    mean_updates = shared_means(rules.shared, mean_updates, sent.updates, weight, client_axis)
+    mean_updates = shared_means(common.shared, mean_updates, sent.updates, weight, client_axis)
     return state._replace(round=state.round + 1), into, mean_updates, metrics
 
 

@@ -136,16 +136,6 @@ def remember_updates(
     )
 
 
-def is_current(last: LastUpdates, since: jax.Array) -> jax.Array:
-    """Returns `[N]` bool: clients with an update since the last change of their cluster, in round `since` `[N]`."""
-    return last.round > since
-
-
-def forget_moved(last: Any, moved: jax.Array) -> Any:
-    """Returns `last` without the updates of clients that have `moved` `[N]` bool to another cluster; `()` for `()`."""
-    return last._replace(round=jnp.where(moved, 0, last.round)) if isinstance(last, LastUpdates) else last
-
-
 def enough_known(
     voice: jax.Array, able: jax.Array, cluster: jax.Array, capacity: int, *, most: bool = False
 ) -> jax.Array:
