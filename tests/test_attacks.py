@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jfcl
-from jfcl import attacks, kernels
+from jfcl import attacks
 from jfcl.core import Clients
 from jfcl.methods import METHODS
 from jfcl.testing import problem
@@ -193,14 +193,11 @@ def test_choice_is_a_share_and_depends_on_the_seed():
     ("options", "said"),
     [
         ({"aggregator": "krum"}, "aggregator must be a function .updates, mask=.*make_aggregator.*got 'krum'"),
-        ({"aggregator": kernels.krum}, "aggregator must be .*; krum: missing a required .*'num_malicious'"),
-        ({"aggregator": lambda updates: updates}, "aggregator must be .*got an unexpected keyword argument 'mask'"),
-        ({"adversary": jfcl.Adversary(attacks.ipm, np.ones(7, bool))}, "attack must be .*; ipm: too many positional"),
-        ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "attack must be a function .*, got 'ipm'"),
+        ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "adversary must be jfcl.Adversary"),
     ],
 )
 @pytest.mark.parametrize("make", [jfcl.fedavg, jfcl.cfl])
-def test_functions_with_other_arguments_are_refused(make, options, said):
+def test_names_in_place_of_functions_are_refused(make, options, said):
     _, _, task, training = problem()
     with pytest.raises(ValueError, match=said):
         make(task, training, **options)
@@ -251,7 +248,7 @@ def test_an_attack_changes_updates_of_hostile_clients_alone():
 @pytest.mark.parametrize(
     ("attack", "said"),
     [
-        (lambda key, u, malicious, usable: None, "attack must be a function that returns updates .*, got"),
+        (lambda key, u, malicious, usable: None, "attack must be a function that returns .*, got"),
         (lambda key, u, malicious, usable: jax.tree.map(lambda x: x[:3], u), "attack must be a function that returns"),
         (lambda key, u, malicious, usable: jax.tree.map(lambda x: x.mean(0), u), "attack must be a function that"),
     ],

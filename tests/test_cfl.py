@@ -13,7 +13,6 @@ import pytest
 import jfcl
 from jfcl import kernels
 from jfcl.core import Clients
-from jfcl.methods.cfl import bipartitions as tiles
 from jfcl.methods.cfl import server
 from jfcl.methods.cfl.fallback import undo_harmful_splits
 from jfcl.methods.cfl.server import bipartitions
@@ -213,8 +212,8 @@ def test_tiles_find_what_the_matrix_finds(monkeypatch):
     cluster, usable = jnp.asarray(rng.integers(0, 3, 30)), jnp.asarray(rng.random(30) < 0.9)
     wanted = jnp.array([True, False, True])
     dense = bipartitions(updates, cluster, usable, wanted)
-    monkeypatch.setattr(tiles, "DENSE_UP_TO", 10)
-    monkeypatch.setattr(tiles, "DENSE_SHARE", 100)
+    monkeypatch.setattr(server, "DENSE_UP_TO", 10)
+    monkeypatch.setattr(server, "DENSE_SHARE", 100)
     tiled = bipartitions(updates, cluster, usable, wanted)
     np.testing.assert_allclose(tiled.cross_similarity, dense.cross_similarity, atol=1e-6)
     np.testing.assert_array_equal(tiled.side, dense.side)

@@ -16,10 +16,8 @@ from jfcl import mapping
 from jfcl.core import Clients, Task
 from jfcl.methods.federated_clustering import (
     MEMORY,
-    Threshold,
     draw_groups,
     models_at_once,
-    threshold,
     warn_if_alone,
 )
 from jfcl.methods.myopic_clustering import densest
@@ -31,6 +29,11 @@ LINEAR = Task(
     cost=lambda outputs, batch: 0.5 * (outputs - batch["y"]) ** 2,
 )
 STEP = jfcl.local_training(optax.sgd(0.1), num_steps=1)
+
+
+def rule_of(radius=None, quantile=None):
+    """The arguments of `threshold_clustering`, as the methods hand them on."""
+    return {"radius": radius, "quantile": quantile, "num_rounds": 1, "quantile_rule": "linear"}
 
 
 def regression(seed=0, n=8, m=6):
@@ -240,7 +243,7 @@ def test_every_dense_place_gets_a_start_where_few_points_remain():
     far = jnp.array([0, 0.1, 0.2, 0.3, 10, 10.1, 10.2, 10.3, 30, 30.1])
     ties = jnp.array([1.0] * 7 + [9.0])
     for points, quantile, count in ((far, 0.4, 3), (ties, 0.25, 2)):
-        n, rule = len(points), threshold(None, quantile, 3, "linear")
+        n, rule = len(points), rule_of(quantile=quantile)
         found = densest(points[:, None], jnp.ones(n, bool), jnp.arange(n), rule, count)[:, 0]
         wanted = densest64(np.asarray(points, np.float64)[:, None], count, quantile=quantile)
         np.testing.assert_array_equal(found, points[np.array(wanted)])
@@ -268,19 +271,14 @@ def test_algorithms_1_and_4(momentum, rule):
     assert metrics["bytes_up"] == metrics["bytes_down"] == 8 * D * 4
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("momentum", [None, 0.7])
-def test_centres_are_carried_over(momentum, given):
+@pytest.mark.parametrize("momentum", [pytest.param(None, marks=pytest.mark.slow), 0.7])
+def test_centres_are_carried_over(momentum):
     clients = regression(10)
-    rng = np.random.default_rng(2)
-    first = rng.normal(size=(2, D)).astype(np.float32) * 4
     options = {"num_clusters": 2, "threshold_rounds": 2, "quantile": 0.4, "centers": "carry"}
-    if given:
-        options["init_centers"] = {"w": first}
     make = jfcl.myopic_clustering if momentum is None else partial(jfcl.momentum_clustering, momentum=momentum)
     algorithm = make(LINEAR, STEP, **options)
     state = algorithm.init(jax.random.key(0), clients)
-    models, m, centers = np.asarray(state.params["w"], np.float64), None, first.astype(np.float64) if given else None
+    models, m, centers = np.asarray(state.params["w"], np.float64), None, None
     for t in range(4):
         state, _ = jax.jit(algorithm.step)(jax.random.key(t), state, clients)
         gradients = np.stack([gradient64(models[i], clients, i) for i in range(8)])
@@ -315,7 +313,7 @@ def test_many_clients_need_no_square_array(monkeypatch):
     usable = jnp.arange(125) != 3
     points[3] = np.nan
     for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.3}):
-        fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
+        fixed = rule_of(**rule)
         find = jax.jit(lambda *of_clients, fixed=fixed: densest(*of_clients, fixed, 3))
         blank = jnp.where(usable[:, None], points, 0.0)
         starts = np.asarray(find(blank, usable, jnp.arange(125)))
@@ -396,7 +394,7 @@ def test_centres_start_where_most_are_and_not_at_outliers():
     rng = np.random.default_rng(0)
     points = np.concatenate([rng.normal(0, 0.1, (6, 2)), rng.normal(5, 0.1, (5, 2)), [[90, 90], [-70, 3]]])
     for rule in ({"radius": 1.0, "quantile": None}, {"radius": None, "quantile": 0.25}):
-        fixed = Threshold(**rule, num_rounds=1, quantile_rule="linear")
+        fixed = rule_of(**rule)
         starts = np.asarray(densest(jnp.asarray(points, jnp.float32), jnp.ones(13, bool), jnp.arange(13), fixed, 2))
         assert sorted(np.round(starts.mean(axis=1)).tolist()) == [0, 5]
 
@@ -430,10 +428,6 @@ def test_centres_start_where_most_are_and_not_at_outliers():
         (lambda: jfcl.momentum_clustering(LINEAR, STEP._replace(num_steps=2), num_clusters=2), "of num_steps=1"),
         (lambda: jfcl.myopic_clustering(LINEAR, STEP, num_clusters=0), "num_clusters must be an integer"),
         (lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, centers="cary"), "did you mean 'carry'"),
-        (
-            lambda: jfcl.momentum_clustering(LINEAR, STEP, num_clusters=2, init_centers={"w": np.zeros((2, D))}),
-            'init_centers must be left out unless centers="carry"',
-        ),
     ],
 )
 def test_factories_refuse(make, words):
@@ -446,18 +440,6 @@ def test_factories_refuse(make, words):
     [
         (jfcl.federated_clustering(LINEAR, STEP, subgroup_size=9), "subgroup_size must be at most the 8 clients"),
         (jfcl.myopic_clustering(LINEAR, STEP, num_clusters=9), "num_clusters must be at most the 8 clients"),
-        (
-            jfcl.momentum_clustering(
-                LINEAR, STEP, num_clusters=2, centers="carry", init_centers={"w": np.zeros((3, D))}
-            ),
-            r"init_centers must be a tree of arrays \[K, ...\] like the models: .*\(2, 3\).*got .*\(3, 3\)",
-        ),
-        (
-            jfcl.momentum_clustering(
-                LINEAR, STEP, num_clusters=2, centers="carry", init_centers={"w": np.full((2, D), np.nan)}
-            ),
-            r"init_centers\['w'\] must be finite",
-        ),
     ],
 )
 def test_init_refuses(algorithm, words):

@@ -142,9 +142,14 @@ def shared_means(
 
 
 def check_aggregator(aggregator: Callable[..., PyTree] | None) -> None:
-    """Raises `ValueError` unless `aggregator` is None or a function."""
+    """Raises `ValueError` unless `aggregator` is None, or can be called as `aggregator(updates, mask=...)`."""
     accepted = "a function (updates, mask=...) -> update, such as jfcl.kernels.make_aggregator returns for a name"
     check(aggregator is None or callable(aggregator), "aggregator", aggregator, accepted)
+    if aggregator is not None:
+        try:
+            inspect.signature(aggregator).bind(None, mask=None)
+        except TypeError as error:
+            raise ValueError(f"aggregator must be {accepted}; {error}") from None
 
 
 def clients_check(adversary: Adversary | None, weights: str | jax.Array = "size") -> Callable[[Clients], None] | None:
@@ -222,18 +227,20 @@ def attacked(
     cluster = jnp.zeros(len(ids), jnp.int32) if cluster is None else cluster
     taken = taken_arguments(adversary.attack, cluster=cluster, ids=ids)  # `cluster` if it is aimed at clustering
     sent = adversary.attack(key, updates, malicious, usable, **taken)
-    check_returned("attack", sent, updates)
+    check_returned("attack", sent, updates, "updates")
     updates = where_rows(malicious, sent, updates)  # hostile clients change no others' updates
     return updates, usable & jax.vmap(is_finite)(updates)
 
 
-def check_returned(argument: str, returned: PyTree, wanted: PyTree) -> None:
+def check_returned(argument: str, returned: PyTree, wanted: PyTree, what: str) -> None:
     """Raises `ValueError` unless a function, which `argument` names, has returned arrays of the shapes of `wanted`."""
     found, accepted = (
         {path_name(path): list(jnp.shape(x)) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (returned, wanted)
     )
-    check(found == accepted, argument, f"a function that returned {found}", f"a function that returns {accepted}")
+    check(
+        found == accepted, argument, f"a function that returned {found}", f"a function that returns {what} {accepted}"
+    )
 
 
 def attacked_models(
@@ -260,7 +267,7 @@ def robust_cluster_mean(
 
     def one(k):
         mean = aggregator(updates, mask=usable & (cluster == k))
-        check_returned("aggregator", mean, jax.tree.map(lambda x: x[0], updates))
+        check_returned("aggregator", mean, jax.tree.map(lambda x: x[0], updates), "one update,")
         return mean
 
     return mapping.chunked(1)(one)(jnp.arange(num_clusters, dtype=jnp.int32))
