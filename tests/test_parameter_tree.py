@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jfcl.methods.cfl.privacy import privacy_code
 from test_cfl import CLUSTER, TASK, TRAINING, TRUTH, local_update, regression
 
 import jfcl
 from jfcl import parameter_tree, plots
 from jfcl.core import Clients
+from jfcl.methods.cfl.rounds import privacy_code
 from jfcl.testing import count_compilations
 
 CLIENTS = regression(TRUTH, CLUSTER)
