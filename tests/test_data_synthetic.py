@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from sklearn.metrics import adjusted_rand_score
 
 from jfcl.core import check_clients
-from jfcl.data import blobs, fc_regression, ifca_regression, synthetic
+from jfcl.data import fc_regression, ifca_regression, synthetic
 
 
 def pooled(fed, cluster):
@@ -75,17 +74,7 @@ def test_fc_regression_is_underdetermined_alone_and_determined_together():
     assert np.linalg.norm(found - fed.truth[0]) > 1
 
 
-def test_blobs_are_scikit_learns():
-    fed = blobs(std=0.5, seed=1)
-    assert fed.train.examples["x"].shape == (90, 1, 10) and fed.truth.shape == (10, 10) and fed.test is None
-    assert np.bincount(fed.cluster).tolist() == [9] * 10
-    points = fed.train.examples["x"][:, 0]
-    nearest = np.linalg.norm(points[:, None] - fed.truth, axis=-1).argmin(axis=1)
-    assert adjusted_rand_score(nearest, fed.cluster) == 1
-    np.testing.assert_allclose((points - fed.truth[fed.cluster]).std(), 0.5, rtol=0.1)
-
-
-@pytest.mark.parametrize("make", [ifca_regression, fc_regression, blobs])
+@pytest.mark.parametrize("make", [ifca_regression, fc_regression])
 def test_synthetic_problems_follow_their_seed(make):
     one, same, other = make(seed=1), make(seed=1), make(seed=2)
     np.testing.assert_array_equal(one.train.examples["x"], same.train.examples["x"])
@@ -106,11 +95,8 @@ def test_synthetic_problems_follow_their_seed(make):
         (lambda: ifca_regression(radius=np.nan), "radius must be at least 0 and finite"),
         (lambda: fc_regression(clients_per_cluster=0), "clients_per_cluster must be an integer, at least 1"),
         (lambda: fc_regression(examples_per_client=0), "examples_per_client must be an integer, at least 1"),
-        (lambda: blobs(num_points=5), "num_clusters must be at most 5, the number of clients, got 10"),
-        (lambda: blobs(std=-1.0), "std must be at least 0"),
         (lambda: ifca_regression(seed=-1), "seed must be an integer, at least 0, got -1"),
         (lambda: fc_regression(seed=2**63), "seed must be an integer, at least 0 and at most"),
-        (lambda: blobs(seed=2**32), "seed must be an integer, at least 0 and at most 4294967295"),
     ],
 )
 def test_synthetic_refuses(call, words):

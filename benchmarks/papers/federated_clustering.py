@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from sklearn.datasets import make_blobs
 
 from benchmarks.papers import report
 from benchmarks.papers.recipes import Bench, Outcome, recipe
@@ -308,13 +309,13 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
     for std, paper in FIGURE_7.items():
         curves = []
         for seed in range(setting["seeds"]):
-            federation = data.synthetic.blobs(std=std, seed=seed)
-            points = federation.train.examples["x"][:, 0]
+            points, cluster = make_blobs(90, 10, centers=10, cluster_std=std, random_state=seed)
+            points = points.astype(np.float32)
             path = threshold_clustering(
                 points, quantile=0.1, quantile_rule="index_strict", num_rounds=setting["rounds"], trajectory=True
             )
             squares = ((np.asarray(path)[:, :, None] - points[None, None]) ** 2).sum(axis=3)  # [rounds, centre, point]
-            same = federation.cluster[:, None] == federation.cluster[None]
+            same = cluster[:, None] == cluster[None]
             curves.append((squares * same).sum(axis=(1, 2)) / same.sum())
         curve = np.sqrt(np.mean(curves, axis=0))
         axes.plot(np.arange(1, len(curve) + 1), curve, label=f"standard deviation {std:g}")

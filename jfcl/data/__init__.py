@@ -22,7 +22,7 @@ from jfcl.data.partition import (
 )
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
-from jfcl.data.synthetic import blobs, fc_regression, ifca_regression
+from jfcl.data.synthetic import fc_regression, ifca_regression
 from jfcl.data.tables import read_rows
 from jfcl.data.text import tokenize
 from jfcl.data.tfds_source import from_tfds
@@ -34,7 +34,6 @@ __all__ = [
     "ClientStore",
     "Dataset",
     "Federation",
-    "blobs",
     "build",
     "by_distribution",
     "by_label",

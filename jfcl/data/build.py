@@ -16,8 +16,8 @@ from jfcl.data.partition import PARTITIONS, by_writer, iid
 from jfcl.data.split import (
     NEWCOMERS,
     Examples,
+    Rules,
     Split,
-    SplitPlan,
     clients_of,
     divide,
     divide_test,
@@ -26,6 +26,8 @@ from jfcl.data.split import (
     take,
     transform_of,
 )
+
+Rows = list[np.ndarray]  # of each client the rows of its examples in a data set
 
 
 class Federation(NamedTuple):
@@ -139,133 +141,115 @@ def build(
     check(fits, "distribution", distribution, f"left out for partition={partition!r}")
     options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
     options |= {"distribution": distribution}
-    split = split_dataset(
-        dataset,
-        num_clients=num_clients,
-        num_clusters=num_clusters,
-        heterogeneity=heterogeneity,
-        partition=partition,
-        partitions=PARTITIONS,
-        examples_per_client=examples_per_client,
-        test_fraction=test_fraction,
-        seed=seed,
-        data_dir=data_dir,
-        options=options,
+    rules = Rules(
+        num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed, options
     )
-    dataset = split.dataset
+    split = split_dataset(dataset, rules, PARTITIONS, data_dir)
+    dataset, transform = split.dataset, transform_of(split)
     if num_clients is None:
         num_clients = len(clients_of(split))
         check_at_most_clients("num_clusters", num_clusters, num_clients)
     _check_room(dataset, num_clients)
 
-    # Plan.
-    train, test = _plans(split, num_clients, reuse)
-    examples, new = (None, None) if newcomer_examples is None else _newcomers(split, newcomer_examples)
+    # Which client has which rows of the data set.
+    cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
+    train, test = _divided(split, cluster, reuse)
+    new, new_cluster, new_examples = [], None, None
+    if newcomer_examples is not None:
+        new, new_cluster, new_examples = _newcomers(split, newcomer_examples)
 
     # Stack, and transform each client's examples on the way.
     own = slice(None) if rows is None else rows(num_clients)
-    writer = split.train.kind[[part[0] for part in train.rows]] if partition == "writer" else None
-    sizes = np.array([len(part) for part in train.rows])
+    writer = split.train.kind[[part[0] for part in train]] if partition == "writer" else None
+    sizes = np.array([len(part) for part in train])
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     return Federation(
-        train=stack(train, dataset.train, own),
-        test=stack(test, split.test.examples, own),
-        cluster=train.cluster,
+        train=_stacked(train, cluster, transform, dataset.train, own),
+        test=_stacked(test, cluster, transform, split.test.examples, own),
+        cluster=cluster,
         num_clusters=num_clusters,
         num_classes=dataset.num_classes,
         input_shape=tuple(dataset.train["x"].shape[1:]),
         split_hash=split_hash(
             [dataset.name, heterogeneity, num_clusters, seed, *_beyond_rows(dataset, heterogeneity)],
-            train.cluster,
-            [*train.rows, *test.rows, *(new.rows if new else [])],
+            cluster,
+            [*train, *test, *new],
         ),
         description=(
             f"{dataset.name}: {num_clients} clients of {each} examples ({partition}), "
             f"{num_clusters} cluster(s) ({heterogeneity}), {split.held}"
             + (f"; left out: {split.left_out}" if split.left_out else "")
         ),
-        newcomers=stack(new, examples) if new else None,
-        newcomer_cluster=new.cluster if new else None,
+        newcomers=_stacked(new, new_cluster, transform, new_examples) if new else None,
+        newcomer_cluster=new_cluster,
         writer=writer,
         names=None if writer is None or dataset.writer_names is None else [dataset.writer_names[i] for i in writer],
         table=dataset.table,
     )
 
 
-def _plans(split: Split, num_clients: int, reuse: str) -> tuple[SplitPlan, SplitPlan]:
-    """Returns the plans of training and test data of `num_clients` clients, lists of rows."""
-    cluster = (np.arange(num_clients) % split.num_clusters).astype(np.int32)
+def _divided(split: Split, cluster: np.ndarray, reuse: str) -> tuple[Rows, Rows]:
+    """Returns the rows of every client's training and test examples."""
+    rules, num_clients = split.rules, len(cluster)
     if reuse == "auto":
-        each = split.examples_per_client
+        each = rules.examples_per_client
         enough = each is None or num_clients * each <= len(split.train.rows)
-        reuse = "none" if enough or split.partition == "writer" else "cluster"
+        reuse = "none" if enough or rules.partition == "writer" else "cluster"
     # The clients of a group divide one pool among themselves.
-    per_cluster = reuse == "cluster" or split.heterogeneity in SELECTIVE
-    groups = (
-        [np.flatnonzero(cluster == k) for k in range(split.num_clusters)] if per_cluster else [np.arange(num_clients)]
-    )
-    rows: list[np.ndarray] = [np.empty(0, np.int64)] * num_clients
-    rows_of_test = list(rows)
-    most = -(-num_clients // split.num_clusters) * (split.examples_per_client or 1)
-    helps = not per_cluster and split.num_clusters > 1 and most <= len(split.train.rows)
-    remedy = "reuse='cluster'" if helps and split.partition != "writer" else ""
+    per_cluster = reuse == "cluster" or rules.heterogeneity in SELECTIVE
+    groups = [np.flatnonzero(cluster == k) for k in range(rules.num_clusters)] if per_cluster else [range(num_clients)]
+    train, test = ([np.empty(0, np.int64)] * num_clients for _ in range(2))
     for group, clients in enumerate(groups):
         own = of_cluster(split, group)
-        if split.partition == "distribution":  # the rows of these clients
-            own = own._replace(options=split.options | {"distribution": split.options["distribution"][clients]})
-        parts = divide(own, len(clients), group, remedy=remedy)
-        shares = divide_test(own, parts, group)
-        for i, part, share in zip(clients, parts, shares, strict=True):
-            rows[i], rows_of_test[i] = part, share
-    transform = transform_of(split)
-    return SplitPlan(rows, cluster, transform), SplitPlan(rows_of_test, cluster, transform)
+        if rules.partition == "distribution":  # the rows of these clients
+            table = {"distribution": rules.options["distribution"][clients]}
+            own = own._replace(rules=rules._replace(options=rules.options | table))
+        parts = divide(own, len(clients), group)
+        for i, part, share in zip(clients, parts, divide_test(own, parts, group), strict=True):
+            train[i], test[i] = part, share
+    return train, test
 
 
-def _newcomers(split: Split, count: int) -> tuple[Examples, SplitPlan]:
-    """Returns the plan of new clients of `count` test examples, and the examples that its rows refer to."""
-    clusters, dataset, transform = range(split.num_clusters), split.dataset, transform_of(split)
-    if split.partition == "writer":
+def _newcomers(split: Split, count: int) -> tuple[Rows, np.ndarray, Examples]:
+    """Returns the rows and the clusters of new clients of `count` test examples, and the examples of these rows."""
+    rules, dataset, parts, cluster = split.rules, split.dataset, [], []
+    if rules.partition == "writer":
         if dataset.test is None:
             raise ValueError(f"newcomer_examples: {dataset.name!r} has no test split with writers of its own")
-        trained = np.unique(dataset.writer["train"])
-        parts = by_writer(dataset.writer["test"], seed=0)
-        parts = [part for part in parts if dataset.writer["test"][part[0]] not in trained]
+        known = np.isin(dataset.writer["test"], dataset.writer["train"])
         accepted = "left out: all writers of the test split are in training, too"
-        check(len(parts) > 0, "newcomer_examples", count, accepted)
-        rng = np.random.default_rng((split.seed, NEWCOMERS))
+        check(not known.all(), "newcomer_examples", count, accepted)
+        rng = np.random.default_rng((rules.seed, NEWCOMERS))
+        parts = by_writer(np.where(known, -1, dataset.writer["test"]), seed=0)
         parts = [np.sort(rng.permutation(part)[:count]) for part in parts]
-        cluster = (np.arange(len(parts)) % split.num_clusters).astype(np.int32)
-        pool = split.test._replace(examples=dataset.test, rows=np.arange(len(dataset.test["y"])))
-        allowed = [of_cluster(split._replace(test=pool), k).test.rows for k in clusters]
-        kept = [part[np.isin(part, allowed[k])] for part, k in zip(parts, cluster, strict=True)]
-        some = [i for i, part in enumerate(kept) if len(part)]
-        return dataset.test, SplitPlan([kept[i] for i in some], cluster[some], transform)
-    parts, cluster = [], []
-    for k in clusters:
+        cluster = np.arange(len(parts)) % rules.num_clusters
+        return parts, cluster.astype(np.int32), dataset.test
+    for k in range(rules.num_clusters):
         own = of_cluster(split, k).test.rows
         clients = len(own) // count
         check(clients > 0, "newcomer_examples", count, f"at most {len(own)}, the test examples of cluster {k}")
-        new = iid(len(own), clients, seed=(split.seed, NEWCOMERS, k), examples_per_client=count)
+        new = iid(len(own), clients, seed=(rules.seed, NEWCOMERS, k), examples_per_client=count)
         parts += [own[part] for part in new]
         cluster += [k] * clients
-    return split.test.examples, SplitPlan(parts, np.array(cluster, np.int32), transform)
+    return parts, np.array(cluster, np.int32), split.test.examples
 
 
-def stack(plan: SplitPlan, examples: Examples, own: slice = slice(None)) -> Clients:
-    """Returns `Clients` of rows `own` of a plan with lists of rows, padded to the largest client of all."""
-    length = max(len(rows) for rows in plan.rows)
-    count = len(plan.rows)
-    ids = np.arange(count, dtype=np.int32)[own]
-    parts, cluster = plan.rows[own], plan.cluster[own]
-    size = np.array([len(rows) for rows in parts], np.int32)
+def _stacked(
+    rows: Rows,
+    cluster: np.ndarray,
+    transform: Callable[[Examples, int], Examples],
+    examples: Examples,
+    own: slice = slice(None),
+) -> Clients:
+    """Returns `Clients` of rows `own` of all clients, padded to the largest client of all."""
+    length, count = max(map(len, rows)), len(rows)
+    ids, rows, cluster = np.arange(count, dtype=np.int32)[own], rows[own], cluster[own]
+    size = np.array([len(part) for part in rows], np.int32)
     stacked = jax.tree.map(lambda x: padded_zeros(size, length, x.shape[1:], x.dtype), examples)
-
-    for i, rows in enumerate(parts):
-
-        def put(out, values, i=i):
+    for i, part in enumerate(rows):
+        made = transform(take(examples, part), int(cluster[i]))
+        for out, values in zip(jax.tree.leaves(stacked), jax.tree.leaves(made), strict=True):
             out[i, : size[i]] = values
-
-        jax.tree.map(put, stacked, plan.transform(take(examples, rows), int(cluster[i])))
     return Clients(stacked, size, None if len(ids) == count else ids)
 
 

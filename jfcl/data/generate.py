@@ -20,7 +20,7 @@ from jfcl.core.files import new_folder
 from jfcl.data.dataset import Dataset
 from jfcl.data.heterogeneity import SELECTIVE
 from jfcl.data.partition import OF_ONE_DIVISION, PARTITIONS
-from jfcl.data.split import Examples, Split, divide, divide_test, of_cluster, split_dataset, take, transform_of
+from jfcl.data.split import Examples, Rules, Split, divide, divide_test, of_cluster, split_dataset, take, transform_of
 from jfcl.data.store import ClientStore
 
 BLOCK = 4096  # examples that are transformed at once
@@ -93,7 +93,7 @@ def generate_store(
         "seed": seed,
     }
     partitions = [name for name in PARTITIONS if name not in OF_ONE_DIVISION]
-    split = split_dataset(dataset, **made, partitions=partitions, data_dir=data_dir, options=options)
+    split = split_dataset(dataset, Rules(**made, options=options), partitions, data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
@@ -140,10 +140,10 @@ def _write(
 
 def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Iterator[np.ndarray]:
     """Yields the rows of the clients of a cluster one by one, from as many divisions of its pool as they need."""
-    at_once = len(split.train.rows) // split.examples_per_client
+    at_once = len(split.train.rows) // split.rules.examples_per_client
     for deal in itertools.count():
         count = min(at_once, num_clients) if deal == 0 else at_once
-        group = cluster + split.num_clusters * deal
+        group = cluster + split.rules.num_clusters * deal
         parts = divide(split, count, group)
         yield from (divide_test(split, parts, group) if of_test else parts)[:num_clients]
         num_clients -= count
@@ -154,9 +154,9 @@ def _deals(split: Split, cluster: int, num_clients: int, of_test: bool) -> Itera
 def _check_room(path: Path, split: Split, num_clients: int) -> None:
     """Raises `ValueError` for a store larger than the disk, at a byte for each number of its base and each row."""
     there = next(folder for folder in path.absolute().parents if folder.exists())
-    copies = 0 if split.heterogeneity in SELECTIVE else split.num_clusters
+    copies = 0 if split.rules.heterogeneity in SELECTIVE else split.rules.num_clusters
     values = copies * split.dataset.train["x"].size // 2  # at least, without tests
-    needed, free = values + num_clients * (8 + split.examples_per_client), shutil.disk_usage(there).free
+    needed, free = values + num_clients * (8 + split.rules.examples_per_client), shutil.disk_usage(there).free
     if needed > free:
         raise ValueError(
             f"num_clients: a store of {num_clients} clients needs {needed / 1e9:.1f} GB in {there}, of which"

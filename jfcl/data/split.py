@@ -1,4 +1,4 @@
-"""The plan of a division: which client has which rows of a data set, and how they are transformed.
+"""A data set split into the pools that clients of training and of tests divide.
 
 The order of the steps keeps test data out of training. First the *base* examples are split into a training and a test
 pool: the official test split where there is one, else `test_fraction` of the examples, stratified by label. If clients
@@ -6,13 +6,13 @@ are writers, a writer's test examples are those of the official test split; a wr
 `test_fraction` of its own. Only then are examples divided among clients and transformed. So a base example in the
 training data of a client is in no client's test data, under any transformation.
 
-`jfcl.data.build` stacks a plan in memory; `jfcl.data.generate_store` writes one to a folder.
+`jfcl.data.build` stacks the clients in memory; `jfcl.data.generate_store` writes them to a folder.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.data.dataset import Dataset, labels_of, normalised
 from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, SELECTIVE
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
-from jfcl.data.sources import DATASETS, load
+from jfcl.data.sources import load
 
 # One stream of random numbers per decision, `default_rng([seed, stream, ...])`: no decision shifts another.
 HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
@@ -30,18 +30,17 @@ HOLD_OUT, SUBSAMPLE, PARTITION, ALLOT, NEWCOMERS, TRANSFORM = range(6)
 Examples = dict[str, Any]  # {"x": [n, ...], "y": [n]}, and further arrays [n, ...], or pytrees of them
 
 
-class SplitPlan(NamedTuple):
-    """The clients of a division, before their data are made.
+class Rules(NamedTuple):
+    """The rules of a division: arguments of `jfcl.data.build`; `options` are those of partitions by name."""
 
-    Attributes:
-      rows: of each client in turn, its rows `[m_i]` of the data set: a list, or an iterator over a large population.
-      cluster: `[N]` int32, the true cluster of every client.
-      transform: `(examples, cluster) -> examples`: how the data of that cluster differ from the data set.
-    """
-
-    rows: Iterable[np.ndarray]
-    cluster: np.ndarray
-    transform: Callable[[Examples, int], Examples]
+    num_clients: int | None
+    num_clusters: int
+    heterogeneity: str
+    partition: str
+    examples_per_client: int | None
+    test_fraction: float
+    seed: int
+    options: dict[str, Any]
 
 
 class Pool(NamedTuple):
@@ -56,55 +55,36 @@ class Split(NamedTuple):
     """A data set and the rules of its division.
 
     Attributes:
-      dataset, num_clusters, heterogeneity, partition, examples_per_client, seed: as in `jfcl.data.build`.
-      options: options of partitions by name; each partition takes its own.
       train, test: the pools, of disjoint examples.
       held: where the test pool comes from, in words.
       left_out: which writers cannot be clients, in words; "" where all can.
     """
 
     dataset: Dataset
-    num_clusters: int
-    heterogeneity: str
-    partition: str
-    examples_per_client: int | None
-    seed: int
-    options: dict[str, Any]
+    rules: Rules
     train: Pool
     test: Pool
     held: str = ""
     left_out: str = ""
 
 
-def split_dataset(
-    dataset: Dataset | str,
-    *,
-    num_clients: int | None,
-    num_clusters: int,
-    heterogeneity: str,
-    partition: str,
-    partitions: Iterable[str],
-    examples_per_client: int | None,
-    test_fraction: float,
-    seed: int,
-    data_dir: str | None,
-    options: dict[str, Any],
-) -> Split:
+def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str], data_dir: str | None) -> Split:
     """Checks the arguments that `build` and `generate_store` share, and splits the examples into two pools.
 
     Raises:
       ValueError: an unknown name; a count out of range; more clusters than clients; clusters that do not differ; a
         data set that the partition or the heterogeneity does not support, or with errors of its own (`normalised`).
     """
+    num_clients, num_clusters, heterogeneity, partition, each, fraction, seed, options = rules
     check_choice("heterogeneity", heterogeneity, HETEROGENEITY)
     check_choice("partition", partition, partitions)
     check_count("num_clusters", num_clusters)
     check_count("seed", seed, least=0, most=2**63 - 1)
-    check(0 < test_fraction < 1, "test_fraction", test_fraction, "strictly between 0 and 1")
-    if examples_per_client is not None:
-        check_count("examples_per_client", examples_per_client)
-    if isinstance(dataset, str) and dataset not in DATASETS:
-        dataset = load(dataset, data_dir)  # a name of tensorflow-datasets, or an unknown one
+    check(0 < fraction < 1, "test_fraction", fraction, "strictly between 0 and 1")
+    if each is not None:
+        check_count("examples_per_client", each)
+    if isinstance(dataset, str):
+        dataset = load(dataset, data_dir)
     if num_clients is not None or partition != "writer":
         check_count("num_clients", num_clients)
         check_at_most_clients("num_clusters", num_clusters, num_clients)
@@ -114,8 +94,6 @@ def split_dataset(
             f"heterogeneity must be given for num_clusters={num_clusters}, one of {differing}: with 'none' the clusters"
             " do not differ (leave out num_clusters)"
         )
-    if isinstance(dataset, str):
-        dataset = load(dataset, data_dir)
     dataset = normalised(dataset)
     if partition == "writer" and dataset.writer is None:
         raise ValueError(
@@ -128,28 +106,23 @@ def split_dataset(
     if partition in OF_LABELS or heterogeneity in SELECTIVE:
         what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
         others = ", ".join(name for name in PARTITIONS if name not in OF_LABELS)
-        accepted = (
-            f"a classification data set for {what}, which goes by single labels (partitions that do not: {others})"
-        )
+        accepted = f"a classification data set for {what}, which goes by single labels (partitions without: {others})"
         check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
     for option in ("min_size", "labels_per_client"):
-        taken = option in inspect.signature(PARTITIONS[partition][0]).parameters and examples_per_client is not None
         check_count(option, options[option])
-        accepted = f"at most {examples_per_client}, the examples_per_client"
-        check(not taken or options[option] <= examples_per_client, option, options[option], accepted)
+        fits = each is None or options[option] <= each or option not in _options_of(partition)
+        check(fits, option, options[option], f"at most {each}, the examples_per_client")
     if partition == "distribution":
         table = as_distribution(options["distribution"], num_clients, dataset.num_classes)
-        options = options | {"distribution": table}
+        rules = rules._replace(options=options | {"distribution": table})
+    if partition != "writer":
+        return Split(dataset, rules, *_pools(dataset, labels_of(dataset, "train"), fraction, seed))
+    split = Split(dataset, rules, *_pools_of_writers(dataset, fraction, seed))
+    return split._replace(left_out=_left_out(split))
 
-    if partition == "writer":
-        train, test, held = _pools_of_writers(dataset, test_fraction, seed)
-    else:
-        train, test, held = _pools(dataset, labels_of(dataset, "train"), test_fraction, seed)
-    split = Split(
-        dataset, num_clusters, heterogeneity, partition, examples_per_client, seed, dict(options), train, test
-    )
-    split = split._replace(held=held)
-    return split if partition != "writer" else split._replace(left_out=_left_out(split))
+
+def _options_of(partition: str) -> Container[str]:
+    return inspect.signature(PARTITIONS[partition][0]).parameters
 
 
 def _pools(dataset: Dataset, kind: np.ndarray, fraction: float, seed: int) -> tuple[Pool, Pool, str]:
@@ -207,25 +180,30 @@ def _left_out(split: Split) -> str:
 
 def of_cluster(split: Split, cluster: int) -> Split:
     """Returns the split with the parts of its pools that clients of a cluster may have."""
-    if split.heterogeneity not in SELECTIVE:
+    rules = split.rules
+    if rules.heterogeneity not in SELECTIVE:
         return split
-    choose = HETEROGENEITY[split.heterogeneity][0]
+    choose = HETEROGENEITY[rules.heterogeneity][0]
 
-    def part(pool):
+    def part(pool: Pool) -> Pool:
         labels = pool.examples["y"][pool.rows]
-        return pool._replace(rows=choose(pool.rows, labels, cluster, split.num_clusters, split.dataset.num_classes)[0])
+        return pool._replace(rows=choose(pool.rows, labels, cluster, rules.num_clusters, split.dataset.num_classes)[0])
 
     return split._replace(train=part(split.train), test=part(split.test))
 
 
 def transform_of(split: Split) -> Callable[[Examples, int], Examples]:
-    """Returns the transform of a `SplitPlan`; heterogeneities that select examples leave them as they are."""
-    function = HETEROGENEITY["none" if split.heterogeneity in SELECTIVE else split.heterogeneity][0]
-    clusters, classes, seed = split.num_clusters, split.dataset.num_classes, (split.seed, TRANSFORM)
+    """Returns `(examples, cluster) -> examples`, how the data of a cluster differ from the data set.
+
+    Heterogeneities that select examples leave them as they are.
+    """
+    rules = split.rules
+    function = HETEROGENEITY["none" if rules.heterogeneity in SELECTIVE else rules.heterogeneity][0]
+    clusters, classes, seed = rules.num_clusters, split.dataset.num_classes, (rules.seed, TRANSFORM)
 
     def transform(examples: Examples, cluster: int) -> Examples:
         x, others = examples["x"], {name: values for name, values in examples.items() if name != "x"}
-        if split.heterogeneity in OF_PLANE:
+        if rules.heterogeneity in OF_PLANE:
             x, others = function(x, others, cluster, clusters, classes, seed)
         else:
             x, others["y"] = function(x, examples["y"], cluster, clusters, classes, seed)
@@ -239,12 +217,8 @@ def take(examples: Examples, rows: np.ndarray) -> Examples:
     return jax.tree.map(lambda values: values[rows], examples)
 
 
-def divide(split: Split, num_clients: int, group: int, *, remedy: str = "") -> list[np.ndarray]:
+def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
     """Divides the training pool among the clients of one group; `group` selects the random numbers.
-
-    Args:
-      split, num_clients, group: the pool, the clients and their number.
-      remedy: what else than other counts would help where there are too few examples.
 
     Returns:
       The rows of each client. Writers without examples in the test pool are left out.
@@ -252,32 +226,29 @@ def divide(split: Split, num_clients: int, group: int, *, remedy: str = "") -> l
     Raises:
       ValueError: too few examples or writers.
     """
-    partition, each, train = PARTITIONS[split.partition][0], split.examples_per_client, split.train
-    rows, stream = train.rows, (split.seed, PARTITION, group)
-    rng = np.random.default_rng((split.seed, SUBSAMPLE, group))
-    if split.partition == "writer":
+    rules, train = split.rules, split.train
+    partition, each, rows = PARTITIONS[rules.partition][0], rules.examples_per_client, train.rows
+    stream, rng = (rules.seed, PARTITION, group), np.random.default_rng((rules.seed, SUBSAMPLE, group))
+    if rules.partition == "writer":
         able = clients_of(split)
-        if num_clients > len(able):
-            without = f", without {split.left_out}" if split.left_out else ""
-            check(False, "num_clients", num_clients, f"at most {len(able)}, the number of writers{without}")
+        without = f", without {split.left_out}" if split.left_out else ""
+        accepted = f"at most {len(able)}, the number of writers{without}"
+        check(num_clients <= len(able), "num_clients", num_clients, accepted)
         writer = np.where(np.isin(train.kind[rows], able), train.kind[rows], -1)
         parts = partition(writer, num_clients, seed=stream)
         return [rows[part if each is None else np.sort(rng.permutation(part)[:each])] for part in parts]
-    if num_clients * (each or 1) > len(rows):
+    needed = num_clients * (each or 1)
+    if needed > len(rows):
         per_client = "" if each is None else f" with {each} examples each"
-        remedies = ["fewer clients"] if (each or 1) <= len(rows) else []
-        if each is not None and num_clients <= len(rows):
-            remedies.append(f"examples_per_client of at most {len(rows) // num_clients}")
-        remedies += [remedy] if remedy else []
+        fewer = f" or examples_per_client of at most {len(rows) // num_clients}" if num_clients <= len(rows) else ""
         raise ValueError(
-            f"num_clients: {num_clients} clients{per_client} need {num_clients * (each or 1)} examples, but"
-            f" {split.dataset.name!r} has {len(rows)} training examples for them"
-            + (f"; use {' or '.join(remedies)}" if remedies else "")
+            f"num_clients: {num_clients} clients{per_client} need {needed} examples, but {split.dataset.name!r} has"
+            f" {len(rows)} training examples for them; use fewer clients{fewer}"
         )
-    options = {"examples_per_client": each, "examples_seed": (*stream, 1), **split.options}
-    taken = {name: value for name, value in options.items() if name in inspect.signature(partition).parameters}
+    options = {"examples_per_client": each, "examples_seed": (*stream, 1), **rules.options}
+    taken = {name: value for name, value in options.items() if name in _options_of(rules.partition)}
     if each is not None and "examples_per_client" not in taken:  # as many on average
-        rows = rows[np.sort(rng.permutation(len(rows))[: num_clients * each])]
+        rows = rows[np.sort(rng.permutation(len(rows))[:needed])]
     return [rows[part] for part in partition(train.kind[rows], num_clients, seed=stream, **taken)]
 
 
@@ -286,35 +257,27 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
 
     A client's test examples are of its own labels or writers where the partition decides on them. Otherwise all clients
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
+
+    Raises:
+      ValueError: a client with training examples of such labels alone that the test pool does not have.
     """
-    own = split.partition in (*OF_LABELS, "writer")
-    if own:
-        _check_tested(split, parts)
-    kind, of_test = (pool.kind if own else np.zeros_like(pool.kind) for pool in (split.train, split.test))
-    return allot(split.test.rows, of_test, [kind[part] for part in parts], seed=(split.seed, ALLOT, group))
-
-
-def _check_tested(split: Split, parts: list[np.ndarray]) -> None:
-    """Raises `ValueError` for a client with training examples of such labels alone that the test pool does not have."""
-    kind, tested = split.train.kind, np.unique(split.test.kind[split.test.rows])
-    client = next((i for i, part in enumerate(parts) if not np.isin(kind[part], tested).any()), None)
-    if client is None:
-        return
-    labels, counts = np.unique(kind, return_counts=True)
-    official = split.test.examples is not split.train.examples
-    lost = ~np.isin(labels, split.test.kind) if official else counts == 1
-    why = "none in the official test split" if official else "one, and none to hold out"
-    listed = ", ".join(map(str, labels[lost][:8].tolist())) + (", ..." if lost.sum() > 8 else "")
-    remedies = ["use partition='iid'"]
-    if not lost.all():
-        remedies.insert(0, "leave their examples out of the training data")
-    least = int(counts[lost].sum()) + 1  # so many examples are not all of these labels
-    if split.partition == "dirichlet" and least * len(parts) <= sum(map(len, parts)):
-        remedies.append(f"set min_size={least}")
-    raise ValueError(
-        f"partition {split.partition!r}: client {client} has no test examples, since of its labels there is {why}:"
-        f" {listed}; {', or '.join(remedies)}"
-    )
+    train, test = split.train.kind, split.test.kind
+    if split.rules.partition not in (*OF_LABELS, "writer"):
+        train, test = np.zeros_like(train), np.zeros_like(test)
+    tested = np.unique(test[split.test.rows])
+    untested = next((i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()), None)
+    if untested is not None:
+        official = split.test.examples is not split.train.examples
+        lost = np.setdiff1d(train, test)
+        why = "none in the official test split" if official else "one, and none to hold out"
+        listed = ", ".join(map(str, lost[:8].tolist())) + (", ..." if len(lost) > 8 else "")
+        remedy = "leave their examples out of the training data, or " if np.isin(train, test).any() else ""
+        raise ValueError(
+            f"partition {split.rules.partition!r}: client {untested} has no test examples, since of its labels there is"
+            f" {why}: {listed}; {remedy}use partition='iid'"
+        )
+    kinds = [train[part] for part in parts]
+    return allot(split.test.rows, test, kinds, seed=(split.rules.seed, ALLOT, group))
 
 
 def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:

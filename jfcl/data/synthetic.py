@@ -1,6 +1,6 @@
 """The papers' synthetic problems: federations with known true models, as functions of their arguments and `seed`.
 
-Client `i` is in cluster `i mod K`, except in `blobs`. The data of a client do not depend on the number of clients.
+Client `i` is in cluster `i mod K`. The data of a client do not depend on the number of clients.
 """
 
 from __future__ import annotations
@@ -95,45 +95,6 @@ def fc_regression(
     return _regression(name, theta, means, num_clients, counts, radius, noise, seed)
 
 
-def blobs(
-    *, num_points: int = 90, num_clusters: int = 10, dim: int = 10, std: float = 1.0, seed: int = 0
-) -> Federation:
-    """Draws Gaussian blobs, one point per client, by scikit-learn's `make_blobs`.
-
-    Args:
-      std: standard deviation of every blob; centres are uniform in `[-10, 10]^dim`.
-
-    Returns:
-      A `Federation` of `num_points` clients with one example each, `x` `[N, 1, d]` float32 (`y` is 0, and
-      there is no test set); `cluster` is the blob of each point (in scikit-learn's order, shuffled), `truth`
-      the centres `[K, d]`.
-
-    Raises:
-      ValueError: a count below 1; more clusters than points; a negative `std`.
-
-    Source: FC, figure 7 (10 centres, 10 dimensions, 90 points).
-
-    Example:
-      >>> fed = blobs(num_points=20, num_clusters=4, std=0.0)
-      >>> bool(np.array_equal(fed.train.examples["x"][:, 0], fed.truth[fed.cluster]))
-      True
-    """
-    from sklearn.datasets import make_blobs
-
-    for argument, value in [("num_points", num_points), ("num_clusters", num_clusters), ("dim", dim)]:
-        check_count(argument, value)
-    check_count("seed", seed, least=0, most=2**32 - 1)
-    check_at_most_clients("num_clusters", num_clusters, num_points)
-    _check_scale("std", std)
-    points, cluster, centers = make_blobs(
-        num_points, dim, centers=num_clusters, cluster_std=std, random_state=seed, return_centers=True
-    )
-    x = points.astype(np.float32)[:, None, :]
-    train = Clients({"x": x, "y": np.zeros((num_points, 1), np.float32)}, np.ones(num_points, np.int32))
-    description = f"{num_points} points in {num_clusters} blobs, d={dim}, standard deviation {std:g}"
-    return _federation(["blobs", std, seed], description, cluster.astype(np.int32), train, None, centers)
-
-
 def _regression(
     name: str,
     theta: np.ndarray,
@@ -200,7 +161,7 @@ def _check_scale(argument: str, value: float) -> None:
 
 
 def _federation(
-    settings: list, description: str, cluster: np.ndarray, train: Clients, test: Clients | None, truth: np.ndarray
+    settings: list, description: str, cluster: np.ndarray, train: Clients, test: Clients, truth: np.ndarray
 ) -> Federation:
     """Returns synthetic data as a `Federation`; in its hash, clients' first inputs stand in place of indices."""
     x = train.examples["x"]
