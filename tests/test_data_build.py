@@ -257,8 +257,9 @@ def test_regression_data_sets_work():
     assert fed.num_classes is None and fed.input_shape == (3,)
     assert fed.train.size.sum() == 40 and fed.test.size.tolist() == [2] * 5
     np.testing.assert_allclose(fed.train.examples["y"], fed.train.examples["x"].sum(axis=-1), rtol=1e-6)
-    with pytest.raises(ValueError, match="classification data set"):
-        build(data, num_clients=5, partition="label")
+    for options in ({"partition": "label"}, {"heterogeneity": "label_swap", "num_clusters": 2}):
+        with pytest.raises(ValueError, match="classification data set"):
+            build(data, num_clients=5, **options)
 
 
 def test_large_numbers_are_finite():

@@ -342,7 +342,7 @@ def test_maps_beside_images_with_channels_first():
 
 
 def test_images_of_hugging_face():
-    datasets = pytest.importorskip("datasets", reason="needs jfcl[huggingface]")
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
     rng = np.random.default_rng(0)
     pictures = [an_image(rng, mode) for mode in ("P", "L", "RGB", "1")]
     plain = plain_pictures([image.convert("RGB") for image in pictures])

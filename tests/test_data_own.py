@@ -9,7 +9,7 @@ from PIL import Image
 
 import jfcl
 from jfcl.core import check_clients
-from jfcl.data import ClientStore, build, columns, from_arrays, from_frame, from_huggingface, from_torch, tokenize
+from jfcl.data import ClientStore, build, from_arrays, from_frame, from_huggingface, from_torch, tokenize
 
 rng = np.random.default_rng(0)
 
@@ -314,7 +314,7 @@ def test_from_frame_refuses_other_tables():
 @pytest.fixture(scope="module")
 def hub():
     """The package `datasets`, with a data set in FEMNIST's columns."""
-    datasets = pytest.importorskip("datasets", reason="needs jfcl[huggingface]")
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
     pixels = rng.integers(0, 256, (12, 6, 6)).astype(np.uint8)
     rows = {"image": [Image.fromarray(p) for p in pixels], "writer_id": [f"f{i % 3}" for i in range(12)]}
     rows |= {"hsf_id": [0] * 12, "character": [i % 5 for i in range(12)]}
@@ -331,19 +331,15 @@ def assert_femnist(data, pixels):
     assert data.writer["train"].tolist() == [i % 3 for i in range(12)]
 
 
-def test_femnist_by_its_columns(hub, tmp_path):
+def test_femnist_by_its_columns(hub):
     datasets, made, pixels = hub
     data = from_huggingface(made, by="writer_id")
     assert_femnist(data, pixels)
     assert len(build(data, partition="writer").train.size) == 3
-    made.save_to_disk(str(tmp_path / "one"))
-    assert_femnist(from_huggingface(tmp_path / "one", by="writer_id"), pixels)
     both = datasets.DatasetDict({"train": made, "test": made.select([4, 8]), "other": made})
-    both.save_to_disk(str(tmp_path / "both"))
-    for splits in (both, str(tmp_path / "both")):
-        data = from_huggingface(splits, by="writer_id")
-        assert_femnist(data, pixels)
-        assert data.test["y"].tolist() == [4, 3] and data.writer["test"].tolist() == [1, 2]
+    data = from_huggingface(both, by="writer_id")
+    assert_femnist(data, pixels)
+    assert data.test["y"].tolist() == [4, 3] and data.writer["test"].tolist() == [1, 2]
     stream = from_huggingface(made.to_iterable_dataset(), by="writer_id")
     assert_femnist(stream, pixels)
 
@@ -366,7 +362,7 @@ def test_shakespeare_by_its_columns(hub):
     assert jfcl.models.language_model(module, 81, len(vocabulary)).reads == ("x",)
 
 
-def test_from_huggingface_refuses(hub, tmp_path):
+def test_from_huggingface_refuses(hub):
     datasets, made, _ = hub
     for dataset, options, words in [
         (
@@ -376,9 +372,8 @@ def test_from_huggingface_refuses(hub, tmp_path):
         ),
         (made.rename_column("image", "photo"), {}, r"x must be given: none of the columns .'photo', 'writer_id'"),
         (datasets.DatasetDict({"all": made}), {}, "dataset must be one split, or a dictionary of splits with 'train'"),
-        (tmp_path / "none", {}, "a folder left by save_to_disk; for a data set of the hub, give datasets.load_dataset"),
-        (tmp_path, {}, "dataset must be a folder left by save_to_disk"),
-        ([1, 2], {}, "dataset must be of Hugging Face's datasets, or a folder of one"),
+        ([1, 2], {}, "dataset must be of Hugging Face's datasets"),
+        ("my_folder", {}, "dataset must be of Hugging Face's datasets .*load_from_disk"),
         (
             datasets.Dataset.from_dict({"x": [[1.0], [1.0, 2.0]], "y": [0, 1]}),
             {},
@@ -394,9 +389,3 @@ def test_from_huggingface_refuses(hub, tmp_path):
     ]:
         with pytest.raises(ValueError, match=words):
             from_huggingface(dataset, **options)
-
-
-def test_a_folder_needs_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'jfcl\[huggingface\]'"):
-        from_huggingface(tmp_path)

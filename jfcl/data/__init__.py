@@ -17,7 +17,6 @@ from jfcl.data.partition import (
     iid,
     pathological,
     power_law,
-    power_law_sizes,
     stratified,
 )
 from jfcl.data.sources import DATASETS, load
@@ -54,7 +53,6 @@ __all__ = [
     "open_stores",
     "pathological",
     "power_law",
-    "power_law_sizes",
     "read_rows",
     "stratified",
     "tokenize",

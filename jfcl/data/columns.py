@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,19 +106,8 @@ def from_frame(
         return {column: column_of(table, column) for column in wanted}
 
     tables = {s: Table(list(t.columns), partial(read, t), categorical=categorical) for s, t in splits.items()}
-    return as_dataset(
-        tables,
-        by=by,
-        x=x,
-        y=y,
-        kind=kind,
-        scale=scale,
-        extra=extra,
-        tokens=tokens,
-        channels_first=channels_first,
-        name=name,
-        all_columns=True,
-    )
+    options = {"by": by, "x": x, "y": y, "kind": kind, "scale": scale, "extra": extra, "tokens": tokens, "name": name}
+    return as_dataset(tables, channels_first=channels_first, all_columns=True, **options)
 
 
 def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any) -> Dataset:
@@ -133,8 +119,8 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
     81 tokens of `jfcl.data.tokenize(dataset, length=81)` for a language model.
 
     Args:
-      dataset: a `datasets.Dataset` or `IterableDataset`; a dictionary of splits, of which "train" is read, and "test"
-        if it is there; or the folder in which `save_to_disk` has left one.
+      dataset: a `datasets.Dataset` or `IterableDataset`; or a dictionary of splits, of which "train" is read, and
+        "test" if it is there.
       by: the column of the clients. `None`: the data set has no writers.
       x: the column of the inputs, or several, which are joined as in `from_frame`. Default: "x", "image", "text" or
         another usual name.
@@ -159,14 +145,17 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
       >>> data.train["x"].tolist(), data.writer["train"].tolist(), data.num_classes
       (['a cat', 'a dog', 'no'], [1, 1, 0], 2)
     """
-    if isinstance(dataset, str | os.PathLike):
-        dataset = _from_disk(Path(dataset))
     splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     check("train" in splits, "dataset", sorted(splits), "one split, or a dictionary of splits with 'train'")
     tables = {}
     for split in [split for split in SPLITS if split in splits]:
         table = splits[split]
-        check(hasattr(table, "column_names"), "dataset", type(table), "of Hugging Face's datasets, or a folder of one")
+        check(
+            hasattr(table, "column_names"),
+            "dataset",
+            type(table),
+            "of Hugging Face's datasets (datasets.load_dataset, load_from_disk)",
+        )
         names = list(table.column_names or next(iter(table), ()))  # a stream may not know them
         tables[split] = Table(names, partial(_read, table), getattr(table, "features", None) or {})
     return as_dataset(tables, name=name, **options)
@@ -206,19 +195,6 @@ def _typed(values: Any, feature: Any) -> Any:
     if isinstance(values, np.ndarray):
         return values if values.dtype == object else values.astype(kind)
     return [np.asarray(value, kind) for value in values]
-
-
-def _from_disk(path: Path) -> Any:
-    accepted = "a folder left by save_to_disk; for a data set of the hub, give datasets.load_dataset(name)"
-    check(path.is_dir(), "dataset", str(path), accepted)
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"dataset: {path} is read by the package datasets: pip install 'jfcl[huggingface]'")
-    import datasets
-
-    try:
-        return datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"dataset must be {accepted}, got {str(path)!r}: {error}") from None
 
 
 def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> tuple[list[Any], list[Any]]:

@@ -83,21 +83,16 @@ def generate_store(
     check_count("num_clients", num_clients)
     check_count("examples_per_client", examples_per_client)
     options = {"labels_per_client": labels_per_client, "alpha": alpha, "exponent": exponent, "min_size": min_size}
-    made = {
-        "num_clients": num_clients,
-        "examples_per_client": examples_per_client,
-        "num_clusters": num_clusters,
-        "heterogeneity": heterogeneity,
-        "partition": partition,
-        "test_fraction": test_fraction,
-        "seed": seed,
-    }
+    rules = Rules(
+        num_clients, num_clusters, heterogeneity, partition, examples_per_client, test_fraction, seed, options
+    )
     partitions = [name for name in PARTITIONS if name not in OF_ONE_DIVISION]
-    split = split_dataset(dataset, Rules(**made, options=options), partitions, data_dir)
+    split = split_dataset(dataset, rules, partitions, data_dir)
     dataset = split.dataset
     nested = [name for name, part in dataset.train.items() if not isinstance(part, np.ndarray)]
     check(not nested, "dataset", nested, "of single arrays, since each is a file of the store")
     _check_room(Path(path), split, num_clients)
+    made = {name: value for name, value in rules._asdict().items() if name != "options"}
     known = {
         "num_classes": dataset.num_classes,
         "num_clusters": num_clusters,

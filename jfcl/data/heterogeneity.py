@@ -4,7 +4,7 @@ Each function has the signature `(x, y, cluster, num_clusters, num_classes, seed
 client: `x` `[n, ...]`, `y` `[n]` integer labels (for `rotation`, any arrays beside the images), `cluster` its true
 cluster `k` in `0..K-1`. Most transform every example; `by_class` and `by_topic` select the examples of the cluster.
 `seed` determines the random choices for all clusters together (which labels are swapped), never a choice for one
-client.
+client. `jfcl.data.build` has checked `cluster`, and that labels lie in `0..num_classes-1`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,12 @@ import math
 import jax
 import numpy as np
 
-from jfcl.core import check, check_count
+from jfcl.core import check
 from jfcl.core.checks import in_plane
 
 
-def _check_cluster(cluster, num_clusters) -> None:
-    check_count("num_clusters", num_clusters)
-    check_count("cluster", cluster, least=0)
-    check(cluster < num_clusters, "cluster", cluster, f"at most {num_clusters - 1} (num_clusters={num_clusters})")
-
-
-def _check_classes(num_classes, heterogeneity: str, num_clusters: int = 0) -> None:
-    """Checks that labels are known, and that there is one for each of `num_clusters` (0: no such requirement)."""
-    check(num_classes is not None, "num_classes", num_classes, f"known: {heterogeneity!r} needs labels")
-    check_count("num_classes", num_classes)
-    what = "topics" if heterogeneity == "topic" else "labels"
-    check(num_clusters <= num_classes, "num_clusters", num_clusters, f"at most {num_classes}, the number of {what}")
+def _check_at_most(num_clusters: int, most: int, of: str) -> None:
+    check(num_clusters <= most, "num_clusters", num_clusters, f"at most {most}, the number of {of}")
 
 
 def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
@@ -40,7 +30,6 @@ def none(x, y, cluster, num_clusters, num_classes=None, seed=0):
       >>> none(np.ones(3), np.arange(3), 1, 2)[1].tolist()
       [0, 1, 2]
     """
-    _check_cluster(cluster, num_clusters)
     return x, y
 
 
@@ -65,9 +54,7 @@ def rotation(x, y, cluster, num_clusters, num_classes=None, seed=0):
       >>> rotation(image, np.zeros(1), 1, 4)[0][0, :, :, 0].tolist()
       [[2.0, 4.0], [1.0, 3.0]]
     """
-    _check_cluster(cluster, num_clusters)
-    if np.ndim(x) != 4:
-        raise ValueError(f"heterogeneity 'rotation' needs images [n, H, W, C], got examples of shape {np.shape(x)}")
+    check(np.ndim(x) == 4, "heterogeneity 'rotation': the examples", np.shape(x), "images [n, H, W, C]")
     angle = 360.0 * cluster / num_clusters
     if x.shape[1] != x.shape[2] and angle not in (0.0, 180.0):
         raise ValueError(
@@ -104,10 +91,7 @@ def swapped_labels(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
       >>> swapped_labels(2, 10).tolist()
       [[1, 7], [3, 5]]
     """
-    check_count("num_clusters", num_clusters)
-    _check_classes(num_classes, "label_swap")
-    most = num_classes * (num_classes - 1) // 2
-    check(num_clusters <= most, "num_clusters", num_clusters, f"at most {most} (pairs of {num_classes} labels)")
+    _check_at_most(num_clusters, num_classes * (num_classes - 1) // 2, f"pairs of {num_classes} labels")
     rng = np.random.default_rng(seed)
     pairs = [(1, 7), (3, 5)] if num_classes == 10 else []
     rest = rng.permutation([label for label in range(num_classes) if label not in {1, 7, 3, 5} or not pairs])
@@ -126,11 +110,10 @@ def label_swap(x, y, cluster, num_clusters, num_classes, seed=0):
       >>> label_swap(np.zeros(4), np.int32([1, 7, 3, 0]), 0, 2, 10)[1].tolist()
       [7, 1, 3, 0]
     """
-    _check_cluster(cluster, num_clusters)
     a, b = swapped_labels(num_clusters, num_classes, seed)[cluster]
     table = np.arange(num_classes, dtype=np.int32)
     table[[a, b]] = b, a
-    return x, _relabel(y, table)
+    return x, table[y]
 
 
 def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarray:
@@ -143,10 +126,7 @@ def label_permutations(num_clusters: int, num_classes: int, seed=0) -> np.ndarra
       >>> sorted(map(tuple, label_permutations(2, 2).tolist()))
       [(0, 1), (1, 0)]
     """
-    check_count("num_clusters", num_clusters)
-    _check_classes(num_classes, "label_permutation")
-    most = math.factorial(min(num_classes, 20))
-    check(num_clusters <= most, "num_clusters", num_clusters, f"at most {most} (permutations of {num_classes} labels)")
+    _check_at_most(num_clusters, math.factorial(min(num_classes, 20)), f"permutations of {num_classes} labels")
     rng = np.random.default_rng(seed)
     if num_classes <= 6:  # few permutations: repeated draws until all differ could take long
         every = np.array(list(itertools.permutations(range(num_classes))), np.int32)
@@ -167,8 +147,7 @@ def label_permutation(x, y, cluster, num_clusters, num_classes, seed=0):
       >>> sorted(y.tolist())
       [0, 1, 2]
     """
-    _check_cluster(cluster, num_clusters)
-    return x, _relabel(y, label_permutations(num_clusters, num_classes, seed)[cluster])
+    return x, label_permutations(num_clusters, num_classes, seed)[cluster][y]
 
 
 def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
@@ -180,9 +159,8 @@ def private_label(x, y, cluster, num_clusters, num_classes, seed=0):
       >>> private_label(np.zeros(2), np.int32([0, 9]), 3, 4, 10)[1].tolist()
       [3, 2]
     """
-    _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "private_label", num_clusters)
-    return x, _relabel(y, (np.arange(num_classes, dtype=np.int32) + cluster) % num_classes)
+    _check_at_most(num_clusters, num_classes, "labels")
+    return x, ((np.arange(num_classes, dtype=np.int32) + cluster) % num_classes)[y]
 
 
 def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarray:
@@ -192,8 +170,7 @@ def class_labels(cluster: int, num_clusters: int, num_classes: int) -> np.ndarra
       >>> class_labels(1, 2, 10).tolist()
       [5, 6, 7, 8, 9]
     """
-    _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "class", num_clusters)
+    _check_at_most(num_clusters, num_classes, "labels")
     return np.array_split(np.arange(num_classes, dtype=np.int32), num_clusters)[cluster]
 
 
@@ -219,18 +196,9 @@ def by_topic(x, y, cluster, num_clusters, num_classes, seed=0):
       >>> by_topic(np.arange(4), np.int32([0, 1, 3, 1]), 1, 4, 4)[0].tolist()
       [1, 3]
     """
-    _check_cluster(cluster, num_clusters)
-    _check_classes(num_classes, "topic", num_clusters)
+    _check_at_most(num_clusters, num_classes, "topics")
     keep = np.asarray(y) == cluster
     return x[keep], y[keep]
-
-
-def _relabel(y, table: np.ndarray) -> np.ndarray:
-    y = np.asarray(y)
-    check(y.dtype.kind in "iu", "y", y.dtype, "integer labels")
-    if y.size and (y.min() < 0 or y.max() >= len(table)):
-        raise ValueError(f"labels must lie in 0..{len(table) - 1}, got {y.min()}..{y.max()}")
-    return table[y].astype(np.int32)
 
 
 HETEROGENEITY = {

@@ -122,33 +122,6 @@ def by_sizes(num_examples: int, sizes, *, seed: Seed) -> list[np.ndarray]:
     return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
 
 
-def power_law_sizes(
-    num_examples: int, num_clients: int, *, exponent: float = 1.0, seed: Seed, min_size: int = 1
-) -> np.ndarray:
-    """Returns client sizes that decrease as `rank ** -exponent`: a few large clients, many small ones.
-
-    Args:
-      exponent: at least 0; 0 gives equal sizes.
-      min_size: the examples that every client gets first; the rest is divided by the power law.
-
-    Returns:
-      `[N]` int64, in random order, with the sum `num_examples`.
-
-    Raises:
-      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
-
-    Example:
-      >>> sorted(power_law_sizes(110, 4, exponent=1.0, seed=0, min_size=5).tolist())
-      [16, 19, 27, 48]
-    """
-    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
-    check_count("min_size", min_size)
-    check_enough(num_examples, num_clients, min_size)
-    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
-    rest = num_examples - num_clients * min_size
-    return np.random.default_rng(seed).permutation(_apportioned(rest, weight) + min_size)
-
-
 def power_law(
     num_examples,
     num_clients: int,
@@ -158,20 +131,32 @@ def power_law(
     min_size: int = 1,
     examples_seed: Seed | None = None,
 ) -> list[np.ndarray]:
-    """Divides the examples at random into parts with `power_law_sizes`.
+    """Divides the examples at random into parts whose sizes decrease as `rank ** -exponent`: few large, many small.
 
     Args:
       num_examples: `n`, or the labels `[n]`.
-      exponent, min_size: as in `power_law_sizes`.
-      seed: of the sizes.
+      exponent: at least 0; 0 gives equal sizes.
+      seed: of the order of the sizes among the clients.
+      min_size: the examples that every client gets first; the rest is divided by the power law.
       examples_seed: of the division of the examples; default: `seed`.
 
+    Returns:
+      List of `N` sorted index arrays that together hold every example.
+
+    Raises:
+      ValueError: negative or infinite `exponent`; fewer than `N * min_size` examples.
+
     Example:
-      >>> sum(len(part) for part in power_law(100, 7, exponent=2.0, seed=0))
-      100
+      >>> sorted(len(part) for part in power_law(110, 4, exponent=1.0, seed=0, min_size=5))
+      [16, 19, 27, 48]
     """
     num_examples = _count_of(num_examples)
-    sizes = power_law_sizes(num_examples, num_clients, exponent=exponent, seed=seed, min_size=min_size)
+    check(np.isfinite(exponent) and exponent >= 0, "exponent", exponent, "at least 0 and finite")
+    check_count("min_size", min_size)
+    check_enough(num_examples, num_clients, min_size)
+    weight = np.arange(1, num_clients + 1, dtype=np.float64) ** -float(exponent)
+    sizes = _apportioned(num_examples - num_clients * min_size, weight) + min_size
+    sizes = np.random.default_rng(seed).permutation(sizes)
     return by_sizes(num_examples, sizes, seed=seed if examples_seed is None else examples_seed)
 
 

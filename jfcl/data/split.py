@@ -20,7 +20,7 @@ import numpy as np
 
 from jfcl.core import check, check_at_most_clients, check_choice, check_count
 from jfcl.data.dataset import Dataset, labels_of, normalised
-from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, SELECTIVE
+from jfcl.data.heterogeneity import HETEROGENEITY, OF_PLANE, RELABELLING, SELECTIVE
 from jfcl.data.partition import OF_LABELS, PARTITIONS, as_distribution, parts_of
 from jfcl.data.sources import load
 
@@ -100,13 +100,12 @@ def split_dataset(dataset: Dataset | str, rules: Rules, partitions: Iterable[str
             f"partition 'writer' needs writer ids, which {dataset.name!r} does not have; try 'mnist_writers', or, for"
             " data of your own, Dataset.writer (by= of jfcl.data.from_frame)"
         )
-    divided = partition == "writer" and heterogeneity in SELECTIVE and num_clusters > 1
+    divided = partition == "writer" and heterogeneity in SELECTIVE
     accepted = f"another one with {heterogeneity!r}: the examples of a writer would be in several clusters"
     check(not divided, "partition", partition, accepted)
-    if partition in OF_LABELS or heterogeneity in SELECTIVE:
-        what = f"partition {partition!r}" if heterogeneity not in SELECTIVE else f"heterogeneity {heterogeneity!r}"
-        others = ", ".join(name for name in PARTITIONS if name not in OF_LABELS)
-        accepted = f"a classification data set for {what}, which goes by single labels (partitions without: {others})"
+    if partition in OF_LABELS or heterogeneity in (*SELECTIVE, *RELABELLING):
+        what = f"partition {partition!r}" if partition in OF_LABELS else f"heterogeneity {heterogeneity!r}"
+        accepted = f"a classification data set for {what}, which goes by single labels"
         check(dataset.num_classes is not None, "dataset", dataset.name, accepted)
     for option in ("min_size", "labels_per_client"):
         check_count(option, options[option])

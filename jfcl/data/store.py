@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from jfcl.core import Clients, aligned_zeros, check, check_clients, check_count, max_examples, plain, shape_struct
 from jfcl.core.files import new_folder
@@ -96,13 +96,6 @@ class ClientStore:
 
         examples = {name: stack(field, self.arrays[name]) for name, field in self.fields.items()}
         return Clients(examples, size, ids.astype(np.int32))
-
-    def clients(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields every client's examples, one client at a time, without padding."""
-        for i in range(len(self)):
-            size = int(self.offsets[i + 1] - self.offsets[i])
-            examples = self.gather(np.array([i]), pad_to=max(size, 1)).examples
-            yield {name: values[0, :size] for name, values in examples.items()}
 
     @classmethod
     def from_clients(cls, clients: Clients, *, cluster: Any = None, **about: Any) -> ClientStore:
@@ -233,19 +226,17 @@ class ClientStore:
         if self.path is None:
             return
         arrays = self.arrays | {"offsets": self.offsets, "rows": self.rows, "cluster": self.cluster}
-        total = sum(array.nbytes for array in arrays.values() if array is not None)
-        bar = Progress(console=Console(stderr=True), transient=True, disable=not progress or total < 2**28)
-        with bar:
-            line = bar.add_task(f"verifying {self.path}", total=total)
-            for name, wanted in self.about["files"].items():
-                digest = hashlib.sha256()
-                for first in range(0, len(arrays[name]), 65536):
-                    part = np.ascontiguousarray(arrays[name][first : first + 65536])
-                    digest.update(part.reshape(-1).view(np.uint8))
-                    bar.advance(line, part.nbytes)
-                if digest.hexdigest() != wanted["sha256"]:
-                    digests = f"expected SHA-256 {wanted['sha256']}, found {digest.hexdigest()}"
-                    raise ValueError(f"{self.path / name}.npy was changed: {digests}")
+        digests = {name: hashlib.sha256() for name in self.about["files"]}
+        parts = [(name, first) for name in digests for first in range(0, len(arrays[name]), 65536)]
+        few = not progress or sum(arrays[name].nbytes for name in digests) < 2**28
+        bar = {"console": Console(stderr=True), "transient": True, "disable": few}
+        for name, first in track(parts, f"verifying {self.path}", **bar):
+            part = np.ascontiguousarray(arrays[name][first : first + 65536])
+            digests[name].update(part.reshape(-1).view(np.uint8))
+        for name, digest in digests.items():
+            found, wanted = digest.hexdigest(), self.about["files"][name]["sha256"]
+            if found != wanted:
+                raise ValueError(f"{self.path / name}.npy was changed: expected SHA-256 {wanted}, found {found}")
 
 
 @contextlib.contextmanager
@@ -263,10 +254,8 @@ def check_fits(store: ClientStore, other: ClientStore, name: str) -> None:
       ValueError: they differ.
     """
     check(len(store) == len(other), name, f"{len(other)} clients", f"of as many clients as the store, {len(store)}")
-    for field, here in store.fields.items():
-        there = other.fields.get(field)
-        same = there is not None and (here.shape, here.dtype) == (there.shape, there.dtype)
-        check(same, f"{name}: {field}", there, f"of shape {here.shape} and type {here.dtype}, as in the store")
+    here, there = ({of: (f.shape, f.dtype) for of, f in part.fields.items()} for part in (store, other))
+    check(here.items() <= there.items(), name, there, f"of examples with the shapes and types of the store, {here}")
 
 
 def check_store_labels(store: ClientStore, num_classes: int, name: str) -> None:

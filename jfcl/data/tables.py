@@ -323,10 +323,8 @@ def _labels(values: Any, table: dict[str, Any]) -> np.ndarray:
             accepted = f"one of the labels of training, {shown(names)}"
             check(isinstance(value, str | int | float) and value in names, where, value, accepted)
         return np.array([names.index(value) for value in rows.tolist()], np.int32)
-    made, count, renamed = targets_of({"train": values}, column, None, table["kind"])
+    made, count, renamed = targets_of({"train": values}, column, classes, table["kind"])
     y = made["train"]
-    fits = renamed is None and (count is None) == (classes is None) and (classes is None or count <= classes)
-    fits = fits and (table["kind"] is not None or y.dtype.kind != "f")  # maps of labels
-    accepted = "targets as in training" if classes is None else f"labels in 0..{classes - 1}"
-    check(fits, where, shown(list(values)[:8]), accepted)
+    fits = renamed is None and count == classes and (table["kind"] is not None or y.dtype.kind != "f")  # maps
+    check(fits, where, shown(list(values)[:8]), "of targets as in training")
     return y

@@ -97,28 +97,27 @@ def from_tfds(
 def _read(name: str, folder: Path, **options: Any) -> Dataset:
     """Returns the data set of a prepared folder; `options` are those of `from_tfds`."""
     builder = _builder(folder)
-    features, splits = builder.info.features, builder.info.splits
+    features, splits = dict(builder.info.features.items()), builder.info.splits
     check("train" in splits, "name", name, f"a data set with a split 'train'; its splits are {sorted(splits)}")
 
     def read(split: str, wanted: list[str]) -> Columns:
-        rows = _rows(builder, folder, split)
+        with _readable(folder):
+            rows = _rows(builder, split)
         texts = {column: [row[column] for row in rows] for column in wanted}
         return {c: [v.decode() if isinstance(v, bytes) else v for v in values] for c, values in texts.items()}
 
-    known = dict(features.items())
-    tables = {split: Table(sorted(known), partial(read, split), known) for split in SPLITS if split in splits}
+    tables = {split: Table(sorted(features), partial(read, split), features) for split in SPLITS if split in splits}
     return as_dataset(tables, name=name, **options)
 
 
 def _builder(folder: Path) -> Any:
-    """Returns the builder of a prepared data set; `ValueError` where its description is damaged."""
     import tensorflow_datasets as tfds
 
-    with _named_if_damaged(folder):
+    with _readable(folder):
         return tfds.builder_from_directory(str(folder))
 
 
-def _rows(builder: Any, folder: Path, split: str) -> list[dict[str, Any]]:
+def _rows(builder: Any, split: str) -> list[dict[str, Any]]:
     """Returns the rows of a split, images as PIL has them: TFDS would decode a palette to its numbers."""
     import tensorflow_datasets as tfds
     from PIL import Image
@@ -134,14 +133,13 @@ def _rows(builder: Any, folder: Path, split: str) -> list[dict[str, Any]]:
         plain = image.mode.startswith("I") or "A" in image.mode or wanted in (None, image.mode)
         return image if plain else image.convert(wanted)
 
-    with _named_if_damaged(folder):
-        source = builder.as_data_source(split, decoders=skipped)
-        rows = [source[i] for i in range(len(source))]
-        return [row | {name: shown(name, row[name]) for name in channels} for row in rows]
+    source = builder.as_data_source(split, decoders=skipped)
+    rows = [source[i] for i in range(len(source))]
+    return [row | {name: shown(name, row[name]) for name in channels} for row in rows]
 
 
 @contextlib.contextmanager
-def _named_if_damaged(folder: Path) -> Iterator[None]:
+def _readable(folder: Path) -> Iterator[None]:
     """Raises `ValueError` with the folder for what the readers raise, which are errors of several libraries."""
     try:
         yield
@@ -149,7 +147,7 @@ def _named_if_damaged(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} cannot be read as a prepared data set ({why}); prepare it again") from error
+        raise ValueError(f"{folder} cannot be prepared or read by tensorflow-datasets ({why})") from error
 
 
 def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") -> Path:
@@ -160,17 +158,31 @@ def _folder(name: str, data_dir, known: Iterable[str] = (), official: str = "") 
         folder = prepared_folder(root, name)
         if folder is not None:
             return folder
-    _check_known(name, known)
+    import tensorflow_datasets as tfds
+
+    builders = tfds.list_builders(with_community_datasets=False)
+    if name.split("/")[0] not in builders:
+        near = difflib.get_close_matches(name, [*known, *builders], n=1, cutoff=0.5)
+        hint = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of tensorflow-datasets"
+        )
     # TFDS imports importlib_resources to find its builders' files, but does not declare it.
-    needed = ["tensorflow", "importlib_resources"]
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    missing = [one for one in ("tensorflow", "importlib_resources") if importlib.util.find_spec(one) is None]
     if missing:
         searched = ", ".join(str(root / name) for root in roots)
         raise ValueError(
             f"data set {name!r} is not prepared (looked for array_record files under {searched}), and "
             f"preparing it needs {' and '.join(missing)}: pip install 'jfcl[tfds]'.{otherwise}"
         )
-    return _prepare(name, otherwise)
+    root, downloads = tfds_dir(), tfds_dir() / "downloads" / name.replace("/", "_")
+    builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
+    check_reachable(name, builder.url_infos or {}, downloads, otherwise)
+    with _readable(root / name):
+        builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
+    folder = prepared_folder(root, name)
+    check(folder is not None, str(root / name), "none", "a folder with array_record files, prepared by TFDS")
+    return folder
 
 
 def prepared_folder(root: Path, name: str) -> Path | None:
@@ -188,52 +200,23 @@ def prepared_folder(root: Path, name: str) -> Path | None:
     return max(found)[1] if found else None
 
 
-def _check_known(name: str, known: Iterable[str]) -> None:
-    import tensorflow_datasets as tfds
-
-    builders = tfds.list_builders(with_community_datasets=False)
-    if name.split("/")[0] not in builders:
-        near = difflib.get_close_matches(name, [*known, *builders], n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(
-            f"unknown dataset {name!r}{hint} Accepted: {', '.join(known)}, or an image data set of tensorflow-datasets"
-        )
-
-
-def _prepare(name: str, otherwise: str) -> Path:
-    import tensorflow_datasets as tfds
-
-    root = tfds_dir()
-    downloads = root / "downloads" / name.replace("/", "_")
-    builder = tfds.builder(name, data_dir=str(root), file_format="array_record")
-    check_reachable(name, builder.url_infos or {}, downloads, otherwise)
-    builder.download_and_prepare(download_dir=str(downloads), file_format="array_record")
-    folder = prepared_folder(root, name)
-    if folder is None:
-        raise ValueError(f"tensorflow-datasets left no array_record files of {name!r} in {root / name}")
-    return folder
-
-
 def check_reachable(name: str, urls: Iterable[str], downloads: Path, otherwise: str = "") -> None:
     """Requests the head of every file (16 at most) that is not in the download directory yet.
 
     `otherwise` ends the message: another way to get the data.
 
     Raises:
-      ValueError: a file that is gone, or a host that does not answer within seconds.
+      ValueError: a host that does not answer within seconds.
     """
-    have = set()
-    for info in downloads.glob("*.INFO"):
-        have.update(json.loads(info.read_text()).get("urls", []))
+    have = {url for info in downloads.glob("*.INFO") for url in json.loads(info.read_text()).get("urls", [])}
     for url in [url for url in urls if url not in have][:16]:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "jfcl"})
         try:
             urllib.request.urlopen(request, timeout=_TIMEOUT).close()
+        except urllib.error.HTTPError:  # some hosts refuse HEAD, but are reachable
             continue
-        except urllib.error.HTTPError as error:
-            if error.code not in (404, 410):  # some hosts refuse HEAD, but are reachable
-                continue
-            problem = f"is gone (HTTP {error.code})"
         except (OSError, ValueError) as error:
-            problem = f"cannot be reached ({getattr(error, 'reason', error)})"
-        raise ValueError(f"data set {name!r}: {url} {problem}. Check the network.{otherwise}")
+            why = getattr(error, "reason", error)
+            raise ValueError(
+                f"data set {name!r}: {url} cannot be reached ({why}). Check the network.{otherwise}"
+            ) from None
