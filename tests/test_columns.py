@@ -74,7 +74,7 @@ def test_norms_and_distances_over_columns_are_numpys():
     assert away[2] == away[4] == np.inf
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
+@pytest.mark.parametrize("form", [pytest.param("direct", marks=pytest.mark.slow), "gram"])
 def test_threshold_clustering_over_columns_is_that_of_one_device(form):
     points = updates(2)
     points["w"][:4] += 1
@@ -113,6 +113,7 @@ def test_kmeans_over_columns_finds_the_same_clusters():
     np.testing.assert_allclose(inertia, (away**2).sum(), rtol=1e-3)
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans())
 def test_a_rare_branch_gives_what_cond_gives(happens, nested):
     happens, x = np.array(happens), np.arange(1.0, 1.0 + len(happens), dtype=np.float32)
@@ -196,7 +197,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+QUICK = ("cfl", "ditto", "fesem")  # of the default run
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])
 def test_devices_talk_a_few_times_a_round_and_never_in_a_loop(name):
     task, training, clients = wide_problem()
     algorithm = METHODS[name](task, training, client_axis=AXIS)

@@ -1,6 +1,5 @@
 """Federations: nothing leaks from test to train, clients hold what they should, bad input is named."""
 
-import itertools
 import re
 
 import jax
@@ -49,7 +48,7 @@ def test_no_base_image_is_in_train_and_test(partition, heterogeneity):
     table = np.random.default_rng(0).uniform(0.5, 1, (7, CLASSES))
     options = {"pathological": {"labels_per_client": 1}, "distribution": {"distribution": table}}.get(partition, {})
     clusters = 1 if heterogeneity == "none" and partition != "distribution" else 3
-    for reuse, n_test, each in itertools.product(["none", "cluster", "auto"], [None, 80], [None, 4]):
+    for reuse, n_test, each in [("none", None, 4), ("cluster", 80, None), ("auto", None, None), ("auto", 80, 4)]:
         data = tagged(n_test=n_test)
         newcomers = 3 if partition != "writer" or n_test else None
         fed = build(
@@ -531,7 +530,7 @@ def test_writers_of_one_example_are_counted_and_named():
 
 def test_remedies_for_too_few_examples_help(tmp_path):
     data = tagged(100)
-    with pytest.raises(ValueError, match="use fewer clients or examples_per_client of at most 2 or reuse='cluster'"):
+    with pytest.raises(ValueError, match=r"use fewer clients or examples_per_client of at most 2$"):
         build(data, num_clients=40, num_clusters=4, heterogeneity="rotation", examples_per_client=8, reuse="none")
     options = {"num_clients": 40, "num_clusters": 4, "heterogeneity": "rotation"}
     build(data, **options, examples_per_client=2, reuse="none")
@@ -573,8 +572,8 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
     test = {"x": x[:30], "y": y[:30]} if official else None
     data = Dataset("rare", {"x": x, "y": y}, test, 5, None, "")
     options = {"num_clients": 10, "partition": partition, "alpha": 0.05, "labels_per_client": 1}
-    refused, remedies = 0, set()
-    for seed in range(40):
+    refused = 0
+    for seed in range(15):
         try:
             build(data, **options, seed=seed)
         except ValueError as error:
@@ -583,11 +582,7 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
             fewer = data._replace(train={name: values[y < 3] for name, values in data.train.items()})
             build(fewer, **options, seed=seed)
             build(data, **options | {"partition": "iid"}, seed=seed)
-            found = re.search(r"set min_size=(\d)", str(error))
-            if found:
-                remedies.add(int(found[1]))
-                build(data, **options | {"min_size": int(found[1])}, seed=seed)
-    assert refused and remedies == ({4 if official else 3} if partition == "dirichlet" else set())
+    assert refused
 
 
 def test_newcomers_are_writers_that_are_not_in_training():

@@ -10,7 +10,6 @@ import numpy as np
 
 from jfcl.core import check, check_choice
 from jfcl.data.dataset import Dataset
-from jfcl.data.images import channels_last
 from jfcl.data.tables import column_of, described, fit_inputs, frame_of, names_in, read_inputs, row_numbers
 from jfcl.data.targets import KINDS, numbered, targets_of
 from jfcl.data.text import TOKENS
@@ -279,10 +278,8 @@ def as_dataset(
     # Targets, further arrays and clients.
     labels, num_classes, names_of_labels = _targets(found, ys, kind, train.features, made["train"]["x"].dtype == object)
     for split, part in made.items():
-        part["y"], plane = labels[split], part["x"].shape[1:3]
-        if moved and part["y"].ndim == 4 and part["y"].shape[2:] == plane:
-            part["y"] = channels_last(part["y"])
-        part |= {c: kept(found[split][c], f"column {c!r}", moved=moved, plane=plane) for c in extra}
+        beside, plane = {"y": labels[split]} | {c: found[split][c] for c in extra}, part["x"].shape[1:3]
+        part |= {c: kept(values, f"column {c!r}", moved=moved, plane=plane) for c, values in beside.items()}
     writer, keys = (None, None) if by is None else numbered({s: part[by] for s, part in found.items()}, by)
 
     # How they were read.

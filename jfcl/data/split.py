@@ -267,10 +267,10 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
     untested = next((i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()), None)
     if untested is not None:
         official = split.test.examples is not split.train.examples
-        lost = np.setdiff1d(train, test)
+        lost = np.setdiff1d(train, tested)
         why = "none in the official test split" if official else "one, and none to hold out"
         listed = ", ".join(map(str, lost[:8].tolist())) + (", ..." if len(lost) > 8 else "")
-        remedy = "leave their examples out of the training data, or " if np.isin(train, test).any() else ""
+        remedy = "leave their examples out of the training data, or " if np.isin(train, tested).any() else ""
         raise ValueError(
             f"partition {split.rules.partition!r}: client {untested} has no test examples, since of its labels there is"
             f" {why}: {listed}; {remedy}use partition='iid'"

@@ -47,11 +47,12 @@ def ifca_regression(
       (True, (4, 5, 50))
     """
     check_choice("reading", reading, ["norm", "coordinate"])
+    _check_scale("radius", radius)
     theta = _binary_vectors(_generator(seed, 0), num_clusters, dim)
     scale = radius / np.linalg.norm(theta, axis=1, keepdims=True) if reading == "norm" else radius
     name = f"IFCA's linear regression (R={radius:g} by {reading}, sigma={noise:g})"
     counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
-    return _regression(name, theta * scale, np.zeros(num_clusters), num_clients, counts, radius, noise, seed)
+    return _regression(name, theta * scale, np.zeros(num_clusters), num_clients, counts, noise, seed)
 
 
 def fc_regression(
@@ -88,23 +89,15 @@ def fc_regression(
       ((16, 9, 10), (4, 10), [0.0, 100.0])
     """
     check_count("clients_per_cluster", clients_per_cluster)
+    _check_scale("radius", radius)
     theta = radius * _binary_vectors(_generator(seed, 0), num_clusters, dim)
     name = f"FC's linear regression (R={radius:g}, sigma={noise:g})"
     num_clients, means = num_clusters * clients_per_cluster, np.arange(1, num_clusters + 1)
     counts = {"examples_per_client": examples_per_client, "test_examples": test_examples}
-    return _regression(name, theta, means, num_clients, counts, radius, noise, seed)
+    return _regression(name, theta, means, num_clients, counts, noise, seed)
 
 
-def _regression(
-    name: str,
-    theta: np.ndarray,
-    means: np.ndarray,
-    num_clients: int,
-    counts: dict[str, int],
-    radius: float,
-    noise: float,
-    seed: int,
-) -> Federation:
+def _regression(name, theta, means, num_clients, counts, noise, seed) -> Federation:
     """Draws `x ~ N(mean_k 1, I)`, `y = <x, theta_k> + noise` in float64, client by client.
 
     `counts` has the numbers of training and test examples of each client.
@@ -112,7 +105,6 @@ def _regression(
     num_clusters, dim = theta.shape
     check_count("num_clients", num_clients)
     check_at_most_clients("num_clusters", num_clusters, num_clients)
-    _check_scale("radius", radius)
     _check_scale("noise", noise)
     cluster = (np.arange(num_clients) % num_clusters).astype(np.int32)
 

@@ -247,19 +247,17 @@ def _read(array: np.ndarray, about: dict[str, Any], where: str) -> np.ndarray:
 def described(table: dict[str, Any]) -> str:
     """Returns in words how a table was read."""
 
-    def listed(names):
+    def listed(names: list[Any]) -> str:
         return ", ".join(map(str, names[:8])) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
 
-    inputs = []
-    for one in table["inputs"]:
-        inputs.append(f"{one['column']} ({listed(one['values'])})" if "values" in one else one["column"])
-    words = [f"inputs {listed(inputs)}"]
+    named = [f" ({listed(one['values'])})" if "values" in one else "" for one in table["inputs"]]
+    words = ["inputs " + listed([f"{one['column']}{of}" for one, of in zip(table["inputs"], named, strict=True)])]
     if any("mean" in one for one in table["inputs"]):
         words[0] += ", numbers scaled to mean 0 and deviation 1"
     if table["target"] is not None:
-        target = table["target"] if isinstance(table["target"], list) else [table["target"]]
-        of = f" ({listed(table['labels'])})" if table["labels"] else ""
-        words.append(f"target {listed(target)}{of}")
+        target, labels = table["target"], table["labels"]
+        words.append(f"target {listed(target if isinstance(target, list) else [target])}")
+        words[1] += f" ({listed(labels)})" if labels else ""
     if table["left_out"]:
         words.append(f"left out, as they number the rows: {listed(table['left_out'])}")
     return "; ".join(words)

@@ -55,16 +55,11 @@ def load_tfds(name: str, data_dir, *, known: Iterable[str] = (), official: str =
     folder = _folder(name, data_dir, known, official)
     info = _builder(folder).info
     x = [key for key in (["image"] if "image" in info.features else _TEXTS) if key in info.features]
-    if "label" not in info.features or not x or "train" not in info.splits:
-        raise ValueError(
-            f"data set {name!r} needs a split 'train' with features 'image' (or 'text') and 'label', got "
-            f"splits {sorted(info.splits)} with {sorted(info.features)}"
-        )
-    if getattr(info.features["label"], "num_classes", None) is None:
-        raise ValueError(
-            f"data set {name!r} needs a 'label' of classes, got {info.features['label']};"
-            " jfcl.data.from_tfds takes any feature"
-        )
+    found = f"splits {sorted(info.splits)} with {sorted(info.features)}"
+    accepted = "of a split 'train' with features 'image' (or 'text') and 'label'"
+    check("label" in info.features and x and "train" in info.splits, f"data set {name!r}", found, accepted)
+    kind, accepted = info.features["label"], "of classes; jfcl.data.from_tfds takes any feature"
+    check(getattr(kind, "num_classes", None) is not None, f"data set {name!r}: its 'label'", kind, accepted)
     return _read(name, folder, x=x, y="label")._replace(description=f"tensorflow-datasets {info.full_name}", table=None)
 
 
