@@ -131,6 +131,7 @@ def test_the_same_command_gives_the_same_results(finished, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (finished / "ifca" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_config_files_have_the_same_names_and_flags_override_them(finished, tmp_path, capsys):
     toml = 'dataset = "digits"\nclients = 8\nclusters = 2\nrounds = 3\nlocal-steps = 2\nlr = 1\nseeds = 2\n'
     (tmp_path / "x.toml").write_text(toml)
@@ -323,6 +324,7 @@ def test_the_precision_asked_for_is_in_force_while_the_run_computes(options, wan
         assert saved == (default if name == "default" else name)
 
 
+@pytest.mark.slow
 def test_populations_are_trained_in_the_precision_asked_for(monkeypatch, tmp_path):
     from jfcl.experiments import population
 
@@ -409,6 +411,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     assert "no checkpoint in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_resumed_from_its_own_file(tmp_path, capsys):
     run = str(tmp_path / "run")
     assert cli.main(["run", "ifca", *QUICK, "--out", run]) == 0
@@ -431,6 +434,7 @@ def test_an_infinite_threshold_outlives_the_run(tmp_path, capsys):
     assert first == second and '"num_clusters": 1' not in first.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_cfl_leaves_every_seeds_tree_and_how_the_models_on_its_paths_serve(tmp_path, capsys):
     splits = ["--eps-1", "inf", "--eps-2", "1e-30", "--min-rounds", "2", "--seeds", "2"]
     assert cli.main(["run", "cfl", *QUICK, *splits, "--out", str(tmp_path / "run")]) == 0
@@ -467,6 +471,7 @@ def test_the_demo_runs_to_its_end(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "demo" / "ifca" / "plots" / "clusters.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished / "fedavg", run)
@@ -480,6 +485,7 @@ def test_a_run_that_goes_on_is_not_finished(finished, tmp_path, capsys):
     assert cli.main(more) == 0 and cli.main(["compare", str(run)]) == 0
 
 
+@pytest.mark.slow
 def test_a_json_file_of_ones_own(tmp_path):
     (tmp_path / "own.json").write_text('{"method": "fedavg", "clients": 8, "clusters": 2, "rounds": 3}')
     assert cli.main(["run", "--config", str(tmp_path / "own.json"), "--quiet", "--out", str(tmp_path / "run")]) == 0
@@ -534,6 +540,7 @@ def test_who_takes_a_store_as_it_is_gets_its_clusters(tmp_path):
     assert cli.main([*resumed, "--rounds", "2", "--quiet"]) == 0
 
 
+@pytest.mark.slow
 def test_without_heterogeneity_one_model_is_right(tmp_path, recwarn):
     options = [*QUICK, "--heterogeneity", "none", "--rounds", "3", "--quiet", "--out", str(tmp_path / "run")]
     assert cli.main(["run", "ifca", *options]) == 0
@@ -717,6 +724,7 @@ def test_the_methods_of_federated_clusterings_paper_run(method, options, tmp_pat
     assert summary["client_steps_per_second"] * summary["seconds"] >= 2 * 8 * steps * 0.99
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_a_population_without_a_store_as_it_was(tmp_path, capsys):
     out, options = tmp_path / "run", ["--population", "30", "--cohort", "6", "--model", "linear", "--quiet"]
     command = ["run", "cfl", *options, "--remember", "12", "--clusters", "2", "--local-steps", "1", "--out", str(out)]
@@ -756,6 +764,7 @@ def test_a_refused_run_removes_its_own_store_alone(tmp_path):
         assert folder.exists() is not made
 
 
+@pytest.mark.slow
 def test_a_population_with_a_balanced_start():
     config = Config(
         "ifca", population=40, cohort=10, clusters=2, rounds=1, local_steps=1, model="linear", min_share=0.1

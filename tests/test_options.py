@@ -56,6 +56,7 @@ def help_of(capsys, *command: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_new_methods_options_have_flags(tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--heat", "0.25", "--start", "warm", "--stages", "3", "--gently"]

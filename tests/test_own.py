@@ -285,6 +285,7 @@ def test_own_parts_run_and_are_found_again_in_a_later_process(folder, capsys):
     assert cli.main(again) == 2 and "there is no module 'mine_method'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_population_of_own_data_is_resumed_and_repeated(folder, capsys):
     """Its store names the data set as the command does, not as it names itself."""
     command = ["run", "fedavg", "--dataset", "mine_models:some_digits", "--population", "12", "--cohort", "4"]
@@ -294,6 +295,7 @@ def test_a_population_of_own_data_is_resumed_and_repeated(folder, capsys):
     assert cli.main(["run", "--config", "pop/config.json", "--out", "again", "--quiet"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_population_of_own_texts_is_resumed(folder, capsys):
     command = ["run", "fedavg", "--dataset", "mine_models:sentences", "--model", "mine_models:words", "--length", "6"]
     command += ["--vocab-size", "12", "--population", "8", "--cohort", "4", "--examples-per-client", "4", "--quiet"]
@@ -375,6 +377,7 @@ def test_an_own_attack_on_the_data_of_a_population(folder, capsys):
     assert "attack must be one with labels in 0..9" in capsys.readouterr().err and not (folder / "pop").exists()
 
 
+@pytest.mark.slow
 def test_a_regression_is_shown_by_its_loss(folder, capsys):
     command = ["--dataset", "mine_models:line", "--model", "mine_models:slope", "--heterogeneity", "none", "--quiet"]
     command += ["--clients", "2", "--clusters", "1", "--rounds", "2", "--local-steps", "1", "--devices", "1"]

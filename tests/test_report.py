@@ -21,6 +21,7 @@ from PIL import Image
 
 import jfcl
 from jfcl import cli, plots
+from jfcl.cli.parser import parse
 from jfcl.core import files
 from jfcl.experiments import Config, comparison, read_run, report, report_parts, run
 from jfcl.experiments.config import to_saved
@@ -295,13 +296,12 @@ def test_several_runs_side_by_side(copy, capsys):
 
 
 def test_the_commands_on_the_page_are_those_of_the_command_line(finished, copy):
-    parser = cli.build_parser()
     stop(copy / "cfl")
     with pytest.warns(UserWarning, match="is missing"):
         report(copy / "cfl")
     for folder, resumes in ((finished / "cfl", True), (finished / "local", True), (copy / "cfl", False)):
         lines = re.findall(r"^jfcl .*$", "\n".join(page_of(folder).texts), flags=re.MULTILINE)
-        resumed, repeated = [parser.parse_args(shlex.split(line)[1:]) for line in lines]
+        resumed, repeated = [parse(shlex.split(line)[1:]) for line in lines]
         assert resumed.resume and resumed.out == str(folder) and resumed.config == str(folder / "config.json")
         assert getattr(resumed, "rounds", None) == (2 * ROUNDS if resumes else None)
         assert not repeated.resume and repeated.out != str(folder) and not Path(repeated.out).exists()

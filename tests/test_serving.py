@@ -19,7 +19,7 @@ def folders(tmp_path_factory):
     small = {"clients": 6, "clusters": 2, "rounds": 4, "model": "mlp"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a start in which all clients pick one model
-        run(Config("ifca", **small, options={"restarts": 1}), out=out / "ifca")
+        run(Config("ifca", **small, restarts=1), out=out / "ifca")
     run(Config("fedper", **small), out=out / "fedper")
     return {name: load_run(out / name) for name in ("ifca", "fedper")}
 

@@ -197,6 +197,7 @@ class Killed(BaseException):
     """The end of the process."""
 
 
+@pytest.mark.slow
 def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch, tmp_path):
     sweep(GRID, out="whole")
     whole = {name: Path("whole", name).read_bytes() for name in ("sweep.json", "heatmap.png")}
@@ -238,6 +239,7 @@ def test_after_a_kill_at_any_write_the_result_is_the_same(monkeypatch, tmp_path)
         shutil.rmtree("killed")
 
 
+@pytest.mark.slow
 def test_finished_cells_are_verified():
     sweep(GRID, out="out")
     whole, cell = Path("out/sweep.json").read_bytes(), Path("out/cells/00002.json")
@@ -328,6 +330,7 @@ def test_examples_that_the_task_cannot_read_are_refused(rename, words):
 QUICK = ["--clients=4", "--clusters=2", "--model=linear", "--local-steps=2", "--quiet"]
 
 
+@pytest.mark.slow
 def test_the_best_configuration_runs(capsys):
     command = ["sweep", "fedavg", *QUICK, "--seeds=2", "--rounds=3", "--out=out"]
     grid = ["--grid", "lr=0.001,0.2", "--grid", "momentum=0,0.9"]

@@ -3,8 +3,6 @@
 import io
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -73,29 +71,6 @@ def test_ctrl_c_before_the_first_round_leaves_a_run_that_resumes(tmp_path, capsy
     resumed = jfcl.simulate(FEDAVG, CLIENTS, **run, resume=True)
     whole = jfcl.simulate(FEDAVG, CLIENTS, **(run | {"out": None}))
     assert resumed.records == whole.records
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_long_round(tmp_path):
-    long = ["--clients", "8", "--clusters", "2", "--local-steps", "1000000", "--rounds", "3", "--quiet"]
-    hears = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    start = f"{hears}; from jfcl.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "run", "fedavg", *long, "--out", "x"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    try:
-        while not (tmp_path / "x" / "config.json").exists():
-            assert process.poll() is None
-            time.sleep(0.1)
-        time.sleep(5)  # it compiles, and begins a round of many minutes
-        process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=10)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and "--resume" in rest and "Traceback" not in rest
-    assert not list((tmp_path / "x" / "checkpoints").iterdir())  # `--resume` begins at round 0
 
 
 # ---- The text of a history ------------------------------------------------------------------------------------------
