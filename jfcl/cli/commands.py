@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jfcl import mapping
 from jfcl.analysis import plots
 from jfcl.cli import tables
-from jfcl.core import check, check_choice, check_count, platform
+from jfcl.core import check, check_choice, platform
 from jfcl.core.options import is_text
 from jfcl.experiments import bench, plan, report, run, sweeps, trackers
 from jfcl.experiments.compare import read_runs, run_differences, unused_folder, write_comparison
@@ -55,8 +55,6 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
     Raises:
       ValueError: a number below 1; `JAX_PLATFORMS` names a backend that does not exist.
     """
-    if devices is not None:
-        check_count("devices", devices)
     if devices or default:
         mapping.divide_cpu(devices or default)
     try:
@@ -64,16 +62,6 @@ def _start_devices(devices: int | None, default: int | None = None) -> None:
     except (RuntimeError, AssertionError) as error:  # the latter from JAX_PLATFORMS=cuda without the CUDA plugin
         why = f", got {jax.config.jax_platforms!r}" + (f" ({str(error).splitlines()[0]})" if str(error) else "")
         raise ValueError(f"JAX_PLATFORMS must be unset, or name devices that jax finds here{why}") from None
-
-
-def _check_names(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for a text that cannot name a file or folder."""
-    for name in ("out", "runs", "data_dir", "config", "coordinator"):
-        given = getattr(args, name, None)
-        for one in given if isinstance(given, list) else [given]:
-            check(one is None or is_text(one), name, one, "the name of a file or folder, in UTF-8")
-            folder = name != "data_dir" or one is None or not Path(one).is_file()
-            check(folder, name, one, "a folder, and not a file")
 
 
 def _check_out(out: str | None) -> None:
@@ -130,12 +118,11 @@ def _flags(args: argparse.Namespace, method: str | None) -> dict[str, Any]:
 def command_run(args: argparse.Namespace, console: Console) -> None:
     """`jfcl run`."""
     config = Config(**given_options(args))
-    check(args.checkpoint_seconds >= 0, "checkpoint_seconds", args.checkpoint_seconds, "0 or more")
-    check(0 < args.connect_seconds < float("inf"), "connect_seconds", args.connect_seconds, "a number above 0")
     _check_out(args.out)
-    check(len({*args.track}) == len(args.track), "track", args.track, "each tracker once")
-    check(args.out is not None or "tensorboard" not in args.track, "out", None, "given with --track tensorboard")
-    callbacks = [trackers.tracker(name) for name in args.track]
+    names = args.track or []
+    check(len({*names}) == len(names), "track", names, "each tracker once")
+    check(args.out is not None or "tensorboard" not in names, "out", None, "given with --track tensorboard")
+    callbacks = [trackers.tracker(name) for name in names]
     # Run.
     _find_devices(args, config)
     console = console if hosts.is_first() else Console(quiet=True)
@@ -341,6 +328,9 @@ COMMANDS = {
 
 
 def run_command(args: argparse.Namespace, console: Console) -> None:
-    """Runs the command of `args`, after a check of the names of files and folders."""
-    _check_names(args)
+    """Runs the command of `args`, after a check of the names of folders."""
+    for one in getattr(args, "runs", []):
+        check(is_text(one), "runs", one, "the name of a folder, in UTF-8")
+    data_dir = getattr(args, "data_dir", None)
+    check(data_dir is None or not Path(data_dir).is_file(), "data_dir", data_dir, "a folder, and not a file")
     COMMANDS[args.command](args, console)

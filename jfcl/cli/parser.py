@@ -8,18 +8,19 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jfcl._version import __version__
 from jfcl.core import check_choice
 from jfcl.core.names import flag_of, note_on, option_hint
-from jfcl.core.options import OneOf, Option, first_sentence, is_text, options_of
+from jfcl.core.options import Interval, OneOf, Option, Range, first_sentence, is_text, options_of
+from jfcl.experiments import bench
 from jfcl.experiments.config import check_method_takes, read_config
 from jfcl.experiments.options import GROUPS, all_options, common_options, method_options, takes
 from jfcl.experiments.own import find_method, is_own
 from jfcl.experiments.sweeps import SEEDS, sweep_options
 from jfcl.experiments.trackers import TRACKERS
-from jfcl.mapping.hosts import TIMEOUT
+from jfcl.mapping import hosts
 from jfcl.methods import METHODS
 
 EXAMPLES = """examples:
@@ -45,8 +46,137 @@ COMMANDS = {  # the first three have the options of a run
 }
 OF_RUNS = ("run", "plan", "sweep")
 PLAIN = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-METAVARS = {int: "N", float: "X", str: "NAME"}
+METAVARS = {
+    int: "N",
+    float: "X",
+    str: "NAME",
+    "out": "DIR",
+    "data_dir": "DIR",
+    "config": "FILE",
+    "coordinator": "HOST:PORT",
+}
 MOST_CHOICES = 4  # in a metavar
+
+
+class Files:
+    """Files.
+
+    Attributes:
+      data_dir: folder of official data files; default: $JFCL_DATA_DIR, else TFDS.
+      out: folder for results; default: none are kept.
+      resume: continue what was stopped in --out.
+      config: TOML (or the config.json of a run) with the names above; flags override.
+      quiet: no progress bar.
+    """
+
+    data_dir: str | None = None
+    out: str | None = None
+    resume: bool = False
+    config: str | None = None
+    quiet: bool = False
+
+
+class Checkpoints:
+    """Checkpoints.
+
+    Attributes:
+      checkpoint_seconds: least time between two checkpoints, the first of which is made after 5 seconds.
+    """
+
+    checkpoint_seconds: Annotated[float, Interval("[0, inf)")] = 30.0
+
+
+class Processes:
+    """Processes: the same command in each, on one machine or on several.
+
+    Attributes:
+      coordinator: of process 0; auto on Cloud TPU and Slurm, without the next two.
+      num_processes: number of processes.
+      process_id: number of this process, from 0.
+      connect_seconds: time to wait until all processes are there.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    connect_seconds: Annotated[float, Interval("(0, inf)")] = hosts.TIMEOUT
+
+
+class Compare:
+    """Files.
+
+    Attributes:
+      out: folder for the files; default: compare/ beside the first run.
+      latex: also write results.tex, a table for LaTeX with booktabs.
+      pdf: also write the figures as PDF, in the width of a paper's column.
+      svg: also write the figures as SVG, in the width of a paper's column.
+    """
+
+    out: str | None = None
+    latex: bool = False
+    pdf: bool = False
+    svg: bool = False
+
+
+class Report:
+    """Files.
+
+    Attributes:
+      out: a file; default: report.html in the folder of one run, or beside the first of several.
+    """
+
+    out: str | None = None
+
+
+class Bench:
+    """Measurement.
+
+    Attributes:
+      devices: divide the CPU into so many; adds 'sharded(chunked(1))'.
+      quick: defaults: fedavg, mlp, 10 clients only.
+      out: folder for results.
+      quiet: no progress bar.
+    """
+
+    devices: Annotated[int | None, Range(1)] = None
+    quick: bool = False
+    out: str = "runs/bench"
+    quiet: bool = False
+
+
+class Demo:
+    """Demo.
+
+    Attributes:
+      out: folder for results.
+      seeds: number of seeds.
+      rounds: rounds of each method.
+    """
+
+    out: str = "runs/demo"
+    seeds: int = 5
+    rounds: int = 100
+
+
+# The arguments of a command beside the options of a run: groups, as those of a run, and lists.
+ARGUMENTS = {"run": (Files, Checkpoints, Processes), "plan": (Files,), "sweep": (Files,)}
+ARGUMENTS |= {"compare": (Compare,), "report": (Report,), "bench": (Bench,), "demo": (Demo,)}
+_FOLDERS = "folders of 'jfcl run --out' or jfcl.simulate(out=)"
+_TRACKED = f"send the records to {', '.join(TRACKERS)}; may be given several times"
+_GRID = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
+LISTS = {  # name, how often it may be given, type and name of a value, help
+    "run": [("--track", "append", str, "NAME", _TRACKED)],
+    "sweep": [("--grid", "append", str, "NAME=VALUES", _GRID)],
+    "compare": [("runs", "+", str, "DIR", _FOLDERS)],
+    "report": [("runs", "+", str, "DIR", _FOLDERS)],
+    "list": [("what", "?", str, "WHAT", "one of the lists, such as methods")],
+    "bench": [
+        ("--methods", "+", str, "NAME", "of fedavg, ifca, local [all], or MODULE:FACTORY"),
+        ("--models", "+", str, "NAME", "see 'jfcl list models' [mlp cnn_mnist]"),
+        ("--mappings", "+", str, "NAME", "mappings of the clients ['chunked(1)' ... vmap]"),
+        ("--clients", "+", int, "N", "numbers of clients [10 100 1000]"),
+    ],
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,7 +217,11 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
     command, rest = argv[0], argv[1:]
     check_choice("command", command, COMMANDS)
     parser = parser_of(command, _method(rest) if command in OF_RUNS else None)
-    return parser.parse_args(rest, argparse.Namespace(command=command))
+    args = parser.parse_args(rest, argparse.Namespace(command=command))
+    for group in ARGUMENTS.get(command, ()):
+        for name, option in options_of(group).items():
+            option.check(getattr(args, name))
+    return args
 
 
 def parser_of(command: str, method: str | None = None) -> Parser:
@@ -132,7 +266,7 @@ def _of_runs(command: str, method: str | None) -> Parser:
         known = "v5e:2x2 or v5e-4, v6e:2x4, v5p:2x2x2, ..., a100, h100, h200, b200, h100:8"
         parser.add_argument_group("Target").add_argument("--target", dest="chip", metavar="NAME", help=known)
     if command == "sweep":
-        _add_sweep(parser.add_argument_group("Sweep"))
+        _add(parser.add_argument_group("Sweep"), sweep_options().values())
     own = all_options().keys() - common_options().keys() if method is None else method_options(method)
     if own:
         options = [option for name, option in all_options(method).items() if name in own]
@@ -141,9 +275,9 @@ def _of_runs(command: str, method: str | None) -> Parser:
         options = [o for name, o in options_of(group).items() if method is None or takes(method, name)]
         options = [o for o in options if (command, o.name) != ("plan", "target")]
         options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
-        _add(parser.add_argument_group(group.__doc__.split("\n")[0].rstrip(".")), options)
+        _add(parser.add_argument_group(_title(group)), options)
     try:
-        _add_files(parser, command)
+        _add_others(parser, command)
     except argparse.ArgumentError as error:
         flag = str(error).split()[1].rstrip(":")
         raise ValueError(
@@ -152,54 +286,33 @@ def _of_runs(command: str, method: str | None) -> Parser:
     return parser
 
 
-def _add(group: argparse._ArgumentGroup, options: Iterable[Option]) -> None:
-    """Adds a flag for each option."""
+def _add(group: argparse._ArgumentGroup, options: Iterable[Option], *, has_default: bool = False) -> None:
+    """Adds a flag for each option; where it is not given, `has_default` says whether its default stands for it."""
     for option in options:
-        text = first_sentence(option.text).replace("%", "%%")
+        more: dict[str, Any] = {"help": first_sentence(option.text).replace("%", "%%")}
+        more["default"] = option.default if has_default else argparse.SUPPRESS
         if option.kind is bool:
-            group.add_argument(flag_of(option.name), action="store_true", default=argparse.SUPPRESS, help=text)
+            group.add_argument(flag_of(option.name), action="store_true", **more)
             continue
         choices = [name for accepts in option.metadata if isinstance(accepts, OneOf) for name in accepts.choices]
-        group.add_argument(
-            flag_of(option.name),
-            type=option.kind,
-            default=argparse.SUPPRESS,
-            metavar=f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else METAVARS[option.kind],
-            help=text + ("" if option.default is None else f" [{option.default}]"),
-        )
+        name = METAVARS.get(option.name, METAVARS[option.kind])
+        more["metavar"] = f"{{{','.join(choices)}}}" if 0 < len(choices) <= MOST_CHOICES else name
+        more["help"] += "" if option.default is None else f" [{option.default}]"
+        group.add_argument(flag_of(option.name), type=option.kind, **more)
 
 
-def _add_sweep(group: argparse._ArgumentGroup) -> None:
-    what = "values of an option, such as lr=0.01,0.1; once for each option. All combinations are run"
-    group.add_argument("--grid", action="append", metavar="NAME=VALUES", help=what)
-    _add(group, sweep_options().values())
+def _add_others(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds the arguments that are no options of a run."""
+    groups = {parser.add_argument_group(_title(group)): group for group in ARGUMENTS.get(command, ())}
+    for made, group in groups.items():
+        _add(made, options_of(group).values(), has_default=True)
+    for name, how, kind, metavar, text in LISTS.get(command, ()):
+        several = {"action": "append"} if how == "append" else {"nargs": how}
+        next(iter(groups), parser).add_argument(name, type=kind, metavar=metavar, help=text, **several)
 
 
-def _add_files(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds the options of files, trackers and processes."""
-    files, what = parser.add_argument_group("Files"), "results, checkpoints and plots"
-    what = {"sweep": "sweep.json, best.toml, the finished cells and a heat-map"}.get(command, what)
-    files.add_argument(
-        "--data-dir", metavar="DIR", help="folder of official data files; default: $JFCL_DATA_DIR, else TFDS"
-    )
-    files.add_argument("--out", metavar="DIR", help=f"folder for {what}; default: none are kept")
-    files.add_argument("--resume", action="store_true", help="continue what was stopped in --out")
-    what = "TOML (or the config.json of a run) with the names above; flags override"
-    files.add_argument("--config", metavar="FILE", help=what)
-    files.add_argument("--quiet", action="store_true", help="no progress bar")
-    if command != "run":
-        return
-    what = "least time between two checkpoints, the first of which is made after 5 seconds [30]"
-    files.add_argument("--checkpoint-seconds", type=float, default=30.0, metavar="X", help=what)
-    known = f"send the records to {', '.join(TRACKERS)}; may be given several times"
-    files.add_argument("--track", action="append", default=[], metavar="NAME", help=known)
-    several = parser.add_argument_group("Processes: the same command in each, on one machine or on several")
-    what = "of process 0; auto on Cloud TPU and Slurm, without the next two"
-    several.add_argument("--coordinator", metavar="HOST:PORT", help=what)
-    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    several.add_argument("--process-id", type=int, metavar="N", help="number of this process, from 0")
-    what = f"time to wait until all processes are there [{TIMEOUT}]"
-    several.add_argument("--connect-seconds", type=float, default=TIMEOUT, metavar="X", help=what)
+def _title(group: type) -> str:
+    return group.__doc__.split("\n")[0].rstrip(".")
 
 
 class _Help(argparse._HelpAction):
@@ -236,57 +349,11 @@ def _run_overview(parser: argparse.ArgumentParser) -> str:
     return "\n".join([*lines, "", example])
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Other commands.
-
-_RUNS: dict[str, Any] = {"nargs": "+", "metavar": "DIR", "help": "folders of 'jfcl run --out' or jfcl.simulate(out=)"}
-_QUIET = {"action": "store_true", "help": "no progress bar"}
-
-
-def _numbers(default: int | None = None, **more: Any) -> dict[str, Any]:
-    return {"type": int, "metavar": "N", "default": default} | more
-
-
-OTHERS = {  # the arguments of each
-    "compare": {
-        "runs": _RUNS,
-        "--out": {"metavar": "DIR", "help": "folder for the files; default: compare/ beside the first run"},
-        "--latex": {"action": "store_true", "help": "also write results.tex, a table for LaTeX with booktabs"},
-        "--pdf": {"action": "store_true", "help": "also write the figures as PDF, in the width of a paper's column"},
-        "--svg": {"action": "store_true", "help": "also write the figures as SVG, in the width of a paper's column"},
-    },
-    "report": {
-        "runs": _RUNS,
-        "--out": {
-            "metavar": "FILE.html",
-            "help": "default: report.html in the folder of one run, or beside the first of several",
-        },
-    },
-    "list": {"what": {"nargs": "?", "metavar": "WHAT", "help": "one of the lists, such as methods"}},
-    "bench": {
-        "--methods": {"nargs": "+", "metavar": "NAME", "help": "of fedavg, ifca, local [all], or MODULE:FACTORY"},
-        "--models": {"nargs": "+", "metavar": "NAME", "help": "see 'jfcl list models' [mlp cnn_mnist]"},
-        "--mappings": {"nargs": "+", "metavar": "NAME", "help": "mappings of the clients ['chunked(1)' ... vmap]"},
-        "--clients": _numbers(nargs="+", help="numbers of clients [10 100 1000]"),
-        "--devices": _numbers(help="divide the CPU into so many; adds 'sharded(chunked(1))'"),
-        "--quick": {"action": "store_true", "help": "defaults: fedavg, mlp, 10 clients only"},
-        "--out": {"default": "runs/bench", "metavar": "DIR", "help": "folder for results [runs/bench]"},
-        "--quiet": _QUIET,
-    },
-    "demo": {
-        "--out": {"default": "runs/demo", "metavar": "DIR", "help": "folder for results [runs/demo]"},
-        "--seeds": _numbers(5, help="seeds [5]"),
-        "--rounds": _numbers(100, help="rounds [100]"),
-    },
-}
-
-
 def _of_others(command: str) -> Parser:
-    parser = Parser(prog=f"jfcl {command}", description=f"{COMMANDS[command]}.".capitalize(), **PLAIN)
-    for name, argument in OTHERS[command].items():
-        parser.add_argument(name, **argument)
+    """Returns the parser of a command without the options of a run."""
+    about = f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}."
+    parser = Parser(prog=f"jfcl {command}", description=about, **PLAIN)
+    _add_others(parser, command)
     if command == "bench":
-        from jfcl.experiments.bench import sweep
-
-        _add(parser.add_argument_group("Setting"), options_of(sweep).values())
+        _add(parser.add_argument_group("Setting"), options_of(bench.sweep).values())
     return parser
