@@ -239,7 +239,7 @@ class Run:
     seed: Annotated[int | None, Seed] = None
     eval_every: CountOrNone = None
     patience: CountOrNone = None
-    monitor: Annotated[str, OneOf(MONITORED)] = "accuracy"
+    monitor: Annotated[str, OneOf(MONITORED), Needs("patience")] = "accuracy"
     serve: Annotated[str, OneOf(SERVE)] = "loss"
     keep_clients: bool = False
     track_gap: bool = False
