@@ -197,6 +197,7 @@ def test_training_on_flips_alone_equals_training_on_flipped_clients():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_with_augmentation():
     small = Config("ifca", clients=6, clusters=2, rounds=2, local_epochs=1, batch_size=20, augment="crop_flip")
     summary, _, setup = run(small)

@@ -224,7 +224,7 @@ def test_the_decoder_is_its_equations_and_sees_no_later_word():
     assert task.train_loss is None
 
 
-@pytest.mark.parametrize("name", ["vit", "gpt"])
+@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "gpt"])
 def test_dropout_is_of_training_alone(name):
     task, batch = small(name, dropout=0.5), batches(name, (4,))
     params, plain = spread(task)[0], small(name)
@@ -264,6 +264,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_as_published(name):
     make = MODELS[name][0]
@@ -276,6 +277,7 @@ def test_sizes_as_published(name):
     assert task.head == "Dense_0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_round_of_fedavg_is_a_loop_over_clients(name):
     """All clients at once, each with its own kernels after the first of two steps."""

@@ -140,6 +140,7 @@ def test_an_accelerator_holds_images_flat(monkeypatch):
     assert mapping.held(jax.vmap, others, clients) is clients and mapping.held(jax.vmap, CNN, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", [None, jfcl.augment.flip])
 def test_a_run_on_flat_images_is_that_on_images(augment, monkeypatch):
     training = jfcl.local_training(optax.sgd(0.1), num_steps=2, batch_size=4, augment=augment)

@@ -329,6 +329,7 @@ def test_a_port_that_is_taken(name, asked, monkeypatch):
         hosts.connect(f"{name}:{port}", 2, 1)
 
 
+@pytest.mark.slow
 def test_what_the_first_process_refuses_all_refuse(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")

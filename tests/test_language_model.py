@@ -98,6 +98,7 @@ def test_loss_and_accuracy_against_a_loop_with_padding():
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_many_large_models_can_be_drawn_at_once():
     """With flax's orthogonal matrices this never ended on a CPU: QR decompositions waited for each other."""
     params = jax.jit(jax.vmap(language_model(LSTMLanguageModel(V), L, V).init))(jax.random.split(jax.random.key(0), 4))
@@ -115,6 +116,7 @@ def test_what_comes_later_does_not_matter():
     assert same.tolist() == [True] * 3 + [False] * (L - 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 3], ids=["one by one", "3, 3 and 1"])
 def test_large_batches_in_parts_are_the_same(most):
     params, batch = spread(small().init(jax.random.key(0))), {"x": texts((7,))}
@@ -131,6 +133,7 @@ def test_large_batches_in_parts_are_the_same(most):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_clients_together_are_each_client_alone():
     task, x = small(), texts((3, 4))
     params = jax.jit(jax.vmap(task.init))(jax.random.split(jax.random.key(0), 3))
@@ -236,6 +239,7 @@ def sentences(monkeypatch):
 TEXTS = {"dataset": "sentences", "heterogeneity": "topic", "model": "lstm", "clients": 4, "clusters": 2, "length": 8}
 
 
+@pytest.mark.slow
 def test_a_run_on_texts_reports_perplexity(sentences, tmp_path):
     config = Config("oracle", **TEXTS, rounds=2, local_epochs=1, batch_size=5, lr=0.5, seeds=2, newcomer_examples=10)
     summary, history, parts = run(config, out=tmp_path / "run")

@@ -22,6 +22,7 @@ def affine(x, shift, tree):
     return {"y": jnp.tanh(x) @ x + shift, "z": tree["a"] * x[0]}
 
 
+@settings(max_examples=8)
 @given(n=st.integers(1, 9), size=st.integers(1, 11), seed=st.integers(0, 99))
 def test_chunked_equals_vmap(n, size, seed):
     key = jax.random.key(seed)

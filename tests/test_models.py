@@ -104,9 +104,10 @@ def test_an_empty_batch_has_gradients_of_zero(form):
     np.testing.assert_array_equal(grad_w, np.zeros_like(w))
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 1), (1, 1))])
 @pytest.mark.parametrize("own", [True, False], ids=["own weights", "shared weights"])
-@pytest.mark.parametrize(("channels", "strides"), [(2, 1), (6, 1), (6, 2)])
+@pytest.mark.parametrize(
+    ("channels", "strides", "padding"), [(2, 1, "SAME"), (6, 1, "VALID"), (6, 2, ((1, 1), (1, 1)))]
+)
 def test_vmapped_conv_is_each_client_alone(padding, own, channels, strides, form):
     layer = nn.Conv(4, (3, 3), strides, padding=padding, conv_general_dilated=conv)
     x = np.random.default_rng(0).normal(size=(3, 2, 7, 6, channels)).astype(np.float32)
@@ -172,9 +173,7 @@ def test_other_convolutions_go_to_lax():
     assert patches(x, (3, 3), (1, 1), ((0, 0), (0, 0))).shape == (1, 4, 4, 18)
 
 
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("shape", [(2, 8, 8, 3), (1, 7, 5, 2)])
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("window", "shape", "ties"), [(2, (2, 8, 8, 3), False), (3, (1, 7, 5, 2), True)])
 def test_max_pool_is_flaxs(shape, window, ties, form):
     draws = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jnp.asarray(np.round(draws) if ties else draws)
@@ -257,13 +256,10 @@ def test_the_network_of_the_authors_code_in_numpy():
             assert 0.7 * fan_in**-0.5 < np.abs(part).max() <= fan_in**-0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("vgg8", "vgg16") else ())
-        for name in MODELS
-        if name not in LANGUAGE_MODELS and name not in DEEP
-    ],
+    [name for name in MODELS if name not in LANGUAGE_MODELS and name not in DEEP],
 )
 def test_every_model_learns_under_vmap(name):
     shape = INPUTS.get(name, (28, 28, 1))
@@ -316,9 +312,9 @@ def test_vgg_is_the_papers_layers_one_by_one():
     [
         # The second layer makes 11 x 11, of which 10 x 10 are pooled.
         ("cnn_mnist", (28, 28, 1), [(5, 1, True), (5, 1, True)]),
-        ("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)]),
-        ("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)]),
-        ("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)]),
+        pytest.param("cnn_mnist", (27, 30, 1), [(5, 1, True), (5, 1, True)], marks=pytest.mark.slow),
+        pytest.param("cnn5", (32, 32, 3), [(3, 0, True), (3, 0, True), (3, 0, False)], marks=pytest.mark.slow),
+        pytest.param("cnn_femnist", (28, 28, 1), [(5, 2, True), (5, 2, True)], marks=pytest.mark.slow),
     ],
 )
 def test_networks_layer_by_layer(name, shape, layers):
@@ -383,7 +379,10 @@ def test_regression_sums_over_outputs():
     assert task.correct is None
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "regression"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("mlp", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.slow), "regression"],
+)
 def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(40, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 40).astype(np.int32)
@@ -413,6 +412,7 @@ def test_a_model_in_bfloat16_is_close_and_its_parameters_are_float32(kind):
     assert "xbf16>" in next(line for line in text.splitlines() if "dot_general" in line)
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_ends_near_that_in_float32():
     """Also in the span of the examples; the trained model is float32, and no bfloat16 number stays in it."""
     rng = np.random.default_rng(0)

@@ -241,8 +241,10 @@ def test_the_command_writes_its_files(on_cpu, tmp_path, capsys, monkeypatch):
     assert "may fit" in capsys.readouterr().err and not json.loads((out / "plan.json").read_text())["fits"]
 
 
-@pytest.mark.parametrize("batch", ["10", "1000"])  # of 20 examples: two batches, and all
-@pytest.mark.parametrize("mapping", [["--chunk", "1"], ["--mapping", "vmap"]])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "mapping"), [("10", ["--chunk", "1"]), ("1000", ["--mapping", "vmap"])]
+)  # of 20 examples: two batches, and all
 def test_local_epochs_count_as_their_steps(on_cpu, names_of_loops, tmp_path, batch, mapping):
     few = ["--clients", "4", "--clusters", "2", "--rounds", "1", "--model", "mlp", "--examples-per-client", "20"]
     plan = ["plan", "fedavg", *few, "--target", "h100:2", "--batch-size", batch, *mapping, "--out", str(tmp_path)]

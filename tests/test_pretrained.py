@@ -201,7 +201,9 @@ def test_adapters_copy_no_kernel():
 # Frozen parts.
 
 
-@pytest.mark.parametrize("task", [PLAIN, NORMAL], ids=["plain", "normal"])
+@pytest.mark.parametrize(
+    "task", [pytest.param(PLAIN, id="plain"), pytest.param(NORMAL, id="normal", marks=pytest.mark.slow)]
+)
 def test_frozen_is_training_with_a_learning_rate_of_zero(task):
     """Also with batch normalisation behind, of which the statistics move with the parameters of its layer."""
     params, clients = pretrained(task), data()
@@ -265,7 +267,9 @@ METHODS = {
 AXES = (jfcl.sharded(CPU), jfcl.chunked(1), jax.vmap)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name != "fedper" else ()) for name in METHODS]
+)
 def test_methods_train_adapters_alone(name):
     task, clients = adapters_of(NORMAL), data()
     states = []
@@ -285,6 +289,7 @@ def test_methods_train_adapters_alone(name):
         assert {x.shape for x in jax.tree.leaves(state.personal)} == {(N, H, 1), (N, 1, C)}
 
 
+@pytest.mark.slow
 def test_ifca_recovers_clusters_by_adapters():
     """Two clusters with opposite labels; the head is the backbone's."""
     rng = np.random.default_rng(0)
@@ -512,6 +517,7 @@ def test_adapters_of_a_kernel_with_a_second_use_are_summed(last, first):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_are_beside_a_kernel_in_one_function_and_summed_in_another():
     class Gated(nn.Module):
         @nn.compact

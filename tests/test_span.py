@@ -138,15 +138,13 @@ def test_against_plain_descent_in_float64(options, seed, size):
     ],
     ids=["sgd", "nesterov", "ema", "schedule", "accumulated", "adam on biases", "centralize"],
 )
-@pytest.mark.parametrize("keep", ["nothing", "schedule"])
-@pytest.mark.filterwarnings("ignore:the optimizer's schedule begins again")
-def test_optimizers_agree_with_plain_training(optimizer, keep):
+def test_optimizers_agree_with_plain_training(optimizer):
     key, params = jax.random.key(0), MLP.init(jax.random.key(1))
     plain, spanned = (
         as_optax_needs(
             run,
             MLP,
-            jfcl.local_training(optimizer, num_steps=6, batch_size=3, keep=keep, span=how),
+            jfcl.local_training(optimizer, num_steps=6, batch_size=3, keep="schedule", span=how),
             params,
             data(),
             M,
@@ -413,7 +411,7 @@ SMALL = jfcl.models.regression(jfcl.models.Linear(1, squeeze=True), (4,), half=T
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (jfcl.fedavg, {}),
+        pytest.param(jfcl.fedavg, {}, marks=pytest.mark.slow),
         pytest.param(jfcl.ifca, {"num_clusters": 2}, marks=pytest.mark.slow),
         pytest.param(jfcl.ifca, {"num_clusters": 2, "stable_rounds": 2, "weights": "size"}, marks=pytest.mark.slow),
     ],
@@ -430,7 +428,7 @@ def test_methods_keep_their_promises_in_the_span(method, options):
     ("steps", "client_axis", "options"),
     [
         pytest.param(1, jax.vmap, {}, marks=pytest.mark.slow),
-        (10, jfcl.chunked(1), {}),
+        pytest.param(10, jfcl.chunked(1), {}, marks=pytest.mark.slow),
         (10, jfcl.chunked(3), {"stable_rounds": 1}),
     ],
     ids=["one step", "one at a time", "shortcut"],
