@@ -52,6 +52,7 @@ MODULES = {
     "Authors of methods": {
         "jfcl.testing": "the conformance test of methods",
         "jfcl.training.local": "local training of one client",
+        "jfcl.methods.options": "options that methods share",
         "jfcl.methods.averaging": "the round of FedAvg for K models, with any choice of a model",
         "jfcl.methods.round": "the phases of a round",
         "jfcl.robust.aggregate": "means over clusters, attacks, robust means",
