@@ -110,6 +110,21 @@ def test_an_option_of_a_wrong_type_is_refused_by_name(name):
             METHODS[name].make(task, training, **given)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_an_unknown_argument_is_refused_with_the_nearest_name(name):
+    _, _, task, training = problem(KIND.get(name, "regression"))
+    with pytest.raises(TypeError, match="did you mean 'init_params'"):
+        METHODS[name].make(task, training, **OPTIONS.get(name, {}), init_parms=None)
+    text = METHODS[name].make.__doc__
+    assert all(f"  {option}: " in text or f"{option}, " in text for option in ("init_params", "client_axis")), text
+
+
+def test_a_method_without_an_option_refuses_it():
+    _, _, task, training = problem()
+    with pytest.raises(TypeError, match="ditto has no argument 'dp'"):
+        jfcl.ditto(task, training, dp=None)
+
+
 WEIGHTED = [name for name in METHODS if "weights" in options_of(METHODS[name].make)]
 
 

@@ -136,9 +136,9 @@ def cfl(
         `cohort` with gradients.
 
     Warns:
-      UserWarning: `eps_2` not above `eps_1`, where clients that agree are split too; options that can never split; from
-        `simulate`, clients with too few examples for `validation`, overflows, and a run that ends with long updates and
-        without any cluster examined.
+      UserWarning: `eps_2` not above `eps_1`, where clients that agree are split too; from `simulate`, clients with too
+        few examples for `validation`, overflows, and a run that ends with long updates and without any cluster
+        examined.
 
     Example:
       >>> import jax, jfcl, numpy as np, optax
@@ -156,7 +156,13 @@ def cfl(
     eps_2 = (0.5 if in_units[1] else 1.6) if eps_2 is None else eps_2
     accepted = f'"single" with min_size={min_size}: complete linkage has no spanning tree to choose an edge of'
     check(linkage == "single" or min_size == 1, "linkage", linkage, accepted)
-    _warn_of_thresholds(eps_1, eps_2, in_units, max_clusters)
+    known = is_concrete(eps_1) and is_concrete(eps_2) and not any(in_units)
+    if known and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
+        warnings.warn(
+            f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
+            " updates are between the two, because the thresholds do not separate them from clients that disagree",
+            stacklevel=3,
+        )
     of_sides = max(min_rounds, fallback_rounds + 1) if validation else min_rounds  # judged before they are split again
 
     def thresholds(state):
@@ -209,23 +215,3 @@ def _check_sizes(
                 " example, and do not count when a split is judged",
                 stacklevel=1,
             )
-
-
-def _warn_of_thresholds(eps_1: Any, eps_2: Any, in_units: tuple[bool, bool], max_clusters: int | None) -> None:
-    """Warns of thresholds with which no cluster, or each one, is split."""
-    concerns = []
-    if max_clusters == 1:
-        concerns.append("max_clusters is 1: no cluster can be split, this is FedAvg")
-    known = is_concrete(eps_1) and is_concrete(eps_2)
-    if known and in_units[1] and eps_2 >= 1:
-        concerns.append(
-            f"eps_2 is {eps_2} times the longest update of the first round, which is mostly the longest of all: no"
-            " cluster will be split unless updates grow; relative thresholds are usually below 1"
-        )
-    if known and not any(in_units) and eps_2 <= eps_1 and not math.isinf(eps_1):  # infinite: `min_rounds` is to decide
-        concerns.append(
-            f"eps_2 ({eps_2}) is not above eps_1 ({eps_1}): clients that agree will be split too as soon as their"
-            " updates are between the two, because the thresholds do not separate them from clients that disagree"
-        )
-    for concern in concerns:
-        warnings.warn(concern, stacklevel=4)
