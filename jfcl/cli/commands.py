@@ -22,15 +22,17 @@ from jfcl.cli import tables
 from jfcl.core import check, check_choice, platform
 from jfcl.core.options import is_text
 from jfcl.experiments import bench, plan, report, run, sweeps, trackers
-from jfcl.experiments.compare import read_runs, run_differences, unused_folder, write_comparison
 from jfcl.experiments.comparison import (
     clusters_notes,
     differences_notes,
     differences_text,
+    read_runs,
     results_notes,
+    run_differences,
     seeds_text,
     unused,
     with_name,
+    write_comparison,
 )
 from jfcl.experiments.config import Config, default_precision, read_config
 from jfcl.experiments.options import all_options
@@ -253,7 +255,7 @@ def _compare(paths: list[str], out: str | None, console: Console, **formats: boo
     for note in [*results_notes(summaries), *differences_notes({name: found.config for name, found in runs.items()})]:
         console.print(f"note: {note}")
     # The files.
-    files = write_comparison(runs, unused_folder(paths, out), **formats)
+    files = write_comparison(runs, out, **formats)
     console.print(f"kept: {', '.join(map(str, files))}")
 
 

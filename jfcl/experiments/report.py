@@ -16,7 +16,6 @@ from jfcl.core import check, files
 from jfcl.core.plain import check_path
 from jfcl.core.texts import printable
 from jfcl.experiments import comparison
-from jfcl.experiments.compare import run_differences
 from jfcl.experiments.report_parts import Figure, TableOf, figure, parts_of
 from jfcl.experiments.results import Results, read_results
 
@@ -53,7 +52,6 @@ def report(runs: str | Path | Sequence[str | Path], *, out: str | Path | None = 
       'report.html'
     """
     folders = [runs] if isinstance(runs, str | Path) or not isinstance(runs, Iterable) else list(runs)
-    check(len(folders) > 0, "runs", folders, "at least one folder")
     named = comparison.by_name(folders)
     if out is None:
         file = Path(folders[0]) / NAME if len(folders) == 1 else comparison.beside(folders[0], "report", ".html")
@@ -105,7 +103,7 @@ def page_of(runs: dict[str, Results]) -> bytes:
         "costs": _costs(runs),
     }
     if not is_alone:
-        differ = [[option, *values.values()] for option, values in run_differences(runs).items()]
+        differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
         together["differences"] = differ and TableOf("differences", ["option", *names], differ, kind="text")
         notes = comparison.differences_notes({name: run.config for name, run in runs.items()})
         together["differences_notes"] = _sentences(notes)

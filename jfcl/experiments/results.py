@@ -7,11 +7,12 @@ import io
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jfcl.core import PyTree, check, plain
-from jfcl.experiments.setups import load_params
 from jfcl.methods import METHODS
 from jfcl.methods.cfl import parameter_tree
 from jfcl.simulation.folder import RunFolder, finite_or_none, read_json, read_verified, saved_config, verify_results
@@ -137,6 +138,55 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     found = read_finished(folder)
     return found.summary, found.records
+
+
+def load_params(folder: str | Path, part: str = "params") -> PyTree:
+    """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start.
+
+    Args:
+      folder: of the run.
+      part: or "personal", the clients' personal parameters, or "mixture", the weights of their mixtures, `[N, ...]`
+        each; `()` where the run has none.
+
+    Raises:
+      ValueError: no `params.npz` in the folder, or a damaged one.
+
+    Example:
+      >>> import tempfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> np.savez(folder / "params.npz", **{"Dense_0/kernel": np.zeros((2, 4, 10))})  # as a run leaves it
+      >>> load_params(folder)["Dense_0"]["kernel"].shape
+      (2, 4, 10)
+    """
+    plain.check_plain(folder)
+    saved = Path(folder) / f"{part}.npz"
+    if part != "params" and not saved.is_file():
+        return ()
+    if not saved.is_file():
+        which = " of the command line or jfcl.experiments.run" if (saved.parent / "summary.json").exists() else ""
+        raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
+    try:
+        arrays = _read_arrays(saved)
+        params = unflatten_dict(arrays, sep="/")
+    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError, RuntimeError) as error:
+        raise ValueError(f"{saved} is damaged: {error}") from None
+    counts = {array.shape[:1] for array in arrays.values()}
+    check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
+    for path, array in arrays.items():
+        check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
+    if (saved.parent / "summary.json").exists():
+        verify_results(saved.parent, [saved.name])
+    return params
+
+
+def _read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of an `.npz` file; raises `ValueError` for one that unpacks to much more than its length."""
+    with plain.reader(file) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
+        unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
+        check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
+        return {name: arrays[name] for name in arrays.files}
 
 
 def _instead(folder: Path) -> str:

@@ -33,8 +33,8 @@ from jfcl.core.parameters import named_parameters
 from jfcl.data import read_rows
 from jfcl.experiments.comparison import is_configured
 from jfcl.experiments.config import Config, from_saved
-from jfcl.experiments.results import read_finished
-from jfcl.experiments.setups import Setup, load_params, setup
+from jfcl.experiments.results import load_params, read_finished
+from jfcl.experiments.setups import Setup, setup
 
 BY = ("loss", "inputs")
 FORMATS = {".npz": None, ".safetensors": "safetensors", ".jax": "flatbuffers"}  # the package that writes each

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
 
 import jax
 import numpy as np
 import optax
-from flax.traverse_util import unflatten_dict
 
 from jfcl import data, kernels, mapping, models
 from jfcl.core import (
@@ -28,7 +26,6 @@ from jfcl.core import (
     is_concrete,
     max_examples,
     named_leaves,
-    plain,
     platform,
     shown,
 )
@@ -38,9 +35,9 @@ from jfcl.experiments.config import Config
 from jfcl.experiments.optimizers import SERVER_OPTIMIZERS, make_optimizer, make_schedule
 from jfcl.experiments.options import AS_DECLARED, OF_PARTITION, PRECISIONS, common_options, method_options
 from jfcl.experiments.privacy import mechanism
+from jfcl.experiments.results import load_params
 from jfcl.robust import attacks
 from jfcl.simulation import probe
-from jfcl.simulation.folder import verify_results
 from jfcl.training.augment import AUGMENTATIONS
 from jfcl.training.local import LocalTraining, local_training, most_steps
 
@@ -104,55 +101,6 @@ def _learning_rate(config: Config, training: LocalTraining, largest: int) -> Any
         return optax.exponential_decay(config.lr, steps, config.lr_decay, staircase=True)
     options = {option: getattr(config, option) for option in ("lr_end", "warmup", "step_factor")}
     return make_schedule(name, config.lr, done, min((config.step_rounds or 1) * steps, INT32_MAX), **options)
-
-
-def load_params(folder: str | Path, part: str = "params") -> PyTree:
-    """Returns the models `[K, ...]` of a finished run (of its first seed), as nested dicts, for a warm start.
-
-    Args:
-      folder: of the run.
-      part: or "personal", the clients' personal parameters, or "mixture", the weights of their mixtures, `[N, ...]`
-        each; `()` where the run has none.
-
-    Raises:
-      ValueError: no `params.npz` in the folder, or a damaged one.
-
-    Example:
-      >>> import tempfile
-      >>> folder = Path(tempfile.mkdtemp())
-      >>> np.savez(folder / "params.npz", **{"Dense_0/kernel": np.zeros((2, 4, 10))})  # as a run leaves it
-      >>> load_params(folder)["Dense_0"]["kernel"].shape
-      (2, 4, 10)
-    """
-    plain.check_plain(folder)
-    saved = Path(folder) / f"{part}.npz"
-    if part != "params" and not saved.is_file():
-        return ()
-    if not saved.is_file():
-        which = " of the command line or jfcl.experiments.run" if (saved.parent / "summary.json").exists() else ""
-        raise ValueError(f"init_from must be the folder of a finished run{which}, but {saved} does not exist")
-    try:
-        arrays = _read_arrays(saved)
-        params = unflatten_dict(arrays, sep="/")
-    except (BadZipFile, OSError, EOFError, ValueError, TypeError, IndexError, MemoryError, RuntimeError) as error:
-        raise ValueError(f"{saved} is damaged: {error}") from None
-    counts = {array.shape[:1] for array in arrays.values()}
-    check(len(counts) == 1 and min(counts) > (0,), str(saved), counts, "models of one number, at least 1")
-    for path, array in arrays.items():
-        check(array.dtype.kind in "fiu", f"{saved}: {path}", array.dtype, "numbers")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{saved}: {path} must be finite, but holds NaN or infinity")
-    if (saved.parent / "summary.json").exists():
-        verify_results(saved.parent, [saved.name])
-    return params
-
-
-def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of an `.npz` file; raises `ValueError` for one that unpacks to much more than its length."""
-    with plain.reader(file) as opened, ZipFile(opened) as packed, np.load(opened) as arrays:
-        unpacked, length = sum(part.file_size for part in packed.infolist()), file.stat().st_size
-        check(unpacked <= 2 * length + 2**20, "its arrays", f"{unpacked} bytes of {length}", "not compressed")
-        return {name: arrays[name] for name in arrays.files}
 
 
 def malicious_clients(config: Config) -> np.ndarray:
