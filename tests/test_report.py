@@ -170,7 +170,7 @@ def test_a_run_ends_with_a_page_of_its_results(finished, method):
     assert float(costs["seconds, all seeds together"]) == pytest.approx(summary["seconds"], abs=0.051)
     # Options and versions.
     config = json.loads((folder / "config.json").read_text())
-    names = {"rounds" if n == "num_rounds" else n for n in config} - {"versions", "split_hash"}
+    names = {"rounds" if n == "num_rounds" else n for n in config} - {"versions", "split_hash", "given"}
     assert set(page.options) == names
     assert {n: page.options[n] for n in SHARED} == {n: str(v) for n, v in SHARED.items()}
     own = {"eps_1", "eps_2", "max_clusters", "heterogeneity"} if method == "cfl" else set()
