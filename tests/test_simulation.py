@@ -482,7 +482,7 @@ class Bare(NamedTuple):
         (lambda state, metrics: (state, {"bytes_up": metrics["loss"]}), r"training loss, 'loss' \[N\], got \['bytes"),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster.astype(jnp.float32)), metrics),
-            r"keeps shapes and types of the state, got .\.cluster was \(\(7,\), 'int32'\), is \(\(7,\), 'float32'\)",
+            r"keeps shapes and types of the state, got .\.cluster is float32 \[7\], not int32 \[7\]",
         ),
         (
             lambda state, metrics: (state._replace(cluster=state.cluster + 2), metrics),

@@ -42,10 +42,8 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
     new, values = returned
 
     # The state.
-    before, after = ({n: (x.shape, str(x.dtype)) for n, x in named_leaves(s).items()} for s in (state, new))
-    differ = [name for name in before | after if before.get(name) != after.get(name)]
-    found = "; ".join(f"{n} was {before.get(n, 'absent')}, is {after.get(n, 'absent')}" for n in differ[:2])
-    check(not differ, "step", found, "a function that keeps shapes and types of the state")
+    differ = unlike(new, state)
+    check(not differ, "step", differ, "a function that keeps shapes and types of the state")
 
     # The metrics.
     nested = [name for name, value in values.items() if not hasattr(value, "dtype")]
@@ -55,6 +53,17 @@ def check_step(returned: Any, state: Any) -> tuple[Any, dict[str, Any]]:
         taken = name in OF_RECORDS or name.startswith(OF_NEWCOMERS)
         check(not taken, "metrics", name, "other names: the records of a run have this one for a result of their own")
     return new, values
+
+
+def unlike(state: Any, wanted: Any) -> str:
+    """Returns in words which arrays of a state do not have the shapes and types of `wanted`; empty if all have."""
+
+    def shapes(tree):
+        return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
+
+    found, like = shapes(state), shapes(wanted)
+    names = [name for name in sorted({*found, *like}) if found.get(name) != like.get(name)]
+    return "; ".join(f"{n} is {found.get(n, 'absent')}, not {like.get(n, 'there')}" for n in names[:3])
 
 
 def check_further(given: Mapping[str, metrics.Metric] | None) -> tuple[tuple[str, metrics.Metric], ...]:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,28 +74,27 @@ def _listen_to_jax() -> None:
     jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
 
 
-class compile_ahead:
-    """Programs that other threads compile: at once, and while this thread computes.
+def compile_ahead(lowered: Sequence[jax.stages.Lowered]) -> Callable[[], None]:
+    """Compiles programs in other threads: at once, and while this thread computes; returns a function that waits.
 
     XLA compiles one program by one thread. A function that was lowered for the same arguments finds its program when
-    it is called after `wait`. Processes that compile together must do so in the same order: with several of them
-    nothing is compiled ahead.
+    it is called after the wait, which counts as compilation and raises the error of a compiler. Processes that compile
+    together must do so in the same order: with several of them nothing is compiled ahead.
     """
+    futures = []
+    if lowered and jax.process_count() == 1:
+        pool = ThreadPoolExecutor(len(lowered), "compile")
+        futures = [pool.submit(program.compile) for program in lowered]
+        pool.shutdown(wait=False)
 
-    def __init__(self, lowered: Sequence[jax.stages.Lowered]):
-        self._futures = []
-        if lowered and jax.process_count() == 1:
-            pool = ThreadPoolExecutor(len(lowered), "compile")
-            self._futures = [pool.submit(program.compile) for program in lowered]
-            pool.shutdown(wait=False)
-
-    def wait(self) -> None:
-        """Waits until all programs are compiled; the time counts as compilation. Raises the error of a compiler."""
-        began, futures, self._futures = time.perf_counter(), self._futures, []
-        for future in futures:
-            future.result()
-        if futures:
+    def wait() -> None:
+        began, waiting = time.perf_counter(), bool(futures)
+        while futures:
+            futures.pop(0).result()
+        if waiting:
             CompileClock.count(time.perf_counter() - began)
+
+    return wait
 
 
 def progress_bar(is_shown: bool, *columns: Any) -> Progress:

@@ -21,7 +21,6 @@ from jfcl.core import (
     client_ids,
     client_shapes,
     is_finite,
-    named_leaves,
     num_clients,
 )
 from jfcl.mapping import hosts, memory
@@ -191,7 +190,7 @@ class Resident:
         self.like = jax.eval_shape(partial(_init, **self._static), *self.rows, client_shapes(self._clients, self._n))
         self._tests, self._newcomers = (mapping.held(client_axis, self.made.task, x) for x in (tests, newcomers))
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
-        self._compiling, self._first = compile_ahead(()), None
+        self._compiled, self._first = compile_ahead(()), None
 
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
@@ -272,16 +271,10 @@ class Resident:
         """Takes a user's `state` for the first one; `ValueError` unless its shapes are those of the algorithm."""
         if self._single:
             state = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
-
-        def shapes(tree):
-            return {name: f"{jnp.result_type(x)} {list(jnp.shape(x))}" for name, x in named_leaves(tree).items()}
-
-        found, wanted = shapes(state), shapes(self.like)
-        names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-        difference = "; ".join(f"{n} is {found.get(n, 'absent')}, not {wanted.get(n, 'there')}" for n in names[:3])
+        differ = evaluation.unlike(state, self.like)
         accepted = "of this algorithm with these options, of these clients, with a seed axis if there are several keys"
-        fits = not names and jax.tree.structure(state) == jax.tree.structure(self.like)
-        check(fits, "state", difference or type(state).__name__, accepted)
+        fits = not differ and jax.tree.structure(state) == jax.tree.structure(self.like)
+        check(fits, "state", differ or type(state).__name__, accepted)
 
         def copied(x):  # since a round overwrites its state
             return jnp.array(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(hosts.fetch(x))
@@ -296,7 +289,7 @@ class Resident:
         found = read_checkpoint(folder, self.like, num_rounds) if resume else None
         if found is None and self._first is not None:
             found = Restored(0, self._first, {}, [])
-        self._compiling = compile_ahead(self._programs)
+        self._compiled = compile_ahead(self._programs)
         del self._programs
         if found is None:
             before = self.made.init_rounds
@@ -311,7 +304,7 @@ class Resident:
 
     def advance(self, state, first, count, silence) -> Block:
         args = *self.rows, state, silence, np.int32(first), np.int32(count), self._clients
-        self._compiling.wait()
+        self._compiled()
         state, values, sums, largest, finite, *silence = jax.block_until_ready(_advance(*args, **self._static))
         sums, largest, silence = hosts.fetch((sums, largest, silence))
         sums = {name: each[:, :count].sum(axis=1, dtype=np.float64).tolist() for name, each in sums.items()}
@@ -344,7 +337,7 @@ class Resident:
         """Returns the results of `evaluate_rows` on `data`, `[R, ...]` each; None without data or task."""
         if data is None or self.made.task is None:
             return None
-        self._compiling.wait()
+        self._compiled()
         args, how = self._evaluation(state, data)
         return evaluation.evaluate_rows(*args, **how)
 
