@@ -75,6 +75,12 @@ class jitted:
         found = self._with_arguments(args, options, self._on_devices)
         return self._jit(*args, **options) if found is None else _run(*found[0], **found[1])
 
+    def shapes(self, *args: Any, **options: Any) -> Any:
+        """Returns the shapes of the results, as `jax.eval_shape` does; a call does not trace the function again."""
+        traced = self._jit.trace(*args, **options)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in traced.jaxpr.out_avals]
+        return jax.tree.unflatten(traced.out_tree, shapes)
+
     def lower(self, *args: Any, **options: Any) -> jax.stages.Lowered:
         """Returns the program of these arguments, or of their shapes; a call finds it when it is compiled."""
         found = self._with_arguments(args, options, _shapes)

@@ -18,7 +18,6 @@ from jfcl.core import (
     Served,
     check,
     check_served,
-    client_ids,
     client_shapes,
     is_finite,
     num_clients,
@@ -184,10 +183,11 @@ class Resident:
         self.identity |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}
         mesh = client_axis.mesh if isinstance(client_axis, mapping.sharded) else None
         self.rows = hosts.replicate((keys[None] if self._single else keys, hyperparams), mesh)
-        self._ids = list(range(self._n)) if hosts.several() else np.asarray(client_ids(clients)).tolist()
+        numbered = clients.id is None or hosts.several()
+        self._ids = list(range(self._n)) if numbered else np.asarray(clients.id).tolist()
         clients = mapping.held(client_axis, self.made.task, clients)
         self._clients = clients._replace(size=clients.size.astype(np.int32))
-        self.like = jax.eval_shape(partial(_init, **self._static), *self.rows, client_shapes(self._clients, self._n))
+        self.like = _init.shapes(*self.rows, client_shapes(self._clients, self._n), **self._static)
         self._tests, self._newcomers = (mapping.held(client_axis, self.made.task, x) for x in (tests, newcomers))
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
         self._compiled, self._first = compile_ahead(()), None
@@ -252,14 +252,14 @@ class Resident:
         # Programs. A call finds the one that is compiled already, or waits for it.
         self.whole, rows = self.like, num_clients(self._clients)
         if rows != n:
-            self.whole = jax.eval_shape(partial(_init, **self._static), *self.rows, self._clients)
+            self.whole = _init.shapes(*self.rows, self._clients, **self._static)
         if isinstance(self._client_axis, mapping.sharded):
             put = partial(_sharding, n=rows, client_axis=self._client_axis)
             self.whole = jax.tree.map(lambda x: x.update(sharding=put(x.shape)), self.whole)
         one, silence = np.int32(1), Silence(*np.zeros((2, len(self._seeds)), np.int32))
         args = *self.rows, self.whole, silence, one, one, self._clients
         if isinstance(self._row_axis, mapping.sharded):  # the programs depend on where the rows are
-            jax.eval_shape(partial(_advance, **self._static), *args)
+            _advance.shapes(*args, **self._static)
             return
         self._programs = [_advance.lower(*args, **self._static)]
         for data in (tests, newcomers) if made.task is not None else ():
