@@ -288,6 +288,7 @@ def test_early_stopping_names_the_metrics_that_there_are():
 # ---- The command line -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_stops_early_and_continues(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     command = ["run", "fedavg", "--clients", "4", "--clusters", "2", "--eval-every", "1", "--quiet", "--lr", "0.5"]

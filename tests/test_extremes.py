@@ -149,8 +149,15 @@ def test_one_client_is_a_dendrogram_without_merges():
     np.testing.assert_allclose(state.params["b"], [1 - 0.5**4])  # one round before the clustering
 
 
-@pytest.mark.parametrize("attack", [attacks.ipm(), attacks.alie(), attacks.hijack(), attacks.mimic()])
-@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.cfl, jfcl.byzantine_cfl, jfcl.federated_clustering])
+@pytest.mark.parametrize(
+    ("method", "attack"),
+    [
+        *[(jfcl.fedavg, attack) for attack in (attacks.ipm(), attacks.alie(), attacks.hijack(), attacks.mimic())],
+        (jfcl.federated_clustering, attacks.ipm()),
+        pytest.param(jfcl.cfl, attacks.alie(), marks=pytest.mark.slow),
+        pytest.param(jfcl.byzantine_cfl, attacks.mimic(), marks=pytest.mark.slow),
+    ],
+)
 def test_attackers_do_not_see_padding(method, attack):
     options = {"eps_1": 1e-30, "max_clusters": 2} if method is jfcl.cfl else {}
     if method is jfcl.federated_clustering:
@@ -181,7 +188,10 @@ def test_one_good_client_without_a_finite_update_does_not_disarm_the_attack(meth
     np.testing.assert_allclose(model(1.0, np.nan, 0.0), 0.5 * (1 + 4) / 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering])
+SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (jfcl.cfl, jfcl.ditto, jfcl.momentum_clustering)]
+
+
+@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only, *SLOW])
 def test_momentum_outlives_a_round_without_a_finite_update(method):
     training = jfcl.local_training(optax.sgd(0.1, momentum=0.9), num_steps=1, keep="everything")
     options = {"num_clusters": 1} if method is jfcl.momentum_clustering else {}
@@ -265,7 +275,7 @@ DRAWN = BIAS._replace(init=lambda key: {"b": 9 * jax.random.normal(key)})
     "make",
     [
         partial(jfcl.one_shot, local_rounds=5),
-        jfcl.flhc,
+        pytest.param(jfcl.flhc, marks=pytest.mark.slow),
         partial(jfcl.hypcluster, warm_rounds=3),
     ],
 )

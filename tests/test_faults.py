@@ -196,7 +196,7 @@ def extend(folder):
     run(folder, rounds=ROUNDS, resume=True)
 
 
-@pytest.mark.parametrize("durable", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.slow), True], ids=["killed", "power cut"])
 def test_a_run_survives_a_crash_after_every_operation(durable, monkeypatch, tmp_path):
     found = snapshots(monkeypatch, tmp_path, durable, extend)
     assert len(found) > (12 if durable else 60)
@@ -246,7 +246,7 @@ def fail_at_every(every, code, action, check, monkeypatch, tmp_path):
         check(folder)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_an_error_of_the_disk_at_any_operation_costs_nothing(code, every, monkeypatch, tmp_path):
     def check(folder):
@@ -302,13 +302,13 @@ def check_population(folder):
     assert history.records == right.records
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_an_error_of_the_disk_below_the_rows_of_clients_costs_nothing(code, every, monkeypatch, tmp_path):
     fail_at_every(every, code, run_population, check_population, monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 17])
 def test_a_population_survives_a_kill_after_every_operation(every, monkeypatch, tmp_path):
     found = snapshots(monkeypatch, tmp_path, False, run_population)
     for folder in found[::every]:
@@ -410,7 +410,7 @@ def right_or_refused(folder, rounds):
     return history
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [28, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damage_is_refused_or_survived(count, tmp_path):
     rng = random.Random(0)
     run(tmp_path / "finished")
@@ -692,7 +692,7 @@ class Folder(RuleBasedStateMachine):
 
 
 FAST = settings(
-    max_examples=12, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=6, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 TestFolder = Folder.TestCase
 TestFolder.settings = FAST

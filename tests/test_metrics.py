@@ -222,6 +222,23 @@ def test_metrics_of_outputs_are_those_of_scikit_learn(classes, name, seed):
         np.testing.assert_allclose(found[i], want, rtol=1e-4, atol=1e-5)
 
 
+def test_outputs_of_a_few_examples_at_a_time_are_computed_once():
+    logits, y, size = outputs_of(3, 0)
+    rows = []
+
+    def apply(params, x):
+        rows.append(len(x))
+        return IDENTITY.apply(params, x)
+
+    task = IDENTITY._replace(apply=apply, at_once=8)
+    params, clients = {"b": jnp.zeros(1)}, jfcl.Clients({"x": logits, "y": y}, size)
+    given = params, clients, np.zeros(5, int)
+    whole, parts = (jfcl.evaluate(t, *given, metrics={"f1": jfcl.metrics.macro_f1}) for t in (IDENTITY, task))
+    assert set(rows) == {8}
+    for name in ("loss", "f1"):
+        np.testing.assert_allclose(whole[name], parts[name], rtol=1e-6)
+
+
 def test_a_run_records_metrics_of_outputs(tmp_path):
     logits, y, _ = outputs_of(3, 0)
     clients = jfcl.Clients({"x": logits, "y": y}, np.full(5, 40, np.int32))

@@ -64,7 +64,7 @@ def same(a, b, **tolerance):
 # ---- Everyone, every round: the same as `simulate` -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ifca", *[pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "ifca"]])
 def test_the_whole_population_as_the_cohort_is_simulate(method):
     algorithm = METHODS[method]
     there = jfcl.simulate(algorithm, CLIENTS, key=KEY, num_rounds=4, test_clients=CLIENTS, true_cluster=CLUSTER)
@@ -77,6 +77,7 @@ def test_the_whole_population_as_the_cohort_is_simulate(method):
     assert there.client_steps == here.client_steps and set(there.clients) <= set(here.clients)
 
 
+@pytest.mark.slow
 def test_records_hold_the_splits_since_the_last_one():
     here = population(METHODS["cfl"], num_rounds=6, cohort=7, eval_every=6)
     there = jfcl.simulate(METHODS["cfl"], CLIENTS, key=KEY, num_rounds=6, eval_every=6)
@@ -124,6 +125,7 @@ def test_cfl_splits_by_the_cohort_and_places_the_others_when_they_come():
     assert history.records[-1]["loss"] < 0.05
 
 
+@pytest.mark.slow
 def test_cfl_compares_the_last_updates_of_other_clients_as_well():
     """With all others remembered, a population is `step` on all clients, of whom the cohort alone has examples."""
     from test_cfl import TASK, TRAINING, regression
@@ -167,6 +169,7 @@ def test_remembered_clients_are_those_heard_last_and_a_run_resumes_with_them(tmp
         population(algorithm, resume=True, **stopped | {"remember": 1})
 
 
+@pytest.mark.slow
 def test_cfl_with_validation_undoes_splits_of_clients_that_are_elsewhere():
     """Clients of one cluster are split by force; after the judgement all of them are served the parent again."""
     from test_cfl import TASK, TRAINING, regression
@@ -196,6 +199,7 @@ def test_byzantine_cfl_shuts_out_the_minority_of_a_cohort():
     assert (excluded[malicious & history.rows.seen] > 0).all() and not (excluded[~malicious] > 0).any()
 
 
+@pytest.mark.slow
 def test_knn_per_too():
     clients, _, task, training = problem("classification")
     algorithm = jfcl.knn_per(task, training, num_neighbours=2, mixing=0.5)
@@ -205,6 +209,7 @@ def test_knn_per_too():
     assert there.records[-1]["accuracy"] == pytest.approx(here.records[-1]["accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedper", "ifca"])
 def test_personal_parameters_are_rows_of_the_population(name):
     clients, _, task, training = problem("network")
@@ -221,6 +226,7 @@ def test_personal_parameters_are_rows_of_the_population(name):
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(some.state.personal))
 
 
+@pytest.mark.slow
 def test_knn_per_serves_the_present_model_to_those_who_took_no_part():
     clients, _, task, training = problem("classification")
     store = ClientStore.from_clients(clients)
@@ -305,8 +311,10 @@ def test_nothing_is_compiled_again():
     assert compiled.count == 0
 
 
-@pytest.mark.parametrize("cohort", [3, 4])
-@pytest.mark.parametrize("method", [jfcl.fedavg, jfcl.local_only])
+SLOW = [pytest.param(jfcl.fedavg, 3, marks=pytest.mark.slow), pytest.param(jfcl.local_only, 3, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("method", "cohort"), [(jfcl.fedavg, 4), *SLOW])
 def test_cohorts_are_divided_among_devices(method, cohort):
     several = jfcl.mapping.sharded(jfcl.mapping.client_mesh(2))
     alone = population(method(TASK, TRAINING), cohort=cohort)
@@ -599,6 +607,7 @@ jfcl.simulate(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(how, tmp_path):
     started = subprocess.Popen(
@@ -682,13 +691,16 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"evaluate": 0}, "evaluate must be an integer"),
         ({"evaluate": [7]}, r"evaluate must be ids in 0..6"),
         ({"evaluate": [2], "test_clients": UNTESTED}, "evaluate must be clients of which one at least has test"),
-        ({"test_clients": OTHER}, "test_clients: x must be of shape"),
+        ({"test_clients": OTHER}, "test_clients must be of examples with the shapes and types"),
         ({"store": OTHER}, r"algorithm must be of a model for the store's examples, x float32 \(9,\)"),
         ({"resume": True}, "out must be the folder"),
         ({"seeds": ["x"]}, "seeds must be different integers"),
         ({"config": {"cohorts": "mine"}}, "config must be without: what identifies the run has this name"),
         ({"rows_in_memory": "a"}, "rows_in_memory must be a number of bytes, at least 0, got 'a'"),
         ({"key": jax.random.split(KEY)}, "key must be a single key"),
+        ({"newcomers": CLIENTS}, "newcomers must be left out for a population"),
+        ({"test_clients": CLIENTS}, "test_clients must be a ClientStore, as clients are"),
+        ({"hyperparams": {"lr": 1.0}}, "hyperparams must be left out for a population"),
         ({"remember": 2}, "remember must be left out for a method that keeps no updates"),
         (
             {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=4), "remember": 4},

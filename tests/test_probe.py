@@ -106,7 +106,10 @@ def test_needed_memory_grows_with_the_clients_at_once():
     assert needed(jfcl.chunked(1)) < 12 * model < 32 * model < needed(jax.vmap)
 
 
-@pytest.mark.parametrize("options", [{}, {"aggregator": kernels.coordinate_median}], ids=["sums", "keeps all updates"])
+MEDIAN = pytest.param({"aggregator": kernels.coordinate_median}, id="keeps all updates", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [pytest.param({}, id="sums"), MEDIAN])
 def test_memory_of_updates_that_are_kept_is_asked_for_one_client_at_a_time(monkeypatch, options):
     """30 clients of a model of 0.2 MB: a mean needs room for a few, a median for the updates of all."""
     task = jfcl.models.classification(jfcl.models.MLP(10, hidden=(512,)), (64,), 10)

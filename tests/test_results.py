@@ -262,7 +262,10 @@ def test_the_accuracy_of_newcomers_is_a_note_on_the_table(tmp_path):
     assert results_notes({"a": summary}) == [f"client acc. of newcomers, with the model of lowest loss: {text}"]
 
 
-@pytest.mark.parametrize(("make", "clusters"), [(partial(jfcl.ifca, num_clusters=7), True), (jfcl.local_only, False)])
+@pytest.mark.parametrize(
+    ("make", "clusters"),
+    [(partial(jfcl.ifca, num_clusters=7), True), pytest.param(jfcl.local_only, False, marks=pytest.mark.slow)],
+)
 def test_clusters_of_one_client_each_are_clusters(make, clusters):
     history = simulate(make(TASK, TRAINING))
     n = history.clients["cluster"].shape[1]

@@ -211,8 +211,10 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         return state, metrics | {"bytes_up": jnp.float32(90_000_001.0) + 8 * state.round.astype(jnp.float32)}
 
     seen, advance = [], resident._advance
-    for seconds in (0.0, 1e6):
+    for seconds, most in ((0.0, loop.MOST_ROUNDS), (1e6, loop.MOST_ROUNDS), (1e6, 8)):
         monkeypatch.setattr(loop, "BLOCK_SECONDS", seconds)
+        for module in (loop, resident):
+            monkeypatch.setattr(module, "MOST_ROUNDS", most)
         algorithm = Algorithm(IFCA.init, step, TASK)
         counts = []
 
@@ -224,10 +226,11 @@ def test_it_does_not_matter_how_many_rounds_run_at_once(tmp_path, monkeypatch):
         monkeypatch.setattr(resident, "_advance", counted)
         history = sim(algorithm=algorithm, num_rounds=40, eval_every=20)
         seen.append((counts, history))
-    (ones, short), (blocks, long) = seen
-    assert ones == [1] * 40 and blocks == [1, 19, 20]
-    assert equal(short.state, long.state)
-    assert [r["bytes_up"] for r in short.records] == [r["bytes_up"] for r in long.records]
+    (ones, short), (blocks, long), (bounded, third) = seen
+    assert ones == [1] * 40 and blocks == [1, 19, 20] and bounded == [1, 8, 8, 3, 8, 8, 4]
+    for other in (long, third):
+        assert equal(short.state, other.state)
+        assert [r["bytes_up"] for r in short.records] == [r["bytes_up"] for r in other.records]
     exact = sum(float(np.float32(90_000_001.0) + np.float32(8 * t)) for t in range(1, 41))
     assert short.records[-1]["bytes_up"] == exact
 
@@ -320,6 +323,7 @@ def test_states_have_strong_types():
         assert not any(x.weak_type for x in jax.tree.leaves(source.like))
 
 
+@pytest.mark.slow
 def test_sizes_of_other_integer_types():
     clients = CLIENTS._replace(size=CLIENTS.size.astype(np.int64))
     algorithm = jfcl.cfl(TASK, TRAINING, cohort=3)
@@ -413,6 +417,7 @@ def test_newcomers_are_served_by_lowest_loss():
     assert last["newcomer_loss"] <= last["loss"] + 1e-6
 
 
+@pytest.mark.slow
 def test_entries_of_clusters_are_kept_where_there_are_as_many_clients():
     clients, _, task, training = problem()
     two = jax.tree.map(lambda x: x[:2], clients._replace(id=None))
@@ -457,6 +462,8 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
             "test_clients.id must be the ids of the clients in training",
         ),
         ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "without examples"),
+        ({"cohort": 3}, "cohort must be left out for clients on the device; methods have a cohort, got 3"),
+        ({"dropout": 0.5}, "dropout must be left out for clients on the device"),
     ],
 )
 def test_refuses_before_computing(options, words):
@@ -545,6 +552,24 @@ def test_folders_are_never_overwritten(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"holds metrics.jsonl, .*, checkpoints already"):
         sim(out=tmp_path, config={"lr": 0.1}, resume=True)
+
+
+def test_a_method_says_what_records_hold_and_why_it_ends():
+    def notes(record, is_last):
+        return {"last": "the end"} if is_last else {"far": "far"} if record["far"] >= 4 else {}
+
+    def step(key, state, clients):
+        new, metrics = IFCA.step(key, state, clients)
+        own = {"twos": jnp.int32(2), "far": new.round % 5, "ended": new.round >= 7}
+        return new, {name: metrics[name] for name in ("loss", "bytes_up", "bytes_down")} | own
+
+    entries = jfcl.Entries(sums=("twos",), largest=("far",), ended="seven are enough", notes=notes)
+    with pytest.warns(UserWarning) as caught:
+        history = sim(algorithm=Algorithm(IFCA.init, step, TASK, entries=entries), num_rounds=20, eval_every=3)
+    said = [str(w.message) for w in caught]
+    assert said == ["round 6, seed 0: far", "round 9, seed 0: the end"]
+    assert [(r["round"], r["twos"], r["far"]) for r in history.records] == [(3, 6.0, 3), (6, 12.0, 4), (9, 18.0, 4)]
+    assert (history.rounds, history.ended) == (9, "seven are enough")
 
 
 def test_a_function_is_no_algorithm():
