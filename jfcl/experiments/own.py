@@ -74,8 +74,7 @@ def find_method(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    _check_known("method", name, METHODS, "MODULE:FACTORY")
-    return _read_method(name, _find("method", name))
+    return _read_method(name, _find("method", name, METHODS, "MODULE:FACTORY"))
 
 
 def find_model(name: str) -> Callable[[int], Any]:
@@ -94,8 +93,7 @@ def find_model(name: str) -> Callable[[int], Any]:
     """
     if name in MODELS:
         return MODELS[name][0]
-    _check_known("model", name, MODELS, "MODULE:NAME")
-    make = _find("model", name)
+    make = _find("model", name, MODELS)
     accepted = "the name of a class or function of the number of outputs, such as a flax module with num_outputs"
     nnx = sys.modules.get("flax.nnx")  # takes long to import, and without it no class is derived from its own
     if nnx is not None and inspect.isclass(make) and issubclass(make, nnx.Module):
@@ -180,8 +178,7 @@ def find_attack(name: str) -> UpdateAttack | DataAttack:
         return UPDATE_ATTACKS[name]()
     if name in DATA_ATTACKS:
         return DATA_ATTACKS[name]
-    _check_known("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS), "MODULE:NAME")
-    attack = _find("attack", name)
+    attack = _find("attack", name, (*UPDATE_ATTACKS, *DATA_ATTACKS))
     accepted = (
         "the name of a function with the arguments (key, updates, malicious, usable), or (rng, x, y, num_classes)"
     )
@@ -249,15 +246,6 @@ def required(method: Method) -> list[str]:
     return [name for name in method.options if parameters[name].default is inspect.Parameter.empty]
 
 
-def _check_known(what: str, name: str, known: Collection[str], form: str) -> None:
-    if is_own(name):
-        return
-    try:
-        check_choice(what, name, known)
-    except ValueError as error:
-        raise ValueError(f"{error}, or {form} for one of your own") from None
-
-
 def _check_takes(
     what: str, name: str, make: Any, arguments: tuple, accepted: str, keywords: Collection[str] = ()
 ) -> None:
@@ -278,8 +266,13 @@ def _signature(what: str, name: str, made: Any, accepted: str) -> inspect.Signat
         raise ValueError(f"{what} must be {accepted}, got {name!r}, which has no signature") from None
 
 
-def _find(what: str, name: str) -> Any:
-    """Imports what `MODULE:NAME` names."""
+def _find(what: str, name: str, known: Collection[str] = (), form: str = "MODULE:NAME") -> Any:
+    """Imports what `MODULE:NAME` names; raises `ValueError` for another name, with the nearest of those `known`."""
+    if not is_own(name):
+        try:
+            check_choice(what, name, known)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {form} for one of your own") from None
     module_name, _, attribute = name.partition(":")
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:

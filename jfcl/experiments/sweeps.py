@@ -130,10 +130,8 @@ def run_sweep(
     for name, option in sweep_options().items():
         option.check(options[name])
     known = all_options(config.method)
-    for name, values in grid.items():
+    for name in grid:
         check(name in known and name not in OF_ALL_CELLS, "grid", name, "an option that may differ between cells")
-        for value in values:
-            known[name].check(value)
     combinations = itertools.product(*check_grid(grid).values())
     cells = [dataclasses.replace(config, **dict(zip(grid, values, strict=True))) for values in combinations]
     accepted = "left out: a sweep is of clients on the device"
@@ -167,6 +165,7 @@ def run_sweep(
         return make_algorithm(cell, task(cell.model), make_training(cell, largest), federation, client_axis)
 
     # Run.
+    setting = {name: value for name, value in to_saved(config, federation.split_hash).items() if name != "given"}
     with jax.default_matmul_precision(matmul_precision(config.precision)):
         found = sweep(
             make,
@@ -184,7 +183,7 @@ def run_sweep(
             client_axis=client_axis,
             out=out,
             resume=resume,
-            config=to_saved(config, federation.split_hash) | {"holdout": holdout},
+            config=setting | {"holdout": holdout},
             progress=progress,
         )
     if out is not None and found.best is not None:
