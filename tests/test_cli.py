@@ -53,7 +53,19 @@ def finished(tmp_path_factory):
 def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
     """Another program has taken the memory that was free before the run."""
     whole, out = (
-        ["run", "ifca", *QUICK, "--restarts", "1", "--eval-every", "2", "--out", str(tmp_path / name)]
+        [
+            "run",
+            "ifca",
+            *QUICK,
+            "--model",
+            "linear",
+            "--restarts",
+            "1",
+            "--eval-every",
+            "2",
+            "--out",
+            str(tmp_path / name),
+        ]
         for name in ("a", "b")
     )
     assert cli.main(whole) == 0

@@ -8,8 +8,10 @@ import pytest
 
 import jfcl
 from jfcl import cli
+from jfcl.cli.commands import given_options
+from jfcl.cli.parser import parse
 from jfcl.core.options import CLASSES, Interval, Needs, OneOf, Range, Real
-from jfcl.experiments import Config
+from jfcl.experiments import Config, setup
 from jfcl.experiments.config import from_saved, to_saved
 from jfcl.experiments.options import all_options, common_options, method_options
 from jfcl.methods import METHODS, Method
@@ -76,7 +78,7 @@ def test_a_new_methods_options_have_flags(tmp_path, capsys):
 def test_a_new_methods_options_have_names_in_files(tmp_path, capsys):
     file = tmp_path / "new.toml"
     file.write_text('method = "annealed"\nheat = 1\nstart = "warm"\nclients = 4\nclusters = 2\nrounds = 1\n')
-    assert cli.main(["run", "--config", str(file), "--quiet", "--model", "linear", "--stages", "2"]) == 0
+    setup(Config(**given_options(parse(["run", "--config", str(file), "--model", "linear", "--stages", "2"]))))
     assert received == [{"heat": 1.0, "start": "warm", "stages": 2, "gently": False}]
     capsys.readouterr()
     for text, words in [
@@ -289,9 +291,6 @@ def test_shares_counts_and_files_of_others_are_answered(tmp_path, capsys):
 
 
 def test_a_flag_overrides_what_a_file_has_in_its_place(tmp_path):
-    from jfcl.cli.commands import given_options
-    from jfcl.cli.parser import parse
-
     file = tmp_path / "x.toml"
     for content, flags, wanted in [
         ("seeds = 5", ["--seed", "7"], {"seed": 7}),
