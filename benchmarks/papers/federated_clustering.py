@@ -316,13 +316,6 @@ def figure_7(bench: Bench, setting: dict[str, Any]) -> Outcome:
                 path.append(threshold_clustering(points, path[-1], **one))
             away = np.asarray(path[1:])[:, :, None] - points[None, None]
             squares = (away**2).sum(axis=3)  # [rounds, centre, point]
-            points, cluster = make_blobs(90, 10, centers=10, cluster_std=std, random_state=seed)
-            points = points.astype(np.float32)
-            path, one = [points], {"quantile": 0.1, "quantile_rule": "index_strict", "num_rounds": 1}
-            for _ in range(setting["rounds"]):
-                path.append(threshold_clustering(points, path[-1], **one))
-            away = np.asarray(path[1:])[:, :, None] - points[None, None]
-            squares = (away**2).sum(axis=3)  # [rounds, centre, point]
             same = cluster[:, None] == cluster[None]
             curves.append((squares * same).sum(axis=(1, 2)) / same.sum())
         curve = np.sqrt(np.mean(curves, axis=0))
