@@ -16,7 +16,7 @@ from jfcl.core import check, files
 from jfcl.core.plain import check_path
 from jfcl.core.texts import printable
 from jfcl.experiments import comparison
-from jfcl.experiments.report_parts import Figure, TableOf, figure, parts_of
+from jfcl.experiments.report_parts import Figure, Table, figure, parts_of
 from jfcl.experiments.results import Results, read_results
 
 NAME = "report.html"
@@ -86,30 +86,33 @@ def _template() -> Any:
     import jinja2  # only where a page is written
     from markupsafe import Markup
 
-    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": False}
-    options["finalize"] = lambda value: value if isinstance(value, Markup) else printable(value)
-    return jinja2.Environment(loader=jinja2.PackageLoader("jfcl.experiments"), **options).get_template("report.html")
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("jfcl.experiments"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    )
+    return pages.get_template("report.html")
 
 
 def page_of(runs: dict[str, Results]) -> bytes:
     """Returns the page on runs, by their names."""
     names, is_alone = list(runs), len(runs) == 1
     each = runs if len(runs) <= comparison.MOST_DRAWN else {}  # runs with sections of their own
-    title = names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}"
-    parts = [parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in each.items()]
-    together = {
-        "results": _results(runs),
-        "figures": _curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
-        "costs": _costs(runs),
-    }
-    if not is_alone:
-        differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
-        together["differences"] = differ and TableOf("differences", ["option", *names], differ, kind="text")
-        notes = comparison.differences_notes({name: run.config for name, run in runs.items()})
-        together["differences_notes"] = _sentences(notes)
-    notes = [run.note for run in runs.values() if run.note]
-    about = {"title": title, "version": __version__, "is_alone": is_alone, "notes": notes, "runs": parts}
-    return f"{_template().render(about | together)}\n".encode(errors="replace")
+    differ = [[option, *values.values()] for option, values in comparison.run_differences(runs).items()]
+    page = _template().render(
+        title=names[0] if is_alone else f"{len(runs)} runs{': ' * bool(each)}{', '.join(each)}",
+        version=__version__,
+        is_alone=is_alone,
+        notes=[run.note for run in runs.values() if run.note],
+        results=_results(runs),
+        differences=Table("differences", ["option", *names], differ, kind="text") if differ else None,
+        differences_notes=_sentences(comparison.differences_notes({name: run.config for name, run in runs.items()})),
+        figures=_curves(dict(list(runs.items())[: comparison.MOST_DRAWN])),
+        costs=_costs(runs),
+        runs=[parts_of(run, "" if is_alone else f"{name}-") | {"name": name} for name, run in each.items()],
+    )
+    return f"{page}\n".encode(errors="replace")
 
 
 def _sentences(notes: Iterable[str]) -> str:
@@ -122,7 +125,7 @@ def _sentences(notes: Iterable[str]) -> str:
     return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 
-def _results(runs: dict[str, Results]) -> TableOf | None:
+def _results(runs: dict[str, Results]) -> Table | None:
     """Returns the table of results; None where no round was evaluated."""
     summaries = {name: run.summary for name, run in runs.items() if run.summary["per_seed"]}
     if not summaries:
@@ -131,7 +134,7 @@ def _results(runs: dict[str, Results]) -> TableOf | None:
     seeds = " or ".join(sorted({comparison.seeds_text(summary) for summary in summaries.values()}))
     rounds = list(dict.fromkeys(str(summary["num_rounds"]) for summary in summaries.values()))
     caption = _sentences([f"after round {' or '.join(rounds)}; {seeds}", *comparison.results_notes(summaries)])
-    return TableOf("results", heads, rows, caption)
+    return Table("results", heads, rows, caption)
 
 
 def _curves(runs: dict[str, Results]) -> list[Figure]:
@@ -166,7 +169,7 @@ def _curves(runs: dict[str, Results]) -> list[Figure]:
     return [one for one in found if one]
 
 
-def _costs(runs: dict[str, Results]) -> TableOf:
+def _costs(runs: dict[str, Results]) -> Table:
     """Returns the table of bytes and seconds, a column for each run."""
     summaries = [run.summary for run in runs.values()]
 
@@ -190,4 +193,4 @@ def _costs(runs: dict[str, Results]) -> TableOf:
         "client-steps a second": numbers("client_steps_per_second", 0),
         "device": [str(s.get("device") or "–") for s in summaries],
     }
-    return TableOf("costs", ["", *runs], [[name, *values] for name, values in rows.items()])
+    return Table("costs", ["", *runs], [[name, *values] for name, values in rows.items()])

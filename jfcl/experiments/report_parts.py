@@ -25,7 +25,7 @@ MOST_ROWS = 300  # of a matrix of similarities; larger ones are drawn from as ma
 MOST_BYTES = 2**28  # of models that are compared
 
 
-class TableOf(NamedTuple):
+class Table(NamedTuple):
     """A table: its `id`, the heads of its columns, its rows, each with the name first, a caption, a class."""
 
     name: str
@@ -181,7 +181,7 @@ def _branch(nodes: Sequence[parameter_tree.Node], at: int, true: np.ndarray | No
     return {"text": text, "below": [_branch(nodes, child, true) for child in node.children]}
 
 
-def _worst_clients(run: Results, label: str) -> TableOf | None:
+def _worst_clients(run: Results, label: str) -> Table | None:
     """Returns the table of the clients of lowest accuracy, or of highest loss where no accuracy is known."""
     clients = run.clients
     by = next((n for n in ("accuracy", "loss") if n in clients and np.isfinite(clients[n]).any()), None)
@@ -206,10 +206,10 @@ def _worst_clients(run: Results, label: str) -> TableOf | None:
     caption = (
         f"The {len(worst)} worst of {len(of_client)} clients with test examples, by their {unit.split()[0]} on these."
     )
-    return TableOf(f"{label}worst", heads, rows, f"{caption} The cluster is that of seed {first['seed'][0]}.")
+    return Table(f"{label}worst", heads, rows, f"{caption} The cluster is that of seed {first['seed'][0]}.")
 
 
-def _seeds(run: Results, label: str) -> TableOf | None:
+def _seeds(run: Results, label: str) -> Table | None:
     """Returns the table of the results by seed, for several."""
     per_seed, recovers = run.summary["per_seed"], compares_clusters(run.summary)
     if len(per_seed) < 2:
@@ -224,7 +224,7 @@ def _seeds(run: Results, label: str) -> TableOf | None:
         cells = [number(row.get(n), None, digits, scale) for n, (scale, digits) in names.items()]
         found = row.get("rounds_to_recovery")
         rows.append([row["seed"], *cells, *(["–" if found is None else found] if recovers else [])])
-    return TableOf(f"{label}seeds", ["seed", *heads, *(["found at round"] if recovers else [])], rows)
+    return Table(f"{label}seeds", ["seed", *heads, *(["found at round"] if recovers else [])], rows)
 
 
 def _options(run: Results) -> dict[str, Any]:
