@@ -237,7 +237,8 @@ class Group:
         check_method(made, {"clients": data.clients, "held_out": data.held_out})
         parts = [serving_part(one) for one in algorithms]
         serving = parts[0] if all(one == parts[0] for one in parts) else self._maker
-        self.task, self._source = made.task, self._rows_at_once(serving, at_once)
+        self._made, self.task = made, made.task
+        self._source = self._rows_at_once(serving, at_once)
 
     def _rows_at_once(self, serving: Any, at_once: int | None) -> Resident:
         """Returns the source of as many rows as fit into memory; `ValueError` if one on each device does not."""
@@ -256,7 +257,7 @@ class Group:
 
     def _placed(self, serving: Any) -> Resident:
         """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
-        data, how = self._data, {"seeds": list(range(self._size)), "each": True, **self._axes}
+        data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._axes}
         try:
             source = Resident(self._maker, data.clients, *self._at(0), tests=data.held_out, **how)
             source.place(data.serve, serving=serving)

@@ -151,7 +151,8 @@ class Resident:
     """A source of `run_rounds` with all clients on the device, and a leading axis of rows in every array of the state.
 
     Attributes:
-      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or with `each` for every row, `[R, ...]`.
+      rows: the keys `[R]`, and the hyperparameters or None: for all rows, or, where the algorithm `made` of one row was
+        given, for every row, `[R, ...]`.
       like: shapes of the state without padding clients, those of a checkpoint. A run may thus be resumed on other
         devices.
       whole: shapes of the state on the devices.
@@ -172,12 +173,12 @@ class Resident:
         tests: Clients | None = None,
         newcomers: Clients | None = None,
         true_cluster: Any = None,
-        each: bool = False,
+        made: Algorithm | None = None,
     ):
         self._algorithm, self._seeds, self._row_axis, self._client_axis = algorithm, seeds, row_axis, client_axis
-        self._static = {"algorithm": algorithm, "each": each, "row_axis": row_axis, "client_axis": client_axis}
-        one = jax.tree.map(lambda x: x[0], hyperparams) if each else hyperparams
-        self.made = build(algorithm, one)
+        self._static = {"algorithm": algorithm, "row_axis": row_axis, "client_axis": client_axis}
+        self._static["each"] = made is not None
+        self.made = made or build(algorithm, hyperparams)
         self._n, self._single = hosts.total(num_clients(clients)), keys.ndim == 0
         self.identity = {"key": np.asarray(jax.random.key_data(keys)).tolist()}
         self.identity |= {} if seeds == list(range(len(seeds))) else {"seeds": seeds}

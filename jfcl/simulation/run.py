@@ -182,6 +182,10 @@ def simulate(
       >>> history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
       >>> [round(r["loss"], 4) for r in history.records]
       [0.25, 0.0625]
+      >>> store = jfcl.data.ClientStore.from_clients(clients)  # a population: one client in each round
+      >>> options = {"key": jax.random.key(0), "num_rounds": 2, "cohort": 1, "test_clients": store}
+      >>> [round(r["loss"], 4) for r in jfcl.simulate(algorithm, store, **options).records]
+      [0.25, 0.0625]
     """
     # Check the options and the data.
     further, schedule = check_further(metrics), Schedule(num_rounds, eval_every, stop_after, keep_clients)
