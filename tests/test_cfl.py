@@ -297,9 +297,9 @@ def test_the_server_sees_hidden_updates_only(privacy, similarity, monkeypatch):
     clients = regression(TRUTH, CLUSTER)
     seen, serve = [], server.serve
 
-    def traced(rules, client_axis, state, sent):
+    def traced(rules, state, sent):
         seen.append((state, sent._replace(gradients=sent.gradients())))
-        return serve(rules, client_axis, state, sent)
+        return serve(rules, state, sent)
 
     monkeypatch.setattr(server, "serve", traced)
     algorithm = jfcl.cfl(
