@@ -206,6 +206,8 @@ def run_rounds(
             until = done if has_ended or callbacks.reason else until
         watch.begin(done, final_round, totals.pop("time", (0.0, 0.0)))
         silence = Silence(*np.array(totals.pop("silence", np.zeros((2, len(seeds)))), np.int32))
+        if hosts.everybodys([watch.interrupted]).any():  # nothing has changed
+            raise KeyboardInterrupt
 
         while done < until:
             # Train, at most up to the next evaluation, and stop where the models are lost.
