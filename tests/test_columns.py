@@ -197,7 +197,7 @@ METHODS = {
 }
 
 
-QUICK = ("cfl", "ditto", "fesem")  # of the default run
+QUICK = ("cfl", "federated_clustering")  # of the default run
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])

@@ -57,10 +57,9 @@ def encode(field: Field, values: np.ndarray, where: str) -> np.ndarray:
         for kind in kinds:
             made = values.astype(kind)
             fits = np.isfinite(made) if made.dtype.kind == "f" else made == values
-            some = values[~fits][:1].tolist()
-            check(
-                not some, where, some, f"of numbers that {kind} holds, the type that is stored or of the first client"
-            )
+            if not fits.all():
+                accepted = f"of numbers that {kind} holds, the type that is stored or of the first client"
+                check(False, where, values[~fits][0].item(), accepted)
         return values.astype(field.stored)
 
 

@@ -122,7 +122,10 @@ def _regression(name, theta, means, num_clients, counts, noise, seed) -> Federat
 
     train, test = draw(1, "examples_per_client"), draw(2, "test_examples")
     description = f"{name}: {num_clients} clients of {train.size[0]} examples, d={dim}, K={num_clusters}"
-    return _federation([name, dim, seed], description, cluster, train, test, theta)
+    # In the hash, clients' first inputs stand in the place of rows of a data set.
+    firsts = np.ascontiguousarray(train.examples["x"][:, 0]).view(np.int32)
+    digest, truth = split_hash([name, dim, seed], cluster, [train.size, *firsts]), theta.astype(np.float32)
+    return Federation(train, test, cluster, num_clusters, None, (dim,), digest, description, truth=truth)
 
 
 def _binary_vectors(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
@@ -150,13 +153,3 @@ def _generator(seed: int, *stream: int) -> np.random.Generator:
 
 def _check_scale(argument: str, value: float) -> None:
     check(np.isfinite(value) and value >= 0, argument, value, "at least 0 and finite")
-
-
-def _federation(
-    settings: list, description: str, cluster: np.ndarray, train: Clients, test: Clients, truth: np.ndarray
-) -> Federation:
-    """Returns synthetic data as a `Federation`; in its hash, clients' first inputs stand in place of indices."""
-    x = train.examples["x"]
-    digest = split_hash(settings, cluster, [train.size, *np.ascontiguousarray(x[:, 0]).view(np.int32)])
-    truth = truth.astype(np.float32)
-    return Federation(train, test, cluster, len(truth), None, x.shape[2:], digest, description, truth=truth)
