@@ -77,7 +77,7 @@ def fesem(
 
         def train(key, examples, size, cluster):
             begin = jax.tree.map(lambda p: p[cluster], state.params)
-            trained = local.train_round(task, training, key, begin, examples, size, (), state.round)
+            trained = local.train(task, training, key, begin, examples, size, (), state.round)
             return trained.params, is_finite(trained.params), trained.loss, trained.num_steps
 
         def join(model, size, cluster, usable, own):

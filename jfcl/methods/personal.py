@@ -11,7 +11,7 @@ from jfcl.core import Clients, PyTree, Served, Task, is_finite, num_clients
 from jfcl.mapping.axis import Mapping
 from jfcl.methods.round import Cohort, initial_models, initial_optimizers, select_cohort, train_clients
 from jfcl.robust.aggregate import where_rows
-from jfcl.training.local import LocalTraining, Trained, train_round
+from jfcl.training.local import LocalTraining, Trained, train
 
 
 class PersonalState(NamedTuple):
@@ -75,7 +75,7 @@ def train_personal(
     """Trains every client's own model: `(Trained of [N, ...], finite [N] bool)`; `anchor` as in `local.train`."""
 
     def client(key, examples, size, params, opt_state):
-        trained = train_round(task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
+        trained = train(task, training, key, params, examples, size, opt_state, state.round, anchor=anchor)
         return trained, is_finite(trained.params)
 
     return train_clients(client_axis, client, cohort, state.params, state.client)

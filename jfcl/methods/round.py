@@ -171,12 +171,12 @@ def train_scopes(
     """Trains one client's model: the parameters of its cluster and its own.
 
     Args:
-      task, training, key: as in `local.train_round`.
+      task, training, key: as in `local.train`.
       personal_steps: the client first trains its own parameters for so many steps, and then the others with these as
         they are; None: all at once. A learning-rate schedule begins in each round at the step of the second part.
       params: the parameters of its cluster.
       own: its personal ones; `()` if there are none.
-      examples, size, opt_state, rounds, products: as in `local.train_round`.
+      examples, size, opt_state, rounds, products: as in `local.train`.
 
     Returns:
       `(trained, update, own)`: the update of `params`, and the new personal parameters. With `personal_steps` the
@@ -185,14 +185,14 @@ def train_scopes(
     rest = examples, size, opt_state, rounds
     if personal_steps is None:
         whole = joined(params, own)
-        trained = local.train_round(task, training, key, whole, *rest, products=products)
+        trained = local.train(task, training, key, whole, *rest, products=products)
         update = jax.tree.map(jnp.subtract, part_like(params, trained.params), params)
         return trained, update, part_like(own, trained.params)
     of_own, alone = of_rest(task, params), training._replace(num_steps=personal_steps, num_epochs=None)
     most = jax.tree.leaves(examples)[0].shape[0]
     begun = local.optimizer_at(training, trained_part(task, own), (), rounds, size, most)
     first = local.train(of_own, alone, jax.random.fold_in(key, PERSONAL_STREAM), own, examples, size, begun)
-    trained = local.train_round(of_rest(task, first.params), training, key, params, *rest)
+    trained = local.train(of_rest(task, first.params), training, key, params, *rest)
     update = jax.tree.map(jnp.subtract, trained.params, params)
     return trained._replace(num_steps=first.num_steps + trained.num_steps), update, first.params
 

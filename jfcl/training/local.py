@@ -320,6 +320,7 @@ def train(
     examples: Batch,
     size: jax.Array,
     opt_state: PyTree,
+    rounds: jax.Array | None = None,
     *,
     anchor: PyTree | None = None,
     products: jax.Array | None = None,
@@ -334,8 +335,11 @@ def train(
       examples: pytree of `[M, ...]`.
       size: `[]` int32, how many of them are real. With 0 the loss is 0, and the result has no use: weight decay, for
         one, still moves the model.
-      opt_state: from `start_optimizer`, or this client's last; random keys in it are replaced. Unless `training` has
-        `keep="everything"` or `span="never"`, all of it but counters of steps must be as from `start_optimizer`.
+      opt_state: the client's last, as in a method's state: `()` unless `keep="everything"`. Without `rounds`, that of
+        the optimiser, from `start_optimizer`; random keys in it are replaced. Unless `training` has `keep="everything"`
+        or `span="never"`, all of it but counters of steps must be as from `start_optimizer`.
+      rounds: `[]` int32, rounds of the method done before this one; `opt_state` of the result is then the client's next
+        one in the method's state.
       anchor: the model that the proximal term pulls to; `params` if None.
       products: `[M, H]`, of `params`'s first dense layer and the examples with blank padding, if known; only training
         in the span uses them.
@@ -349,6 +353,8 @@ def train(
     given = products is not None
     anchor = None if anchor is None else trained_part(task, anchor)
     params, statistics = divided(task.statistics, params)
+    if rounds is not None:
+        opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
     start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
     begin, anchor = params, params if anchor is None else anchor
@@ -420,31 +426,5 @@ def train(
     if start is not None:
         params, opt_state = spans.leave(start, span, params, begin), ()
     loss = total / jnp.maximum(num_steps, 1).astype(total.dtype)
+    opt_state = opt_state if rounds is None else carried(training, opt_state)
     return Trained(joined(params, statistics), loss, num_steps, opt_state)
-
-
-def train_round(
-    task: Task,
-    training: LocalTraining,
-    key: jax.Array,
-    params: PyTree,
-    examples: Batch,
-    size: jax.Array,
-    opt_state: PyTree,
-    rounds: jax.Array,
-    **options: PyTree,
-) -> Trained:
-    """Trains one client's model in a round of a method: `train`, between two optimiser states of the method.
-
-    Args:
-      opt_state: the client's last, as in the method's state; `()` unless `keep="everything"`.
-      rounds: `[]` int32, rounds done before this one.
-      task, training, key, params, examples, size, options: as in `train`.
-
-    Returns:
-      `Trained`; its `opt_state` is the client's next one in the method's state.
-    """
-    begin, most = trained_part(task, params), jax.tree.leaves(examples)[0].shape[0]
-    opt_state = optimizer_at(training, begin, opt_state, rounds, size, most)
-    trained = train(task, training, key, params, examples, size, opt_state, **options)
-    return trained._replace(opt_state=carried(training, trained.opt_state))
