@@ -81,7 +81,10 @@ def numbered(splits: dict[str, Any], column: Any) -> tuple[dict[str, np.ndarray]
     """Returns the number of each value in the sorted list of all different ones, and that list."""
     where = f"column {column!r}"
     rows = {split: plain(values, where) for split, values in splits.items()}
-    rows = {split: values.tolist() if isinstance(values, np.ndarray) else values for split, values in rows.items()}
+    for split, values in rows.items():
+        if isinstance(values, np.ndarray):
+            check(not (values != values).any(), where, "NaN", "without missing values: drop or fill them")
+            rows[split] = values.tolist()
     try:
         names = sorted(set(itertools.chain(*rows.values())))
     except TypeError:
