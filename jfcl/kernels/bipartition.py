@@ -20,14 +20,7 @@ from jfcl.core.platforms import by_platform
 from jfcl.kernels.base import row_mask
 from jfcl.kernels.dendrogram import complete_linkage
 from jfcl.kernels.similarity import as_clusters, as_similarity
-from jfcl.kernels.spanning_tree import (
-    cut_with_size,
-    float_of_key,
-    join_order,
-    order_key,
-    spanning_tree,
-    weakest_joins,
-)
+from jfcl.kernels.spanning_tree import cut_with_size, float_of_key, join_order, order_key, spanning_tree, weakest_joins
 
 LINKAGES = ("single", "complete")
 

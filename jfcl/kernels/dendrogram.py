@@ -172,18 +172,9 @@ def complete_linkage(similarity: jax.Array, active: jax.Array) -> tuple[jax.Arra
 
     slots = jnp.arange(count, dtype=jnp.int32)
     start = jnp.argmax(active).astype(jnp.int32)
-    carry = (
-        keys,
-        (keys[start], keys[0]),
-        active,
-        slots,
-        jnp.zeros((), jnp.int32),
-        slots,
-        jnp.zeros((), num_merges.dtype),
-        jnp.zeros((count - 1, 2), jnp.int32),
-        jnp.full(count - 1, out),
-        jnp.zeros(count, bool),
-    )
+    chain = slots, jnp.zeros((), jnp.int32), slots
+    merges = jnp.zeros((), num_merges.dtype), jnp.zeros((count - 1, 2), jnp.int32), jnp.full(count - 1, out)
+    carry = (keys, (keys[start], keys[0]), active, *chain, *merges, jnp.zeros(count, bool))
     *_, pairs, heights, side = jax.lax.fori_loop(0, 3 * count, walk, carry)
     return side, pairs, heights
 

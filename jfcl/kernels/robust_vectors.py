@@ -12,15 +12,7 @@ from jfcl.core.checks import check
 from jfcl.kernels.base import PyTree, check_whole, is_computable, rows_of, sum_dtype
 from jfcl.kernels.blocks import HIGHEST, distances_from, fold_rows, squared_norms, usable_rows
 from jfcl.kernels.distances import squared_row_distances
-from jfcl.kernels.robust import (
-    aggregate,
-    check_malicious,
-    check_weights,
-    combine,
-    means_around_median,
-    medians,
-    shares,
-)
+from jfcl.kernels.robust import aggregate, check_malicious, check_weights, combine, means_around_median, medians, shares
 
 MEDIAN_TOLERANCE = 1e-6  # the length of the mean unit vector towards all updates at which the steps end
 MEDIAN_STEPS = 300  # at most

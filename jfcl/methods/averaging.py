@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,7 @@ import optax
 from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_count
 from jfcl.core.clients import attack_key, client_ids, num_clients, server_key
-from jfcl.core.parameters import (
-    check_part,
-    divided,
-    is_finite,
-    joined,
-    num_bytes,
-    parameter_names,
-    path_flags,
-    trained_part,
-)
+from jfcl.core.parameters import divided, is_finite, joined, num_bytes, path_flags, trained_part
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Served, Task
 from jfcl.methods import round as phases
 from jfcl.robust import privacy
@@ -164,13 +155,13 @@ def averaging(rules: Averaging) -> Algorithm:
 
     Raises:
       ValueError: unknown `weights` or `divide_by`, counts below 1, `shared` with a server optimiser, an aggregator
-        with `shared` or another divisor than `"cluster"`; as from `check_scopes` and `privacy.check_private`.
+        with `shared` or another divisor than `"cluster"`; as from `round.check_scopes` and `privacy.check_private`.
     """
     local.check_parts(rules.task, rules.training)
     check_count("num_clusters", rules.num_clusters)
     phases.check_weights(rules.weights)
     check_choice("divide_by", rules.divide_by, DIVIDE_BY)
-    check_scopes(rules)
+    phases.check_scopes(rules)
     plain = rules.shared is None and rules.divide_by == "cluster"
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     check(rules.aggregator is None or plain, "aggregator", rules.aggregator, accepted)
@@ -190,28 +181,6 @@ def averaging(rules: Averaging) -> Algorithm:
 def serve(state: AveragingState, clients: Clients | None) -> Served:
     """Returns the models of the clusters, and the clients' own parameters."""
     return Served(state.params, state.cluster, state.personal)
-
-
-def check_scopes(rules: Any) -> None:
-    """Checks the choice of shared and personal parameters, and the size of the cohort.
-
-    Raises:
-      ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
-        `personal_steps` without personal parameters, or with `keep="everything"`; a cohort below 1.
-    """
-    task, shared, personal = rules.task, rules.shared, rules.personal
-    check_part("personal", personal, task)
-    check_part("shared", shared, task, whole=True)
-    if shared is not None and personal is not None:
-        names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
-        both = [name for name in names if personal(name) and shared(name)]
-        check(not both, "shared and personal", ", ".join(both), "in one of them at most")
-    if rules.personal_steps is not None:
-        check(personal is not None, "personal_steps", rules.personal_steps, "left out without personal")
-        keep = rules.training.keep
-        check(keep != "everything", "training.keep", keep, "nothing or schedule, with personal_steps")
-    if rules.cohort is not None:
-        check_count("cohort", rules.cohort)
 
 
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from jfcl import mapping
-from jfcl.core.checks import check, check_choice, check_finite, is_concrete
+from jfcl.core.checks import check, check_choice, check_count, check_finite, is_concrete
 from jfcl.core.clients import Cohort, client_ids, client_keys, num_clients, random_order, server_key, take_clients
-from jfcl.core.parameters import divided, joined, of_rest, part_like, trained_part
+from jfcl.core.parameters import check_part, divided, joined, of_rest, parameter_names, part_like, trained_part
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
 from jfcl.training import local, noise
@@ -36,6 +36,28 @@ def check_at_most_clients(argument: str, value: int | None, clients: Clients) ->
     """
     n = num_clients(clients)
     check(value is None or value <= n, argument, value, f"at most the {n} clients there are")
+
+
+def check_scopes(rules: Any) -> None:
+    """Checks the choice of shared and personal parameters, and the size of the cohort.
+
+    Raises:
+      ValueError: a predicate that holds for no parameter, `personal` for all; a parameter that is both;
+        `personal_steps` without personal parameters, or with `keep="everything"`; a cohort below 1.
+    """
+    task, shared, personal = rules.task, rules.shared, rules.personal
+    check_part("personal", personal, task)
+    check_part("shared", shared, task, whole=True)
+    if shared is not None and personal is not None:
+        names = parameter_names(jax.eval_shape(task.init, jax.random.key(0)))
+        both = [name for name in names if personal(name) and shared(name)]
+        check(not both, "shared and personal", ", ".join(both), "in one of them at most")
+    if rules.personal_steps is not None:
+        check(personal is not None, "personal_steps", rules.personal_steps, "left out without personal")
+        keep = rules.training.keep
+        check(keep != "everything", "training.keep", keep, "nothing or schedule, with personal_steps")
+    if rules.cohort is not None:
+        check_count("cohort", rules.cohort)
 
 
 # Initial state.

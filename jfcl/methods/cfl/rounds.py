@@ -23,7 +23,7 @@ from jfcl.core.types import Algorithm, Clients, PyTree, Served
 from jfcl.kernels import OPERATORS, orthonormal
 from jfcl.kernels.base import DENSE_UP_TO, if_rare
 from jfcl.methods import round as phases
-from jfcl.methods.averaging import Averaging, check_scopes
+from jfcl.methods.averaging import Averaging
 from jfcl.methods.cfl import server
 from jfcl.methods.cfl.entries import ENTRIES
 from jfcl.methods.cfl.fallback import in_active_clusters, num_training, undo_harmful_splits
@@ -82,7 +82,7 @@ def rounds(method: Method) -> Algorithm:
     """Builds the `Algorithm` of these rules, and checks the options that all rules share."""
     rules, common = method.rules, method.common
     task, has_shared = common.task, common.shared is not None
-    check_scopes(common)
+    phases.check_scopes(common)
     if common.cohort is not None:
         accepted = 'left out with similarity="gradients": updates are kept, not gradients'
         check(rules.similarity == "updates", "cohort", common.cohort, accepted)
