@@ -31,10 +31,7 @@ UNKNOWN = 2**31 - 1  # above: the bound of a block that has not been computed
 
 
 def bipartition_of_updates(
-    updates: PyTree,
-    active: jax.Array | None = None,
-    *,
-    block_size: int | None = None,
+    updates: PyTree, active: jax.Array | None = None, *, block_size: int | None = None
 ) -> Bipartition:
     """Returns `optimal_bipartition(pairwise_cosine(updates), active)` in memory that grows as N.
 

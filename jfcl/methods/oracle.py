@@ -16,12 +16,7 @@ from jfcl.training.local import LocalTraining
 
 @factory(*AVERAGING, *SCOPES, "dp")
 def oracle(
-    task: Task,
-    training: LocalTraining,
-    *,
-    cluster,
-    num_clusters: int | None = None,
-    **options: Unpack[Options],
+    task: Task, training: LocalTraining, *, cluster, num_clusters: int | None = None, **options: Unpack[Options]
 ) -> Algorithm:
     """Trains one model per true cluster by FedAvg ("ground truth" in the FC paper).
 

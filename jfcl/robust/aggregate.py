@@ -96,11 +96,7 @@ def add_updates(
 
 
 def cluster_mean(
-    tree: PyTree,
-    cluster: jax.Array,
-    weights: jax.Array,
-    num_clusters: int,
-    client_axis: mapping.Mapping = jax.vmap,
+    tree: PyTree, cluster: jax.Array, weights: jax.Array, num_clusters: int, client_axis: mapping.Mapping = jax.vmap
 ) -> PyTree:
     """Returns the weighted mean of the rows of each cluster; zeros for a cluster without weight.
 

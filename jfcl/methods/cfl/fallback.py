@@ -83,8 +83,7 @@ def undo_harmful_splits(
             active=state.active & ~undo,
             final=state.final.at[target].set(True, mode="drop"),
             tree=state.tree._replace(
-                born=jnp.where(undo, 0, state.tree.born),
-                side=jnp.where(undo[:, None], jnp.int8(0), state.tree.side),
+                born=jnp.where(undo, 0, state.tree.born), side=jnp.where(undo[:, None], jnp.int8(0), state.tree.side)
             ),
         ), undo.sum().astype(jnp.int32)
 
