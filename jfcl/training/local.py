@@ -350,13 +350,13 @@ def train(
     m = jax.tree.leaves(examples)[0].shape[0]
     batch_size = examples_per_step(training, m)
     full_batch = batch_size == m
-    given = products is not None
     anchor = None if anchor is None else trained_part(task, anchor)
     params, statistics = divided(task.statistics, params)
     if rounds is not None:
         opt_state = optimizer_at(training, params, opt_state, rounds, size, m)
     opt_state = rekeyed(training, key, params, opt_state)
-    start = dense_start(task) if trains_in_span(task, training, params, m, anchor=anchor, given=given) else None
+    in_span = trains_in_span(task, training, params, m, anchor=anchor, given=products is not None)
+    start = dense_start(task) if in_span else None
     begin, anchor = params, params if anchor is None else anchor
     if full_batch or start is not None:
         examples = blank_padding(examples, size)
@@ -389,14 +389,13 @@ def train(
         chex.assert_trees_all_equal_shapes(params, updates)  # a step is of the model's shapes, or would broadcast
         return optax.apply_updates(params, updates), statistics, opt_state, total + loss.astype(total.dtype)
 
-    slots = jnp.arange(batch_size)
-
-    def full_step(t, carry):
-        return step(t, carry, None, jnp.arange(m) < size)
-
-    carry = (params, statistics, opt_state, jnp.zeros(()))
+    slots, carry = jnp.arange(batch_size), (params, statistics, opt_state, jnp.zeros(()))
     num_steps = steps_per_round(training, size, m)
     if full_batch:
+
+        def full_step(t, carry):
+            return step(t, carry, None, jnp.arange(m) < size)
+
         # A static count where there is one: XLA's loops over a traced count cannot be unrolled or vmapped as cheaply.
         with at_most(most_steps(training, m)):
             carry = jax.lax.fori_loop(0, training.num_steps or num_steps, full_step, carry)
