@@ -178,10 +178,8 @@ def _check_no_numbers(names: list[str], column: Any) -> None:
     written = [name for name in names if written_number(name)]
     if 2 * len(written) < len(names):
         return
-    others = [name for name in names if name not in written][:4]
-    beside = f", beside {', '.join(map(repr, others))}" if others else ""
     raise ValueError(
-        f"column {column!r} holds numbers or dates written as texts ({shown(written[0])}{beside}); make them"
+        f"column {column!r} holds numbers or dates written as texts, such as {shown(written[0])}; make them"
         " numbers, as with pandas.to_numeric or read_csv(decimal=',', na_values=...), or names with"
         " astype('category'), or leave the column out of the inputs"
     )
