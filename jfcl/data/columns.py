@@ -291,10 +291,8 @@ def as_dataset(
     about = [name if by is None else f"{name}, by {by}", described(table)]
     if num_classes is not None and "test" in made:
         of_train, of_test = (np.unique(labels[split]) for split in ("train", "test"))
-        accepted = "labels of which some occur in training: none does, as where labels are unknown"
-        check(
-            np.isin(of_test, of_train).any(), f"column {target!r} of the split 'test'", of_test[:8].tolist(), accepted
-        )
+        where, accepted = f"column {target!r} of the split 'test'", "labels of which some occur in training"
+        check(np.isin(of_test, of_train).any(), where, of_test[:8].tolist(), f"{accepted}, as where labels are known")
         new = np.setdiff1d(of_test, of_train)[:8].tolist()
         new = [str(names_of_labels[label] if names_of_labels else label) for label in new]
         about += [f"labels that only the test split has: {', '.join(new)}"] if new else []

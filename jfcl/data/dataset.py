@@ -82,10 +82,12 @@ def _split(split: Any, where: str, num_classes: int | None, texts: bool) -> dict
 
     def array(path: Any, values: Any) -> Any:
         of = f"{where}: {jax.tree_util.keystr(path, simple=True, separator='/')}"
-        values = values if is_table(values) or is_sparse(values) else as_numpy(values, of)
-        objects = isinstance(values, np.ndarray) and values.dtype == object
-        texts = objects and all(isinstance(value, str) for value in values.flat)
-        return array_of(values, of) if is_table(values) or is_sparse(values) or (objects and not texts) else values
+        if not (is_table(values) or is_sparse(values)):
+            values = as_numpy(values, of)
+            objects = isinstance(values, np.ndarray) and values.dtype == object
+            if not objects or all(isinstance(value, str) for value in values.flat):
+                return values
+        return array_of(values, of)
 
     split = jax.tree_util.tree_map_with_path(array, split) if isinstance(split, dict) else split
     kinds = {of: type(v).__name__ for of, v in split.items()} if isinstance(split, dict) else type(split).__name__
