@@ -165,13 +165,13 @@ def averaging(rules: Averaging) -> Algorithm:
     plain = rules.shared is None and rules.divide_by == "cluster"
     accepted = "left out where parameters are shared, or sums divided by more than the cluster's clients"
     check(rules.aggregator is None or plain, "aggregator", rules.aggregator, accepted)
-    check_aggregator(rules.aggregator)
     if rules.server_optimizer is not None:
         accepted = "left out where parameters are shared: its state would differ between the copies of a shared layer"
         check(rules.shared is None, "server_optimizer", rules.server_optimizer, accepted)
         # The clients' losses are not private.
         check_optimizer("server_optimizer", rules.server_optimizer, rules.task, with_loss=rules.dp is None)
     privacy.check_private(rules)
+    check_aggregator(rules.aggregator)
     rules = rules._replace(client_axis=mapping.or_auto(rules.client_axis))
     check_clients = clients_check(rules.adversary, rules.weights)
     made = Algorithm(partial(init, rules), partial(step, rules), rules.task, check_clients)
