@@ -23,7 +23,7 @@ from jfcl.core import (
 )
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
-from jfcl.mapping.axis import auto, chunked, client_mesh, sharded, use_all_cores
+from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
 from jfcl.methods import (
     byzantine_cfl,
     cfl,
@@ -120,6 +120,7 @@ __all__ = [
     "parameter_tree",
     "plan",
     "plots",
+    "pmapped",
     "privacy",
     "rollout",
     "sharded",

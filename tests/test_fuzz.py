@@ -342,7 +342,7 @@ def likely(action: argparse.Action, rng: random.Random) -> list[str]:
         "weights": ["size", "equal"],
         "models": list(models.MODELS),
     }
-    names |= {"mapping": ["vmap", "chunked", "sharded"], "linkage": ["single"], "distance": ["euclidean"]}
+    names |= {"mapping": ["vmap", "chunked", "sharded", "pmap"], "linkage": ["single"], "distance": ["euclidean"]}
     names |= {"optimizer": ["sgd", "adam", "lion"], "schedule": ["cosine", "step", "warmup_cosine"]}
     names |= {"server_optimizer": ["adam", "momentum"], "similarity": ["gradients"], "privacy": ["sign", "rotation"]}
     good = {int: ["1", "2", "3", "4"], float: ["0.3", "0.5", "1"], bool: [""], str: ["new"]}[kind(action)]

@@ -14,7 +14,7 @@ from jfcl import mapping as client_mapping
 from jfcl.core import Clients
 from jfcl.mapping import axis as axis_module
 from jfcl.mapping import memory
-from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, num_rows, place, sharded
+from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
 from jfcl.simulation import evaluation
 
 
@@ -41,7 +41,7 @@ def test_map_reduce_sums_what_is_sent_and_stacks_what_is_kept(n, size):
     def fn(row):
         return row * 2, row.sum()
 
-    for mapping in (jax.vmap, chunked(size), sharded(client_mesh(2), chunked(size))):
+    for mapping in (jax.vmap, chunked(size), sharded(client_mesh(2), chunked(size)), pmapped(2, jax.vmap)):
         total, kept = map_reduce(mapping, fn, lambda t, sent: t + sent.sum(axis=0), jnp.zeros(3))(x)
         np.testing.assert_allclose(total, 2 * x.astype(np.float64).sum(axis=0), rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(kept, x.astype(np.float64).sum(axis=1), rtol=1e-5, atol=1e-5)
@@ -110,8 +110,9 @@ def test_results_may_be_numbers_of_python():
 
 
 @pytest.mark.parametrize("inner", [jax.vmap, chunked(1), chunked(2)])
+@pytest.mark.parametrize("several", [lambda inner: sharded(client_mesh(2), inner), lambda inner: pmapped(2, inner)])
 @pytest.mark.parametrize("n", [1, 4, 7])
-def test_several_devices_equal_vmap(inner, n):
+def test_several_devices_equal_vmap(several, inner, n):
     key = jax.random.key(n)
     x, keys = jax.random.normal(key, (n, 4)), jax.random.split(key, n)
 
@@ -119,18 +120,19 @@ def test_several_devices_equal_vmap(inner, n):
         return {"y": jax.random.normal(key) + x.sum(), "z": x * shift}
 
     axes = (0, 0, None)
-    got = jax.jit(sharded(client_mesh(2), inner)(draw, in_axes=axes))(keys, x, jnp.float32(2))
+    got = jax.jit(several(inner)(draw, in_axes=axes))(keys, x, jnp.float32(2))
     want = jax.vmap(draw, in_axes=axes)(keys, x, jnp.float32(2))
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
 
 
-def test_gradients_are_not_summed_over_devices():
+@pytest.mark.parametrize("several", [sharded(client_mesh(2), jax.vmap), pmapped(2, jax.vmap)])
+def test_gradients_are_not_summed_over_devices(several):
     """With shard_map's defaults, a gradient in parameters that all devices share is the sum of all devices'."""
     x = jnp.arange(4.0)
 
     @jax.jit
     def gradients(w):
-        return sharded(client_mesh(2), jax.vmap)(lambda x: jax.grad(lambda w: w * w * x)(w))(x)
+        return several(lambda x: jax.grad(lambda w: w * w * x)(w))(x)
 
     np.testing.assert_allclose(gradients(jnp.float32(3)), 6 * np.arange(4.0))
 
@@ -149,30 +151,32 @@ def test_clients_are_placed_once_with_empty_ones_behind():
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match=r"num_devices must be at most the 2 there are; more of a CPU are forced"):
         client_mesh(3)
+    with pytest.raises(ValueError, match=r"pmapped: num_devices must be an integer, at least 1 and at most 2"):
+        pmapped(3)(lambda x: x)(jnp.zeros(3))
 
 
 def test_what_is_no_mesh_and_devices_inside_devices():
     with pytest.raises(ValueError, match=r"sharded: mesh must be a mesh, such as jfcl.client_mesh\(\), got None"):
         sharded(None)(lambda x: x)(jnp.zeros(2))
     with pytest.raises(ValueError, match="inner must be the mapping of one device's clients"):
-        sharded(client_mesh(), sharded(client_mesh()))(lambda x: x)(jnp.zeros(2))
+        sharded(client_mesh(), pmapped())(lambda x: x)(jnp.zeros(2))
 
 
 def test_all_cores_are_devices_or_the_reason_is_said(monkeypatch):
     """`use_all_cores` divides the clients; it refuses where JAX has started with one device for several cores."""
     divided = []
-    monkeypatch.setattr(axis_module, "divide_cpu", divided.append)
-    monkeypatch.setattr(axis_module, "num_cores", lambda: 6)
-    mapped = axis_module.use_all_cores()  # the tests run on two devices
-    assert divided == [6] and mapped == sharded(client_mesh(2)) and axis_module.idle_cores() == 0
+    monkeypatch.setattr(client_mapping, "divide_cpu", divided.append)
+    monkeypatch.setattr(client_mapping, "num_cores", lambda: 6)
+    mapped = client_mapping.use_all_cores()  # the tests run on two devices
+    assert divided == [6] and mapped == sharded(client_mesh(2)) and client_mapping.idle_cores() == 0
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert axis_module.idle_cores() == 5
+    assert client_mapping.idle_cores() == 5
     with pytest.raises(RuntimeError, match="one device for 6 cores; call"):
-        axis_module.use_all_cores()
-    monkeypatch.setattr(axis_module, "num_cores", lambda: 1)
-    assert axis_module.use_all_cores() == auto()
-    monkeypatch.setattr(axis_module, "platform", lambda devices=None: "tpu")
-    assert axis_module.use_all_cores() is jax.vmap
+        client_mapping.use_all_cores()
+    monkeypatch.setattr(client_mapping, "num_cores", lambda: 1)
+    assert client_mapping.use_all_cores() == auto()
+    monkeypatch.setattr(client_mapping, "platform", lambda devices=None: "tpu")
+    assert client_mapping.use_all_cores() is jax.vmap
 
 
 def test_losses_are_in_lots_on_an_accelerator(monkeypatch):

@@ -175,7 +175,7 @@ def test_too_little_memory_is_said_before_anything_runs(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, capsys):
     losses = {}
-    for name in ("", "chunked --chunk 3", "sharded", "auto"):
+    for name in ("", "chunked --chunk 3", "sharded", "pmap", "auto"):
         out, mapped = tmp_path / name.split(" ")[0] / "run", ["--mapping", *name.split()] if name else []
         assert cli.main(["run", "fedavg", *QUICK, *mapped, "--out", str(out)]) == 0
         losses[name] = json.loads((out / "summary.json").read_text())["mean"]["loss"]

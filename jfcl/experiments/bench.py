@@ -33,6 +33,7 @@ MAPPINGS: dict[str, Callable[[], mapping.Mapping]] = {
     "vmap": lambda: jax.vmap,
     "sharded(chunked(1))": lambda: mapping.sharded(mapping.client_mesh(), mapping.chunked(1)),
     "sharded(vmap)": lambda: mapping.sharded(mapping.client_mesh(), jax.vmap),
+    "pmap": mapping.pmapped,
 }
 METHODS = ("fedavg", "local", "ifca")  # beside those of `MODULE:FACTORY`
 GIVEN = ("client_axis", "num_clusters")  # to a user's own methods

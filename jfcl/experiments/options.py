@@ -29,7 +29,7 @@ OF_PARTITION = {  # option: the partitions that take it
     name: tuple(p for p, (make, _) in data.PARTITIONS.items() if name in inspect.signature(make).parameters)
     for name in ("alpha", "exponent", "labels_per_client", "distribution")
 }
-MAPPINGS = ("vmap", "chunked", "sharded", "auto")
+MAPPINGS = ("vmap", "chunked", "sharded", "pmap", "auto")
 MONITORED = ("accuracy", "worst_client_accuracy", "loss", "train_loss")
 MOST_SEEDS = 10**4
 MOST_CLIENTS = 10**8  # of a population: dealing the data to so many takes an hour
@@ -227,7 +227,7 @@ class Run:
       keep_clients: keep the results of every client in every evaluated round, in clients_by_round.csv.
       track_gap: record the separation gap, from the true clusters, every round.
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
-      mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), or auto: the
+      mapping: vmap, chunked, sharded (clients divided among devices; default with several devices), pmap, or auto: the
         fastest in a short probe.
       devices: devices to use; a CPU is divided into so many. Default: all. A CPU has one
         for each core, and a single one with --mapping vmap or chunked.

@@ -313,6 +313,8 @@ def mapping_of(config: Config) -> mapping.Mapping:
     name = config.mapping or ("sharded" if mesh.size > 1 else "inner")
     alone = jax.process_count() == 1 or name in ("sharded", "auto")
     check(alone, "mapping", name, "sharded (or auto) with several processes")
+    if name == "pmap":
+        return mapping.pmapped(mesh.size, inner)
     if name == "sharded" or (name == "auto" and jax.process_count() > 1):
         return mapping.sharded(mesh, inner)
     return jax.vmap if name == "vmap" else inner

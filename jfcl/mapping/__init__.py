@@ -17,6 +17,7 @@ from jfcl.mapping.axis import (
     own_rows,
     place,
     platform_of,
+    pmapped,
     sharded,
     use_all_cores,
 )

@@ -2,14 +2,14 @@
 
 A *mapping* has the interface of `jax.vmap`: `mapping(fn, in_axes=0)` turns `fn` of one client into a function of
 stacked clients. `jax.vmap` is one; `chunked(size)` bounds memory by vmapping `size` clients at a time; `sharded(mesh,
-inner)` divides the clients among devices, of one process or of several. All give the same results and differ in speed
-and memory alone. On a CPU one client at a time is the fastest for models of any size, even more with a forced host
-device per core; on an accelerator `jax.vmap` is.
+inner)` divides the clients among devices, of one process or of several, and `pmapped` does the same with `jax.pmap`.
+All give the same results and differ in speed and memory alone. On a CPU one client at a time is the fastest for models
+of any size, even more with a forced host device per core; on an accelerator `jax.vmap` is.
 
 Servers that need only sums over clients use `map_reduce`, which never holds the updates of all clients at once:
 `O(chunk * D + K * D)` memory instead of `O(N * D)`, and only the sums are communicated between devices.
 
-This file is the only place that calls `jax.lax.map` and `jax.shard_map` over clients.
+This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.pmap` over clients.
 """
 
 from __future__ import annotations
@@ -74,6 +74,26 @@ class sharded(NamedTuple):
     """
 
     mesh: Mesh
+    inner: Mapping = chunked(1)
+
+    def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        return _kept_only(self, fn, in_axes)
+
+
+class pmapped(NamedTuple):
+    """As `sharded` over the first `num_devices` devices of this process, but with `jax.pmap`, for comparison.
+
+    Attributes:
+      num_devices: at most the devices of this process; default: all of them.
+      inner: the mapping of a device's own clients: `jax.vmap` or `chunked(size)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pmapped()(lambda x: x * x)(jnp.arange(5)).tolist()
+      [0, 1, 4, 9, 16]
+    """
+
+    num_devices: int | None = None
     inner: Mapping = chunked(1)
 
     def __call__(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
@@ -215,7 +235,7 @@ def map_reduce(
     """
     if isinstance(mapping, chunked):
         return _in_chunks(mapping.size, fn, fold, zero, in_axes)
-    if isinstance(mapping, sharded):
+    if isinstance(mapping, (sharded, pmapped)):
         return _over_devices(mapping, fn, fold, zero, in_axes)
 
     def whole(*args):
@@ -288,35 +308,64 @@ def _in_chunks(most: int, fn, fold, zero, in_axes):
     return reduced
 
 
-def _over_devices(mapping: sharded, fn, fold, zero, in_axes):
-    """Returns the `map_reduce` of `sharded`: each device folds its clients, and totals are summed."""
-    mesh, inner = mapping
-    check(isinstance(mesh, Mesh), "sharded: mesh", mesh, "a mesh, such as jfcl.client_mesh()")
-    accepted = "the mapping of one device's clients: jax.vmap or jfcl.chunked(size)"
-    check(not isinstance(inner, sharded), "inner", inner, accepted)
-    names, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
+def _over_devices(mapping: sharded | pmapped, fn, fold, zero, in_axes):
+    """Returns the `map_reduce` of `sharded` and `pmapped`: each device folds its clients, and totals are summed."""
+    if isinstance(mapping, sharded):
+        check(isinstance(mapping.mesh, Mesh), "sharded: mesh", mapping.mesh, "a mesh, such as jfcl.client_mesh()")
+    nested = isinstance(mapping.inner, (sharded, pmapped))
+    check(not nested, "inner", mapping.inner, "the mapping of one device's clients: jax.vmap or jfcl.chunked(size)")
 
     def reduced(*args):
         axes, n = _axes_of(args, in_axes)
 
-        def on_device(zero, *args):
-            total, kept = map_reduce(inner, fn, fold, zero, axes)(*args)
-            return jax.lax.psum(total, names), kept
+        def own(zero, *args):
+            return map_reduce(mapping.inner, fn, fold, zero, axes)(*args)
 
-        # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
-        # summed over devices: clients would train on each other's data.
-        mapped = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=tuple(PartitionSpec() if axis is None else split for axis in (None, *axes)),
-            out_specs=(PartitionSpec(), split),
-            check_vma=False,
-        )
-        nothing, missing = jax.tree.map(jnp.asarray, zero), -n % mesh.size
-        if not missing:
+        if isinstance(mapping, sharded):
+            mesh = mapping.mesh
+            count, names = mesh.size, mesh.axis_names
+            split = PartitionSpec(names)
+
+            def on_device(*args):
+                total, kept = own(*args)
+                return jax.lax.psum(total, names), kept
+
+            # With check_vma=True, a gradient inside with respect to parameters that all devices share would silently be
+            # summed over devices: clients would train on each other's data.
+            mapped = jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=tuple(PartitionSpec() if axis is None else split for axis in (None, *axes)),
+                out_specs=(PartitionSpec(), split),
+                check_vma=False,
+            )
+        else:
+            here = jax.local_devices()
+            count = len(here) if mapping.num_devices is None else mapping.num_devices
+            check_count("pmapped: num_devices", count, most=len(here))
+
+            def mapped(zero, *args):
+                def on_device(zero, *divided):  # None in in_axes of pmap fails with empty trees
+                    divided = iter(divided)
+                    total, kept = own(
+                        zero, *[a if x is None else next(divided) for a, x in zip(args, axes, strict=True)]
+                    )
+                    return jax.lax.psum(total, "clients"), kept
+
+                def divide(x):
+                    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+                each = jax.pmap(on_device, "clients", out_axes=(None, 0), devices=here[:count])
+                zeros = jax.tree.map(lambda z: jnp.broadcast_to(z, (count, *z.shape)), zero)
+                divided = [jax.tree.map(divide, a) for a, axis in zip(args, axes, strict=True) if axis is not None]
+                total, kept = each(zeros, *divided)
+                return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
+
+        nothing = jax.tree.map(jnp.asarray, zero)
+        if not n % count:
             return mapped(nothing, *args)
         padded = [
-            a if x is None else jax.tree.map(lambda v: _pad(v, missing), a) for a, x in zip(args, axes, strict=True)
+            a if x is None else jax.tree.map(lambda v: _pad(v, -n % count), a) for a, x in zip(args, axes, strict=True)
         ]
         total, kept = mapped(nothing, *padded)
         return total, jax.tree.map(lambda x: x[:n], kept)
