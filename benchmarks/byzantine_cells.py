@@ -26,7 +26,7 @@ from jfcl.experiments.config import to_saved
 from jfcl.experiments.results import read_run
 
 TABLES = {100: "byzantine_cfl.table1", 10: "byzantine_cfl.table2"}
-FREE = ("seed", "eval_every", "num_rounds", "precision")  # a run of a cell may have any
+FREE = ("given", "seed", "eval_every", "num_rounds", "precision")  # a run of a cell may have any
 CURVE = 20  # rounds between two accuracies of the first seed that are kept
 
 

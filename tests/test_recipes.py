@@ -70,7 +70,7 @@ def test_a_recipe_keeps_its_runs_and_does_nothing_twice(tmp_path, monkeypatch, c
         assert reproduce("toy", out=tmp_path)["rows"] == first["rows"]
     for command in ("report", "compare"):
         assert cli.main([command, str(tmp_path)]) == 2
-        assert "holds an experiment of a paper, and no run" in " ".join(capsys.readouterr().err.split())
+        assert "holds no run" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "fedavg" / "summary.json").unlink()  # as if stopped in the middle
     assert reproduce("toy", out=tmp_path)["rows"] == first["rows"]
     # Nothing of another setting, damaged or of another version is read, and nothing changes.
