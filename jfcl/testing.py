@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 from jfcl.core import Algorithm, Clients, PyTree, Served, Task, check_served, client_ids, num_clients
-from jfcl.mapping.axis import auto, chunked, client_mesh, place, sharded
+from jfcl.mapping.axis import auto, chunked, client_mesh, sharded
+from jfcl.mapping.placement import place
 from jfcl.models import classification
 from jfcl.models import task as make_task
 from jfcl.simulation import rollout

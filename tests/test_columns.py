@@ -18,8 +18,9 @@ from jfcl.core import Clients, Task
 from jfcl.kernels import kmeans, pairwise_cosine, squared_distances, threshold_clustering
 from jfcl.kernels.base import if_rare
 from jfcl.kernels.blocks import distances_from, finite_rows, squared_norms
-from jfcl.mapping.axis import client_mesh, place, sharded
+from jfcl.mapping.axis import client_mesh, sharded
 from jfcl.mapping.columns import over_columns
+from jfcl.mapping.placement import place
 
 AXIS = sharded(client_mesh(2), jax.vmap)
 COLLECTIVE = re.compile(r"= [^=]*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")

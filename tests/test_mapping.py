@@ -14,7 +14,8 @@ from jfcl import mapping as client_mapping
 from jfcl.core import Clients
 from jfcl.mapping import axis as axis_module
 from jfcl.mapping import memory
-from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, num_rows, place, pmapped, sharded
+from jfcl.mapping.axis import auto, chunked, client_mesh, map_reduce, pmapped, sharded
+from jfcl.mapping.placement import num_rows, place
 from jfcl.simulation import evaluation
 
 
@@ -165,17 +166,17 @@ def test_what_is_no_mesh_and_devices_inside_devices():
 def test_all_cores_are_devices_or_the_reason_is_said(monkeypatch):
     """`use_all_cores` divides the clients; it refuses where JAX has started with one device for several cores."""
     divided = []
-    monkeypatch.setattr(client_mapping, "divide_cpu", divided.append)
-    monkeypatch.setattr(client_mapping, "num_cores", lambda: 6)
+    monkeypatch.setattr(axis_module, "divide_cpu", divided.append)
+    monkeypatch.setattr(axis_module, "num_cores", lambda: 6)
     mapped = client_mapping.use_all_cores()  # the tests run on two devices
     assert divided == [6] and mapped == sharded(client_mesh(2)) and client_mapping.idle_cores() == 0
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert client_mapping.idle_cores() == 5
     with pytest.raises(RuntimeError, match="one device for 6 cores; call"):
         client_mapping.use_all_cores()
-    monkeypatch.setattr(client_mapping, "num_cores", lambda: 1)
+    monkeypatch.setattr(axis_module, "num_cores", lambda: 1)
     assert client_mapping.use_all_cores() == auto()
-    monkeypatch.setattr(client_mapping, "platform", lambda devices=None: "tpu")
+    monkeypatch.setattr(axis_module, "platform", lambda devices=None: "tpu")
     assert client_mapping.use_all_cores() is jax.vmap
 
 

@@ -16,7 +16,8 @@ import jfcl
 from jfcl import attacks, kernels
 from jfcl.core import Algorithm
 from jfcl.core.options import options_of
-from jfcl.mapping.axis import client_mesh, place, sharded
+from jfcl.mapping.axis import client_mesh, sharded
+from jfcl.mapping.placement import place
 from jfcl.methods import METHODS
 from jfcl.testing import check_algorithm, problem
 

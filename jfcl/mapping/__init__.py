@@ -8,16 +8,13 @@ from jfcl.mapping.axis import (
     chunked,
     client_mesh,
     divide_cpu,
-    held,
     idle_cores,
     map_reduce,
     num_cores,
-    num_rows,
     or_auto,
-    own_rows,
-    place,
     platform_of,
     pmapped,
     sharded,
     use_all_cores,
 )
+from jfcl.mapping.placement import held, num_rows, own_rows, place

@@ -15,7 +15,6 @@ This file is the only place that calls `jax.lax.map`, `jax.shard_map` and `jax.p
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jfcl.core import Clients, PyTree, Task, check, check_count, client_ids, num_clients, platform, shape_struct
+from jfcl.core import PyTree, check, check_count, platform
 
 Mapping = Callable[..., Callable[..., Any]]
 
@@ -378,100 +377,3 @@ def _pad(x: jax.Array, count: int) -> jax.Array:
     x = jnp.asarray(x)
     first = jnp.broadcast_to(x[:1], (count, *x.shape[1:]))
     return jnp.concatenate([x, first if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros_like(first)])
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The placement of the clients' data.
-
-
-def num_rows(client_axis: Mapping, count: int) -> int:
-    """Returns `count` plus the number of padding clients: a multiple of the devices of `client_axis`.
-
-    Example:
-      >>> num_rows(jax.vmap, 7), num_rows(sharded(client_mesh(1)), 7)
-      (7, 7)
-    """
-    return count if not isinstance(client_axis, sharded) else count + -count % client_axis.mesh.size
-
-
-def own_rows(client_axis: Mapping, count: int) -> slice:
-    """Returns the rows of `count` clients that this process holds: with several processes, those of its devices.
-
-    All devices have equally many, except for the last ones: 5 clients on 4 processes of one device are 2, 2, 1 and 0.
-
-    Raises:
-      ValueError: none of this process's devices is in the mesh, or they are not adjacent.
-
-    Example:
-      >>> own_rows(jax.vmap, 7)
-      slice(0, 7, None)
-    """
-    if not isinstance(client_axis, sharded) or jax.process_count() == 1:
-        return slice(0, count)
-    total = num_rows(client_axis, count)
-    per_device = total // client_axis.mesh.size
-    ranks = [i for i, d in enumerate(client_axis.mesh.devices.flat) if d.process_index == jax.process_index()]
-    check(len(ranks) > 0, "mesh", client_axis.mesh, f"of devices of every process, also of {jax.process_index()}")
-    together = ranks[-1] - ranks[0] == len(ranks) - 1
-    check(together, "mesh", client_axis.mesh, "one with the devices of a process next to each other")
-    return slice(min(ranks[0] * per_device, count), min((ranks[-1] + 1) * per_device, count))
-
-
-def place(client_axis: Mapping, clients: Clients, count: int | None = None) -> Clients:
-    """Puts `clients` on the device, or divides them among the devices of a `sharded` mapping.
-
-    Args:
-      client_axis: the mapping of the simulation.
-      clients: on the host; with several processes, those of this process (`own_rows`), with their ids.
-      count: the number of clients of all processes; default: the number of `clients`.
-
-    Returns:
-      `Clients` of JAX arrays of `num_rows` rows. The last rows may be padding clients without examples, with the ids
-      after the largest one.
-    """
-    if not isinstance(client_axis, sharded):
-        return jax.device_put(Clients(clients.examples, jnp.asarray(clients.size), clients.id))
-    count = num_clients(clients) if count is None else count
-    total = num_rows(client_axis, count)
-    sharding = NamedSharding(client_axis.mesh, PartitionSpec(client_axis.mesh.axis_names))
-    rows = own_rows(client_axis, total)  # of the padded rows
-    missing = rows.stop - rows.start - num_clients(clients)
-
-    def put(x, behind=None):
-        x = np.asarray(x)
-        if missing:
-            behind = np.zeros((missing, *x.shape[1:]), x.dtype) if behind is None else behind
-            x = np.concatenate([x, behind])
-        if jax.process_count() == 1:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, x, (total, *x.shape[1:]))
-
-    ids = np.asarray(client_ids(clients)) + (rows.start if clients.id is None else 0)
-    beyond = np.arange(1, missing + 1, dtype=ids.dtype) + ids.max(initial=rows.start - 1)
-    return Clients(jax.tree.map(put, clients.examples), put(clients.size), put(ids, beyond))
-
-
-def held(client_axis: Mapping, task: Task | None, clients: Clients | None) -> Clients | None:
-    """Returns `clients` in the shapes in which the devices of `client_axis` should hold them, before `place`.
-
-    A TPU pads the last two axes of an array, which are 28 and 1 for images of MNIST, to 8 and 128. So on an accelerator
-    a task with an `input_shape` has its inputs flat, `[N, M, d]`. On a CPU, and for other tasks, nothing changes.
-
-    Args:
-      client_axis: the mapping of the simulation.
-      task: of the method.
-      clients: arrays, on the host or on a device, or their shapes (`jax.ShapeDtypeStruct`).
-
-    Example:
-      >>> import numpy as np
-      >>> clients = Clients({"x": np.zeros((5, 9, 8, 8, 1)), "y": np.zeros((5, 9))}, np.full(5, 9))
-      >>> held(jax.vmap, None, clients).examples["x"].shape
-      (5, 9, 8, 8, 1)
-    """
-    accepts_flat = task is not None and task.input_shape is not None and task.inputs is None
-    if clients is None or not accepts_flat or platform_of(client_axis) == "cpu":
-        return clients
-    x = clients.examples["x"]
-    shape = (*x.shape[:2], math.prod(x.shape[2:])) if len(x.shape) > 3 else x.shape
-    flat = shape_struct(x, shape) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
-    return clients._replace(examples={**clients.examples, "x": flat})
