@@ -113,7 +113,7 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
 
         build.__signature__ = inspect.signature(make).replace(parameters=parameters)
         build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
-        build.__doc__ = _with_entries(make.__doc__, {name: texts[name] for name in common})
+        build.__doc__ = _with_entries(make.__doc__, {name: texts.get(name, "") for name in common})
         return typing.cast(Factory, build)
 
     return decorate
