@@ -348,7 +348,7 @@ def test_a_quantile_that_leaves_every_client_alone_is_warned_of(rule):
 
 def test_the_warning_comes_before_the_run():
     five = regression(n=5)
-    words = r"quantile is 0.2 \(linear\) of the distances of 5 .* of 0.25 includes"
+    words = r"quantile is 0.2 \(linear\) of the distances of 5 .* the nearest other is within 0.25"
     with pytest.raises(UserWarning, match=words):  # warnings are errors in tests: nothing has been compiled by then
         jfcl.simulate(jfcl.federated_clustering(LINEAR, STEP), five, key=jax.random.key(0), num_rounds=1)
     with pytest.warns(UserWarning, match="of the distances of 3 "):
