@@ -72,9 +72,8 @@ def cohorts(folder: Path, clients: int, layout: str, rounds: int, turns: int, st
     everyone = small.gather(np.arange(COHORT))
 
     def of(store: ClientStore):
-        return lambda t: jfcl.simulate(
-            algorithm, store, key=key, num_rounds=t, cohort=COHORT, eval_every=t, progress=False
-        )
+        people = jfcl.Population(store, cohort=COHORT)
+        return lambda t: jfcl.simulate(algorithm, people, key=key, num_rounds=t, eval_every=t)
 
     runs = {
         f"{COHORT} of {clients:,}": of(large),

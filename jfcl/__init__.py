@@ -21,6 +21,7 @@ from jfcl.core import (
     concatenate_clients,
     stack_clients,
 )
+from jfcl.data.population import Population
 from jfcl.kernels import theory
 from jfcl.mapping import hosts
 from jfcl.mapping.axis import auto, chunked, client_mesh, pmapped, sharded, use_all_cores
@@ -76,6 +77,7 @@ __all__ = [
     "DivergedError",
     "Entries",
     "History",
+    "Population",
     "Served",
     "Sweep",
     "Task",

@@ -33,8 +33,9 @@ def simulate(*callbacks, algorithm=FEDAVG, **options):
 
 
 def population(*callbacks, **options):
-    options = {"key": jax.random.key(3), "num_rounds": ROUNDS, "cohort": 4, "test_clients": STORE} | options
-    return jfcl.simulate(DITTO, STORE, callbacks=list(callbacks), **options)
+    people = jfcl.Population(STORE, cohort=4, test_clients=STORE)
+    options = {"key": jax.random.key(3), "num_rounds": ROUNDS} | options
+    return jfcl.simulate(DITTO, people, callbacks=list(callbacks), **options)
 
 
 RUNS = {"clients": simulate, "population": population}

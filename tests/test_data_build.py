@@ -459,9 +459,9 @@ def test_weights_reach_the_loss_in_memory_and_in_a_population(tmp_path):
     fed = build(data, num_clients=4, examples_per_client=8, newcomer_examples=2)
     options = {"key": jax.random.key(0), "num_rounds": 1}
     runs = [(fed.train, fed.test, jfcl.simulate(fedavg, fed.train, test_clients=fed.test, **options))]
-    more = {"cohort": 4, "test_clients": tests, **options}
+    people = jfcl.Population(store, cohort=4, test_clients=tests)
     whole = np.arange(4)
-    runs += [(store.gather(whole), tests.gather(whole), jfcl.simulate(fedavg, store, **more))]
+    runs += [(store.gather(whole), tests.gather(whole), jfcl.simulate(fedavg, people, **options))]
     for clients, test, history in runs:
         x, y, w = (np.float64(clients.examples[name]) for name in ("x", "y", "w"))  # 8 examples each
         step = 0.5 * np.einsum("nmd,nm->d", x, 2 * w * y) / 32

@@ -189,14 +189,14 @@ def test_a_simulation_names_what_it_cannot_read(clients, words, kind):
 
 
 def test_a_population_names_what_it_cannot_read():
-    with pytest.raises(ValueError, match="cohort must be left out for clients on the device"):
-        simulation(GOOD, cohort=1)
+    with pytest.raises(ValueError, match=r"clients must be a Population of it: jfcl\.Population"):
+        simulation(ClientStore.from_clients(GOOD))
     store = ClientStore.from_clients(jfcl.stack_clients([{"image": X, "label": Y}]))
     with pytest.raises(ValueError, match=r"examples must be .*rename 'image' to 'x' and 'label' to 'y'"):
-        simulation(store, cohort=1)
+        simulation(jfcl.Population(store, cohort=1))
     store = ClientStore.from_clients(jfcl.stack_clients([{"x": X[:, :2], "y": Y}]))
     with pytest.raises(ValueError, match=r"inputs have shape \(2,\), but the model is made for \(3,\)"):
-        simulation(store, cohort=1)
+        simulation(jfcl.Population(store, cohort=1))
 
 
 @pytest.mark.parametrize(

@@ -280,8 +280,11 @@ STORE = jfcl.data.ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
 
 def run_population(out=None, resume=False):
     """Four rounds of a population whose rows are files."""
-    options = {"key": jax.random.key(5), "num_rounds": ROUNDS, "cohort": 3, "rows_in_memory": 0}
-    return jfcl.simulate(DITTO, STORE, out=out, resume=resume, checkpoint_seconds=0.0, **options)
+    people, options = (
+        jfcl.Population(STORE, cohort=3, rows_in_memory=0),
+        {"key": jax.random.key(5), "num_rounds": ROUNDS},
+    )
+    return jfcl.simulate(DITTO, people, out=out, resume=resume, checkpoint_seconds=0.0, **options)
 
 
 @cache

@@ -253,8 +253,8 @@ def test_a_run_records_metrics_of_outputs(tmp_path):
     header = (tmp_path / "run" / "clients.csv").read_text().splitlines()[0]
     assert header.endswith("accuracy,loss,confident,f1")
     store = jfcl.data.ClientStore.from_clients(clients)
-    options = {"key": jax.random.key(0), "num_rounds": 1, "cohort": 5, "test_clients": store, "evaluate": range(5)}
-    crowd = jfcl.simulate(algorithm, store, metrics=metrics, **options)
+    people = jfcl.Population(store, cohort=5, test_clients=store, evaluate=range(5))
+    crowd = jfcl.simulate(algorithm, people, metrics=metrics, key=jax.random.key(0), num_rounds=1)
     np.testing.assert_allclose(crowd.clients["f1"][0], want, rtol=1e-5)
 
 

@@ -76,8 +76,8 @@ def test_a_mixture_resumes_bit_for_bit(tmp_path):
 
 def test_a_mixture_in_a_population():
     store, tests = (jfcl.data.ClientStore.from_clients(part) for part in (TRAIN, TEST))
-    given = {"key": KEY, "num_rounds": 8, "eval_every": 8, "cohort": 8, "test_clients": tests, "evaluate": range(8)}
-    history = jfcl.simulate(METHOD, store, **given)
+    people = jfcl.Population(store, cohort=8, test_clients=tests, evaluate=range(8))
+    history = jfcl.simulate(METHOD, people, key=KEY, num_rounds=8, eval_every=8)
     rows = np.asarray(history.rows.arrays[0])
     served = Served(history.state.params, rows)
     np.testing.assert_allclose(history.clients["loss"][0], mixture_loss(served, TEST), rtol=1e-4)
@@ -109,7 +109,7 @@ def test_what_is_served_wrongly_is_refused(change, words):
         jfcl.simulate(wrong, TRAIN, key=KEY, num_rounds=1)
     store = jfcl.data.ClientStore.from_clients(TRAIN)
     with pytest.raises(ValueError, match=words):
-        jfcl.simulate(wrong, store, key=KEY, num_rounds=1, cohort=8, test_clients=store, evaluate=8)
+        jfcl.simulate(wrong, jfcl.Population(store, 8, test_clients=store, evaluate=8), key=KEY, num_rounds=1)
 
 
 @pytest.mark.parametrize(

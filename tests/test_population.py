@@ -49,8 +49,10 @@ METHODS = {
 
 
 def population(algorithm=METHODS["ifca"], store=STORE, **options):
+    """A run of six rounds of four clients, unless `options` of `Population` and of `simulate` say otherwise."""
     options = {"key": KEY, "num_rounds": 6, "cohort": 4, "test_clients": store} | options
-    return jfcl.simulate(algorithm, store, **options)
+    of_clients = {name: options.pop(name) for name in jfcl.Population._fields[1:] if name in options}
+    return jfcl.simulate(algorithm, jfcl.Population(store, **of_clients), **options)
 
 
 def same(a, b, **tolerance):
@@ -599,10 +601,13 @@ from jfcl.data.store import example_shapes
 from jfcl.testing import problem
 clients, cluster, task, _ = problem()
 training = jfcl.local_training(optax.sgd(0.05, momentum=0.9), num_steps=2, keep="everything")
+people = jfcl.Population(
+    ClientStore.from_clients(clients, cluster=cluster), cohort=4, rows_in_memory=0,
+    test_clients=ClientStore.from_clients(clients),
+)
 jfcl.simulate(
-    jfcl.ditto(task, training), ClientStore.from_clients(clients, cluster=cluster), key=jax.random.key(3), cohort=4,
-    num_rounds=int(sys.argv[2]), out=sys.argv[1], resume=sys.argv[3] == "resume", rows_in_memory=0,
-    checkpoint_seconds=0.2, test_clients=ClientStore.from_clients(clients), eval_every=50,
+    jfcl.ditto(task, training), people, key=jax.random.key(3), num_rounds=int(sys.argv[2]), out=sys.argv[1],
+    resume=sys.argv[3] == "resume", checkpoint_seconds=0.2, eval_every=50,
 )
 """
 

@@ -115,8 +115,8 @@ def test_runs_in_python_are_compared_and_reported(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("tests", [True, False])
 def test_a_run_of_a_population_leaves_its_results(tests, tmp_path):
     store = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
-    options = {"key": KEYS[0], "num_rounds": 2, "cohort": 4, "out": tmp_path, "evaluate": [1, 3]}
-    history = jfcl.simulate(FEDAVG, store, test_clients=store if tests else None, **options)
+    people = jfcl.Population(store, cohort=4, test_clients=store if tests else None, evaluate=[1, 3])
+    history = jfcl.simulate(FEDAVG, people, key=KEYS[0], num_rounds=2, out=tmp_path)
     summary, records = read_run(tmp_path)
     assert records == history.records and summary["num_clients"] == N
     assert (summary["mean"]["accuracy"] is not None) == tests == (tmp_path / "clients.csv").exists()
@@ -169,8 +169,8 @@ def test_a_resumed_run_names_its_first_round(kind, tmp_path, capsys):
         options = {"out": tmp_path, "num_rounds": 2000, "progress": True} | options
         if kind == "clients":
             return simulate(**options)
-        store = ClientStore.from_clients(CLIENTS)
-        return jfcl.simulate(FEDAVG, store, key=KEYS[0], cohort=4, eval_every=9, **options)
+        people = jfcl.Population(ClientStore.from_clients(CLIENTS), cohort=4)
+        return jfcl.simulate(FEDAVG, people, key=KEYS[0], eval_every=9, **options)
 
     def said():
         return " ".join(capsys.readouterr().err.split())
@@ -326,7 +326,8 @@ def test_results_of_every_client_in_every_round(kind, tmp_path):
         if kind == "clients":
             return simulate(IFCA, **options)
         store = ClientStore.from_clients(CLIENTS, cluster=CLUSTER)
-        return jfcl.simulate(IFCA, store, key=KEYS[0], cohort=4, test_clients=store, evaluate=[1, 3, 4], **options)
+        people = jfcl.Population(store, cohort=4, test_clients=store, evaluate=[1, 3, 4])
+        return jfcl.simulate(IFCA, people, key=KEYS[0], **options)
 
     run(stop_after=3)
     history = run()

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -462,8 +463,6 @@ NAMED_BACKWARDS = jax.tree.map(lambda x: x[::-1], NAMED)
             "test_clients.id must be the ids of the clients in training",
         ),
         ({"clients": CLIENTS._replace(size=np.array([0, 5, 6, 3, 4, 6, 6], np.int32))}, "without examples"),
-        ({"cohort": 3}, "cohort must be left out for clients on the device; methods have a cohort, got 3"),
-        ({"dropout": 0.5}, "dropout must be left out for clients on the device"),
     ],
 )
 def test_refuses_before_computing(options, words):
@@ -721,3 +720,16 @@ def test_a_state_may_hold_random_keys():
     first = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1)
     second = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=1, state=first.state)
     assert jnp.array_equal(jax.random.key_data(second.state.key), jax.random.key_data(first.state.key))
+
+
+def test_a_federation_brings_its_tests_and_its_clusters():
+    fed = jfcl.data.build("digits", num_clients=4, num_clusters=2, heterogeneity="rotation", newcomer_examples=3)
+    task = jfcl.models.classification(jfcl.models.Linear(10), fed.input_shape, 10)
+    run = partial(jfcl.simulate, jfcl.fedavg(task, TRAINING), key=jax.random.key(0), num_rounds=1)
+    whole = run(fed.train, test_clients=fed.test, newcomers=fed.newcomers, true_cluster=fed.cluster)
+    assert run(fed).records == whole.records and "newcomer_accuracy" in whole.records[-1]
+    other = run(fed, test_clients=fed.train, true_cluster=np.int32([0, 0, -1, 1]))
+    assert (
+        other.records
+        == run(fed.train, test_clients=fed.train, newcomers=fed.newcomers, true_cluster=np.int32([0, 0, -1, 1])).records
+    )

@@ -41,7 +41,7 @@ def test_the_bar_says_that_programs_compile(name, screen, monkeypatch):
     if name == "clients":
         jfcl.simulate(algorithm, CLIENTS, **run)
     else:
-        jfcl.simulate(algorithm, ClientStore.from_clients(CLIENTS), cohort=4, **run)
+        jfcl.simulate(algorithm, jfcl.Population(ClientStore.from_clients(CLIENTS), cohort=4), **run)
     frames = re.findall(r"(\d)/3.*?left [-:\d]+ ?(\w*)", re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()))
     assert ("0", "compiling") in frames
     assert frames[-1] == ("3", "") and ("3", "compiling") not in frames
@@ -84,8 +84,6 @@ def test_a_history_is_printed_in_three_lines():
     assert len(lines) == 3 and all(len(line) <= 120 for line in lines)
     assert lines[0] == "History: 3 rounds, 2 seeds, 6 records; all rounds are done"
     assert f"loss {sum(losses) / 2:.4g} ± {abs(losses[0] - losses[1]) / 2**0.5:.3g}" in lines[1]
-    people = jfcl.simulate(
-        FEDAVG, ClientStore.from_clients(CLIENTS), key=keys[0], num_rounds=3, cohort=4, eval_every=9, stop_after=2
-    )
-    lines = repr(people).splitlines()
+    people = jfcl.Population(ClientStore.from_clients(CLIENTS), cohort=4)
+    lines = repr(jfcl.simulate(FEDAVG, people, key=keys[0], num_rounds=3, eval_every=9, stop_after=2)).splitlines()
     assert lines[:2] == ["History: 2 rounds, 0 records; stop_after is 2 rounds", "no evaluation"]

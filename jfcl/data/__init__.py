@@ -19,6 +19,7 @@ from jfcl.data.partition import (
     power_law,
     stratified,
 )
+from jfcl.data.population import Population
 from jfcl.data.sources import DATASETS, load
 from jfcl.data.store import ClientStore
 from jfcl.data.synthetic import fc_regression, ifca_regression
@@ -33,6 +34,7 @@ __all__ = [
     "ClientStore",
     "Dataset",
     "Federation",
+    "Population",
     "build",
     "by_distribution",
     "by_label",

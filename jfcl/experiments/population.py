@@ -70,14 +70,16 @@ def run_population(
             change(store.gather(np.flatnonzero(malicious)[:1]))  # what it refuses, it refuses before the run begins
         history = simulate(
             parts.algorithm,
-            store,
+            data.Population(
+                store,
+                test_clients=tests,
+                **{name: getattr(config, name) for name in ("cohort", "sampling", "dropout", "stragglers", "remember")},
+                join=join,
+                change=change,
+                evaluate=evaluated,
+            ),
             key=jax.random.key(parts.seeds[0]),
             num_rounds=config.rounds,
-            **{name: getattr(config, name) for name in ("cohort", "sampling", "dropout", "stragglers", "remember")},
-            join=join,
-            change=change,
-            test_clients=tests,
-            evaluate=evaluated,
             seeds=parts.seeds,
             client_axis=parts.client_axis,
             config=to_saved(config, store.hash),

@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 from jfcl.core import files, plain
-
-IN_MEMORY = 2**28  # bytes of rows of all clients; more is memory-mapped
+from jfcl.data.population import ROWS_IN_MEMORY
 
 
 class ClientRows:
@@ -52,7 +51,7 @@ class ClientRows:
         *,
         folder: Path | None = None,
         resume: bool = False,
-        in_memory: float = IN_MEMORY,
+        in_memory: float = ROWS_IN_MEMORY,
     ):
         """Makes or opens rows.
 

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jfcl.core import Clients, check, check_choice
 from jfcl.data.store import ClientStore, check_cohort
 from jfcl.data.store_files import check_of_clients
-from jfcl.simulation.client_rows import IN_MEMORY
 
 SAMPLING = ("uniform", "size", "stratified")
 COHORT_STREAM = 0  # of the random numbers of a run on the host
-
-
-class Cohorts(NamedTuple):
-    """The cohorts of a population, and its clients that are evaluated; arguments of `simulate`."""
-
-    cohort: int | None = None
-    remember: int | None = None
-    sampling: str = "uniform"
-    strata: Any = None
-    dropout: float = 0.0
-    stragglers: float = 0.0
-    join: Callable[[jax.Array, Clients], Any] | None = None
-    change: Callable[[Clients], Clients] | None = None
-    evaluate: int | Sequence[int] = 1000
-    rows_in_memory: float = IN_MEMORY
-
-    def given(self) -> list[str]:
-        """Returns the names of those that are not at their default."""
-        pairs = zip(self._fields, self, self._field_defaults.values(), strict=True)
-        return [name for name, value, default in pairs if value is not default and (np.ndim(value) or value != default)]
-
-    @property
-    def asked(self) -> int:
-        """The number of clients that are drawn for a round."""
-        return round(self.cohort * (1 + self.stragglers))
 
 
 class Cohort(NamedTuple):

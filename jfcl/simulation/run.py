@@ -27,11 +27,11 @@ from jfcl.core import (
     num_clients,
     plain,
 )
+from jfcl.data.build import Federation
+from jfcl.data.population import Population
 from jfcl.data.store import ClientStore
 from jfcl.mapping import hosts, memory
 from jfcl.simulation.callbacks import Callbacks, check_callbacks
-from jfcl.simulation.client_rows import IN_MEMORY
-from jfcl.simulation.cohorts import Cohorts
 from jfcl.simulation.evaluation import SERVE, check_further
 from jfcl.simulation.folder import RunFolder
 from jfcl.simulation.loop import History, Schedule, run_rounds
@@ -44,11 +44,11 @@ from jfcl.simulation.streamed import Streamed
 @memory.out_of_memory()
 def simulate(
     algorithm: Algorithm | Callable[..., Algorithm],
-    clients: Clients | ClientStore,
+    clients: Clients | Federation | Population,
     *,
     key: jax.Array,
     num_rounds: int,
-    test_clients: Clients | ClientStore | None = None,
+    test_clients: Clients | None = None,
     newcomers: Clients | None = None,
     true_cluster: np.ndarray | None = None,
     serve: str = "loss",
@@ -69,22 +69,13 @@ def simulate(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Sequence[Any] = (),
     summary: bool = True,
-    cohort: int | None = None,
-    remember: int | None = None,
-    sampling: str = "uniform",
-    strata: Any = None,
-    dropout: float = 0.0,
-    stragglers: float = 0.0,
-    join: Callable[[jax.Array, Clients], Any] | None = None,
-    change: Callable[[Clients], Clients] | None = None,
-    evaluate: int | Sequence[int] = 1000,
-    rows_in_memory: float = IN_MEMORY,
 ) -> History:
     """Runs `algorithm` for `num_rounds` rounds with evaluations on the way; optionally keeps the run in a folder.
 
-    All clients are on the device (`Clients`), or those of a population are on the host (`jfcl.data.ClientStore`), and
-    one cohort at a time is on the device. Some methods end (`jfcl.cfl` with `recursive=True`, once every cluster is
-    final). With all clients on the device, the run then stops at the first evaluation after the end in all seeds.
+    All clients are on the device (`Clients`, or the `jfcl.data.Federation` that `jfcl.data.build` returns), or they are
+    on the host, and one cohort at a time is on the device (`jfcl.Population`). Some methods end (`jfcl.cfl` with
+    `recursive=True`, once every cluster is final). With all clients on the device, the run then stops at the first
+    evaluation after the end in all seeds.
 
     A population may be of any size, with one seed in one process. With all of it as the cohort the results are those of
     its clients on the device. A client that takes part for the first time starts with the row of the state that
@@ -95,13 +86,13 @@ def simulate(
       algorithm: an `Algorithm`; or, with `hyperparams`, the function that makes one from them. A second call with the
         same object compiles nothing, also for other values of `hyperparams`. The programs, some ten megabytes, stay in
         memory until `jfcl.clear_programs()` drops them.
-      clients: training data, `Clients` or a `ClientStore`.
+      clients: training data. A `Federation` gives `test_clients`, `newcomers` and `true_cluster` too, where these are
+        left out; a `Population` has test examples and true clusters of its own.
       key: one key, or `[R]` of them: seeds, run together in one program. The cohort of round `t` depends on `key` and
         `t` alone.
       num_rounds: `T`. The rounds of a method's start (restarts, warm rounds, training before the clients are clustered)
         come before them and count: the run ends with round `T` and so many more (`History.init_rounds`).
-      test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served. A
-        `ClientStore` where the clients are.
+      test_clients: test examples, row `i` of client `i`; evaluated under the model that the client is served.
       newcomers: clients that are not in training, each evaluated under the model of lowest loss on its examples
         (IFCA's test-time inference); adds `newcomer_loss`, `newcomer_accuracy`.
       true_cluster: `[N]`, if known: adds `cluster_accuracy`, `adjusted_rand`, `nmi`, `purity` to the records. Clients
@@ -141,25 +132,6 @@ def simulate(
         trackers. They change no result, and a resumption may have others.
       summary: write the results into `out`; False for a caller that writes its own, as `jfcl.experiments.run` does.
         Without `test_clients`, a population leaves no `clients.csv`.
-      cohort: `C`, the number of clients of a population in a round; the following arguments are of populations too.
-        (Methods have an option `cohort` for clients on the device.)
-      remember: for a method that keeps each client's last update (`cfl` with `cohort=C`): the number of clients outside
-        the cohort, those with the latest updates, that are compared with the cohort. Default: 1,000, or all. Their
-        rows, which hold the updates, are copied to the device in every round; their examples are not.
-      sampling, strata: as in `jfcl.simulation.cohorts.make_sampler`.
-      dropout: the probability, in [0, 1), that a sampled client does not answer. It then counts as a client without
-        examples, and its row stays as it is.
-      stragglers: over-selection, 0 or more: `C (1 + stragglers)` clients are drawn, and the first `C` answers, in
-        random order, make up the round. The others are cut: they count as drawn (`asked`), but their work and bytes do
-        not count.
-      join: `(key, clients) -> state`, which gives new clients their first rows; default: `algorithm.init`. Required if
-        that learns models from the clients: for IFCA with restarts, pass the init of IFCA without restarts; the first
-        cohort then decides.
-      change: `(clients) -> clients`, of NumPy arrays: applied to every cohort after it is gathered, for example
-        `jfcl.attacks.poison` for malicious clients.
-      evaluate: the number of evaluated clients of a population, drawn once; or their ids.
-      rows_in_memory: bytes of rows of all clients beyond which they are memory-mapped, in `out` if it is given. Of no
-        effect on a run that is resumed: its rows stay where they were.
 
     Returns:
       `History`: `records` of the evaluated rounds, the last `state`, and in `clients` the final `cluster`, `model`,
@@ -182,25 +154,29 @@ def simulate(
       >>> history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, test_clients=clients)
       >>> [round(r["loss"], 4) for r in history.records]
       [0.25, 0.0625]
-      >>> store = jfcl.data.ClientStore.from_clients(clients)  # a population: one client in each round
-      >>> options = {"key": jax.random.key(0), "num_rounds": 2, "cohort": 1, "test_clients": store}
-      >>> [round(r["loss"], 4) for r in jfcl.simulate(algorithm, store, **options).records]
+      >>> store = jfcl.data.ClientStore.from_clients(clients)
+      >>> people = jfcl.Population(store, cohort=1, test_clients=store)  # one client in each round
+      >>> [round(r["loss"], 4) for r in jfcl.simulate(algorithm, people, key=jax.random.key(0), num_rounds=2).records]
       [0.25, 0.0625]
     """
     # Check the options and the data.
     further, schedule = check_further(metrics), Schedule(num_rounds, eval_every, stop_after, keep_clients)
     _check_run(key, schedule, serve, out, resume, config, checkpoint_seconds, callbacks)
     seeds, client_axis = seed_names(seeds, key.size), mapping.or_auto(client_axis)
-    cohorts = Cohorts(cohort, remember, sampling, strata, dropout, stragglers, join, change, evaluate, rows_in_memory)
-    if isinstance(clients, ClientStore):
-        others = {"newcomers": newcomers, "true_cluster": true_cluster, "hyperparams": hyperparams, "state": state}
-        for name, value in others.items():
+    if isinstance(clients, Federation):
+        test_clients = clients.test if test_clients is None else test_clients
+        newcomers = clients.newcomers if newcomers is None else newcomers
+        true_cluster = clients.cluster if true_cluster is None else true_cluster
+        clients = clients.train
+    store = isinstance(clients, ClientStore)
+    check(not store, "clients", "a ClientStore", "a Population of it: jfcl.Population(store, cohort=100)")
+    if isinstance(clients, Population):
+        others = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
+        for name, value in (others | {"hyperparams": hyperparams, "state": state}).items():
             check(value is None, name, type(value).__name__, "left out for a population")
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
-        source = Streamed(algorithm, clients, test_clients, key, seeds, cohorts, client_axis, until)
+        source = Streamed(algorithm, clients, key, seeds, client_axis, until)
     else:
-        for name in cohorts.given():
-            check(False, name, getattr(cohorts, name), "left out for clients on the device; methods have a cohort")
         parts = {"clients": clients, "test_clients": test_clients, "newcomers": newcomers}
         parts = {name: part for name, part in parts.items() if part is not None}
         _check_data(client_axis, parts, true_cluster)
@@ -225,8 +201,8 @@ def simulate(
         if summary or config is None or not source.resident:
             config = source.identity | (config or {})
         folder = _open_folder(opened, out, resume, config | {"num_rounds": num_rounds})
-        for part in (clients, test_clients) if resume else ():
-            if isinstance(part, ClientStore):
+        for part in (clients.clients, clients.test_clients) if resume and not source.resident else ():
+            if part is not None:
                 part.verify(progress=progress)
         start = source.start(folder, resume, num_rounds)
         last = num_rounds + start.totals.get("init_rounds", 0)

@@ -18,12 +18,13 @@ import numpy as np
 
 from jfcl import mapping
 from jfcl.core import Algorithm, Clients, Served, check, check_count, check_served, is_finite
+from jfcl.data.population import Population
 from jfcl.data.store import ClientStore, check_cohort, check_fits, check_store_labels, example_shapes
 from jfcl.mapping import memory
 from jfcl.mapping.jitted import RUNS_ONCE, jitted, strong
 from jfcl.simulation import evaluation
 from jfcl.simulation.client_rows import ClientRows
-from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, Cohorts, make_sampler, prefetched, who_answers
+from jfcl.simulation.cohorts import COHORT_STREAM, Cohort, make_sampler, prefetched, who_answers
 from jfcl.simulation.evaluation import Assessment, Subjects
 from jfcl.simulation.folder import Restored, RunFolder
 from jfcl.simulation.loop import Block, read_checkpoint
@@ -85,17 +86,17 @@ def _round(key, t, common, rows, clients, remembered, *, algorithm, split):
 # The source.
 
 
-def _prepare(store, sampler, cohorts, words, client_axis, hold, t: int) -> Cohort:
+def _prepare(population, sampler, words, client_axis, hold, t: int) -> Cohort:
     """Draws and gathers the cohort of round `t`, and sends it to the device; in the thread.
 
     It is divided among devices here if their number divides it, otherwise by the mapping.
     """
-    size, asked = cohorts.cohort, cohorts.asked
+    size, asked = population.cohort, population.asked
     rng = np.random.default_rng([*words, COHORT_STREAM, t])
     ids = sampler(rng)
-    chosen, answered, dropped = who_answers(rng, asked, size, cohorts.dropout)
-    clients = store.gather(ids[chosen])
-    clients = clients if cohorts.change is None else cohorts.change(clients)
+    chosen, answered, dropped = who_answers(rng, asked, size, population.dropout)
+    clients = population.clients.gather(ids[chosen])
+    clients = clients if population.change is None else population.change(clients)
     sizes = np.where(answered, clients.size, 0).astype(np.int32)
     even = mapping.num_rows(client_axis, size) == size
     send = partial(mapping.place, client_axis) if even else jax.device_put
@@ -115,11 +116,9 @@ class Streamed:
     def __init__(
         self,
         algorithm: Algorithm,
-        store: ClientStore,
-        tests: ClientStore | None,
+        population: Population,
         key: jax.Array,
         seeds: list,
-        cohorts: Cohorts,
         client_axis: mapping.Mapping,
         until: int,
     ):
@@ -127,19 +126,21 @@ class Streamed:
         check(isinstance(algorithm, Algorithm), "algorithm", algorithm, "an Algorithm")
         check(jax.process_count() == 1, "processes", jax.process_count(), "one, for populations")
         check(key.ndim == 0, "key", key.shape, "a single key, for a population")
-        n, size, asked = len(store), cohorts.cohort, _check_cohorts(cohorts, store)
-        sampler = make_sampler(store, asked, cohorts.sampling, cohorts.strata)
+        asked = _check_population(population)
+        store, tests, size = population.clients, population.test_clients, population.cohort
+        n = len(store)
+        sampler = make_sampler(store, asked, population.sampling, population.strata)
         _check_stores(store, tests, algorithm)
         self._words = np.asarray(jax.random.key_data(key)).tolist()
-        self._evaluated = evaluated = _evaluated(cohorts.evaluate, n, self._words)
+        self._evaluated = evaluated = _evaluated(population.evaluate, n, self._words)
         tested = tests is None or (tests.sizes(evaluated) > 0).any()
-        check(tested, "evaluate", cohorts.evaluate, "clients of which one at least has test examples")
+        check(tested, "evaluate", population.evaluate, "clients of which one at least has test examples")
         self._algorithm, self._store, self._tests, self._key, self._seeds = algorithm, store, tests, key, seeds
-        self._cohorts, self._join, self._client_axis = cohorts, cohorts.join or algorithm.init, client_axis
+        self._population, self._join, self._client_axis = population, population.join or algorithm.init, client_axis
 
         # The method and the memory.
         shapes_of = partial(example_shapes, store)
-        found = check_algorithm(algorithm, n, size, cohorts.join, cohorts.remember, shapes_of)
+        found = check_algorithm(algorithm, n, size, population.join, population.remember, shapes_of)
         self._remember, self._split, self._shapes = found
         _check_hardest(algorithm, store, size)
         self._hold = hold = partial(mapping.held, client_axis, algorithm.task)
@@ -153,13 +154,13 @@ class Streamed:
         trained = hold(example_shapes(store, size + self._remember))
         memory.check_memory(algorithm, trained, client_axis, with_seed, copies=2, others=others)
         self.most_silent, self._drawn = min(n, evaluation.MOST_SILENT), None
-        prepare = partial(_prepare, store, sampler, cohorts, self._words, client_axis, hold)
+        prepare = partial(_prepare, population, sampler, self._words, client_axis, hold)
         self._take = prefetched(prepare, until)
 
     @property
     def identity(self) -> dict[str, Any]:
         """The cohorts and their clients, for the run's configuration."""
-        of, tests = self._cohorts, self._tests
+        of, tests = self._population, self._tests
         drawn = {"cohort": of.cohort, "sampling": of.sampling, "dropout": of.dropout, "stragglers": of.stragglers}
         drawn |= {"key": self._words} | ({"remember": self._remember} if self._remember else {})
         drawn |= {
@@ -174,7 +175,7 @@ class Streamed:
         """Prepares the evaluations, always of the same clients, under the models that they are served."""
         split, algorithm, store, evaluated = self._split, self._algorithm, self._store, self._evaluated
         self._chooses = serve == "loss"
-        learners = example_shapes(store, self._cohorts.cohort + self._remember) if self._chooses else None
+        learners = example_shapes(store, self._population.cohort + self._remember) if self._chooses else None
         self._needs_rows = self._several and serves_rows(algorithm, split, self._shapes, learners)
         self._test_clients = self._learners = true = None
         if self._tests is not None and algorithm.task is not None:
@@ -199,13 +200,10 @@ class Streamed:
 
     def start(self, folder: RunFolder | None, resume: bool, num_rounds: int) -> Restored:
         """Returns the checkpoint that is resumed, or the beginning of a run; the rows of clients are those of it."""
-        for part in (self._store, self._tests) if resume else ():
-            if part is not None:
-                part.verify()
         common, of_clients = self._split.apart(self._shapes)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in of_clients]
         place = None if folder is None else folder.path / "client_rows"
-        is_there, in_memory = resume and folder.has_checkpoint(), self._cohorts.rows_in_memory
+        is_there, in_memory = resume and folder.has_checkpoint(), self._population.rows_in_memory
         if is_there:  # the rows stay where they were
             in_memory = -1.0 if place.is_dir() else math.inf
         elif resume:  # rows of rounds that are begun again
@@ -243,7 +241,7 @@ class Streamed:
         # the models are lost, which ends the run.
         changed = drawn.size > 0
         if self._remember:
-            changed = np.concatenate([changed, rows.seen[others] & _differ(before, after, self._cohorts.cohort)])
+            changed = np.concatenate([changed, rows.seen[others] & _differ(before, after, self._population.cohort)])
         self._drawn, self._after, kept = drawn, after, np.flatnonzero(changed)
         if finite and silence.count[0] < self.most_silent:
             rows.write(np.concatenate([drawn.ids, others])[kept], [values[kept] for values in after])
@@ -256,7 +254,7 @@ class Streamed:
         values = values | {"seen": self.client_rows.seen.sum(keepdims=True)}
         if self._test_clients is None:
             served = self._algorithm.serve(self._split.together(state, self._after), None)
-            count = self._cohorts.cohort + self._remember
+            count = self._population.cohort + self._remember
             return Assessment(np.asarray(evaluation.found_clusters(served, (count,)))[None], values)
         to, found, held_out = jax.device_get(self._assess(state))
         if not self._split.personal:
@@ -331,15 +329,18 @@ def _evaluated(evaluate: Any, n: int, words: list[int]) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _check_cohorts(cohorts: Cohorts, store: ClientStore) -> int:
+def _check_population(population: Population) -> int:
     """Returns the number of clients that are drawn for a round; `ValueError` for numbers that are none."""
-    in_memory, dropout, stragglers = cohorts.rows_in_memory, cohorts.dropout, cohorts.stragglers
+    store = population.clients
+    given = type(store).__name__
+    check(isinstance(store, ClientStore), "clients", given, "a ClientStore, such as ClientStore.from_clients(clients)")
+    in_memory, dropout, stragglers = population.rows_in_memory, population.dropout, population.stragglers
     number = isinstance(in_memory, (int, float, np.number)) and in_memory >= 0
     check(number, "rows_in_memory", in_memory, "a number of bytes, at least 0")
     check(0 <= dropout < 1, "dropout", dropout, "in [0, 1)")
     check(np.isfinite(stragglers) and stragglers >= 0, "stragglers", stragglers, "0 or more, a share of the cohort")
-    check_cohort(store, cohorts.cohort)
-    n, asked = len(store), cohorts.asked
+    check_cohort(store, population.cohort)
+    n, asked = len(store), population.asked
     check(asked <= n, "stragglers", stragglers, f"such that the {asked} clients drawn are among the {n} there are")
     return asked
 
