@@ -729,7 +729,5 @@ def test_a_federation_brings_its_tests_and_its_clusters():
     whole = run(fed.train, test_clients=fed.test, newcomers=fed.newcomers, true_cluster=fed.cluster)
     assert run(fed).records == whole.records and "newcomer_accuracy" in whole.records[-1]
     other = run(fed, test_clients=fed.train, true_cluster=np.int32([0, 0, -1, 1]))
-    assert (
-        other.records
-        == run(fed.train, test_clients=fed.train, newcomers=fed.newcomers, true_cluster=np.int32([0, 0, -1, 1])).records
-    )
+    parts = {"newcomers": fed.newcomers, "true_cluster": np.int32([0, 0, -1, 1])}
+    assert other.records == run(fed.train, test_clients=fed.train, **parts).records
