@@ -29,6 +29,7 @@ from scipy.spatial.distance import squareform
 from sklearn.cluster import KMeans
 
 from jfcl import kernels, mapping
+from jfcl.kernels import robust_vectors
 from jfcl.models import conv
 from jfcl.models.conv import patches
 
@@ -206,7 +207,7 @@ def clipping(quick: bool) -> list[Row]:
             "as written": lambda: as_written(updates, center),
             "centered_clip, one iteration": lambda: kernels.centered_clip(updates, radius=300.0, center=center),
             "centered_clip, one of ten": lambda: kernels.centered_clip(
-                updates, radius=300.0, center=center, num_iters=10, form="direct"
+                updates, radius=300.0, center=center, num_iters=10
             ),
         }
     )
@@ -216,8 +217,9 @@ def clipping(quick: bool) -> list[Row]:
         row["gb/s"] = 2 * gigabytes / row["seconds"]
         row["times"] = row["gb/s"] / rows[0]["gb/s"]
     few = jnp.asarray(normal(50, dim))
-    run = lambda form: kernels.centered_clip(few, radius=300.0, num_iters=50, form=form)  # noqa: E731
-    seconds = in_turn({"direct form": lambda: run("direct"), "gram form": lambda: run("gram")})
+    given = ([few], jnp.ones(len(few), bool), [jnp.zeros(dim)], jnp.float32(300.0), None)
+    forms = {"direct form": robust_vectors._clip, "gram form": robust_vectors._clip_by_products}
+    seconds = in_turn({form: lambda run=run: run(*given, num_iters=50) for form, run in forms.items()})
     return rows + rows_of("clipping", f"N=50 D={dim}, 50 iterations", seconds)
 
 
