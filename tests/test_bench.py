@@ -315,7 +315,7 @@ def test_a_cell_may_have_seeds_of_several_devices(cells):
 
 def test_runs_on_the_inputs_of_the_code_have_a_table_of_their_own(cells):
     module, run = cells
-    path = module.add(run("CFL", 0, 0.9, model="cnn_mnist32"))
+    path = module.add(run("CFL", 0, 0.9, model="benchmarks.papers.networks:CNNMnist32"))
     assert path.name == "byzantine_cfl.table2-20-rounds-inputs-of-the-code.json"
     assert json.loads(path.read_text())["command"].endswith("--set inputs=code")
 

@@ -50,6 +50,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:round .*all clients use one")
 def test_a_device_without_memory_is_named_and_the_run_continues(tmp_path, monkeypatch, capsys):
     """Another program has taken the memory that was free before the run."""
     whole, out = (

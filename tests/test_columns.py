@@ -98,7 +98,7 @@ def test_narrow_clusters_far_apart_over_columns():
 def test_kmeans_over_columns_finds_the_same_clusters():
     points = np.concatenate([updates(3)["w"].reshape(9, -1) + 3 * i for i in range(3)]).astype(np.float32)
     points[1] = np.nan
-    options = {"key": jax.random.key(0), "mask": np.arange(27) != 20, "implementation": "device"}
+    options = {"key": jax.random.key(0), "mask": np.arange(27) != 20}
     centers, (cluster, inertia) = in_columns(
         lambda x: (lambda found: (found.centers, found[1:]))(kmeans(x, 3, **options)), points
     )

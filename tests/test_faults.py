@@ -476,7 +476,7 @@ def test_a_checkpoint_is_of_the_run_that_made_it(tmp_path):
     with pytest.raises(ValueError, match="belongs to a run of another configuration"):
         runs.RunFolder.reopen(tmp_path / "a", options).restore(like)
     config = tmp_path / "b" / "config.json"
-    config.write_text(config.read_text().replace("0.3", "0.1"))
+    config.write_text(config.read_text().replace('"lr": 0.3', '"lr": 0.1'))
     with pytest.raises(ValueError, match=r"or config\.json was changed since"):
         runs.RunFolder.reopen(tmp_path / "b", options).restore(like)
     run(tmp_path / "c")

@@ -187,8 +187,6 @@ def test_every_mapping_of_the_command_line_gives_the_same(tmp_path, capsys):
     ("options", "said"),
     [
         (["--mapping", "shard"], "unknown mapping 'shard': did you mean 'sharded'?"),
-        (["--mapping", "chunked"], "chunk must be given with --mapping chunked"),
-        (["--mapping", "vmap", "--chunk", "2"], "chunk must be left out with --mapping vmap"),
         (["--devices", "3"], "num_devices must be at most the 2 there are"),
         (["--devices", "0"], "devices must be an integer, at least 1"),
     ],

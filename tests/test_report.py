@@ -388,7 +388,7 @@ def test_a_folder_of_simulate_is_reported(finished, tmp_path):
     records = (finished / "local" / "metrics.jsonl").read_text()
     (tmp_path / "run" / "metrics.jsonl").write_text(records)
     (tmp_path / "run" / "config.json").write_text(
-        json.dumps({"key": [0, 0], "versions": {"jfcl": "0.2.0", "jax": "1"}})
+        json.dumps({"key": [0, 0], "versions": {"jfcl": jfcl.__version__, "jax": "1"}})
     )
     with pytest.warns(UserWarning, match=r"summary\.json is missing: the run is not finished"):
         report(tmp_path / "run")

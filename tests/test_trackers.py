@@ -1,6 +1,7 @@
 """The trackers against the real libraries, without a network: what they keep is read back."""
 
 import json
+import shutil
 import struct
 import sys
 import time
@@ -29,10 +30,8 @@ def interrupted(make, out):
     """A run that is stopped after round 4, and continues at round 2, since its last checkpoint is lost."""
     simulate(make(), out, stop_after=2)
     simulate(make(), out, stop_after=4, resume=True)
-    about = out / "checkpoints" / "4" / "about.json"
-    about.write_text(about.read_text().replace('"round":', '"ronud":'))
-    with pytest.warns(UserWarning, match="checkpoint of round 4 .* is damaged"):
-        return simulate(make(), out, resume=True)
+    shutil.rmtree(out / "checkpoints" / "4")
+    return simulate(make(), out, resume=True)
 
 
 def expected(history):

@@ -81,6 +81,9 @@ def from_tfds(
 
     Raises:
       ValueError: those of `jfcl.data.load` for a set of TFDS, and of `jfcl.data.from_frame` for its features.
+
+    Example:
+      >>> from_tfds("shakespeare", by="character")  # doctest: +SKIP
     """
     return _read(name, _folder(name, data_dir or os.environ.get("JFCL_DATA_DIR")), **options)
 
