@@ -240,6 +240,7 @@ def test_no_name_in_a_summary_leads_out(copy, tmp_path):
 
 def test_another_version_is_named_and_nothing_changes(copy, capsys):
     config = json.loads((copy / "config.json").read_text()) | {"versions": {"jfcl": "0.1.7", "jax": "0.4"}}
+    config |= {"option_of_before": 1}
     (copy / "config.json").write_text(json.dumps(config))
     summary = json.loads((copy / "summary.json").read_text()) | {"run": identity(config)}
     (copy / "summary.json").write_text(json.dumps(files.seal(summary)))

@@ -46,6 +46,7 @@ from jfcl.experiments.own import (
 )
 from jfcl.robust import attacks
 from jfcl.robust.privacy import accountant, default_delta
+from jfcl.simulation.versions import check_version
 
 EVALUATIONS = 50  # in a run, about
 LOCAL_STEPS = 10
@@ -405,6 +406,8 @@ def read_config(path: str, method: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{where}: it must hold names and values, got {type(raw).__name__}")
     if is_json:
         check(not {"rounds", "num_rounds"} <= {*raw}, where, "rounds and num_rounds", "with one of the two")
+        if "versions" in raw:  # the configuration of a run
+            check_version(Path(path).parent, raw["versions"])
         return from_saved(raw, where, method=method, text=text)
     return check_options(raw, where, method, text)
 
