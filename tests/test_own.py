@@ -528,3 +528,21 @@ def test_the_module_that_is_imported_is_that_of_the_current_folder(folder):
     assert sys.path[0] == str(folder) and sys.path.count(str(folder)) == 1
     find_method(METHOD)
     assert sys.path.count(str(folder)) == 1
+
+
+def test_own_metrics_are_recorded_beside_those_of_the_library(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_metrics.py").write_text(
+        "import jax.numpy as jnp\n\n\ndef share(outputs, batch, real):\n    return jnp.where(real, 1.0, 0.0).mean()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = ["run", "fedavg", "--clients", "4", "--clusters", "2", "--rounds", "1", "--local-steps", "1", "--quiet"]
+    assert cli.main([*run, "--model", "linear", "--metrics", "macro_f1,my_metrics:share", "--out", "out"]) == 0
+    record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < record["macro_f1"] < 1 and 0.9 < record["share"] <= 1
+    assert Path("out/clients.csv").read_text().splitlines()[0].endswith("macro_f1,share")
+    capsys.readouterr()
+    for wrong, words in {
+        "macro_f2": "did you mean 'macro_f1'",
+        "json:dumps": "a function of (outputs, batch, real)",
+    }.items():
+        assert cli.main([*run, "--metrics", wrong]) == 2 and words in " ".join(capsys.readouterr().err.split())

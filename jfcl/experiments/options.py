@@ -14,7 +14,7 @@ from jfcl import data, models
 from jfcl.core.options import MOST_REPEATED, Interval, Needs, OneOf, Option, Range, Real, options_of
 from jfcl.data.targets import KINDS
 from jfcl.experiments.optimizers import OPTIMIZERS, SCHEDULES, SERVER_OPTIMIZERS
-from jfcl.experiments.own import Named, find_attack, find_method, find_model, is_own
+from jfcl.experiments.own import METRICS, Named, find_attack, find_method, find_metrics, find_model, is_own
 from jfcl.methods import METHODS
 from jfcl.robust import attacks
 from jfcl.robust.privacy import SAMPLING as PRIVATE_SAMPLING
@@ -224,6 +224,8 @@ class Run:
       monitor: metric of --patience.
       serve: model that a client is tested with, where clients choose: that of lowest loss on its training examples at
         the evaluation (loss), or the one chosen in its last round (state).
+      metrics: also record these metrics of a client's outputs, apart by commas: macro_f1, auc (of two classes),
+        calibration_error, or MODULE:NAME of a function (outputs, batch, real) -> number.
       keep_clients: keep the results of every client in every evaluated round, in clients_by_round.csv.
       track_gap: record the separation gap, from the true clusters, every round.
       chunk: clients trained at once; default: 1 on a CPU, all on an accelerator.
@@ -241,6 +243,7 @@ class Run:
     patience: CountOrNone = None
     monitor: Annotated[str, OneOf(MONITORED), Needs("patience")] = "accuracy"
     serve: Annotated[str, OneOf(SERVE)] = "loss"
+    metrics: Annotated[str | None, Named(METRICS, find_metrics)] = None
     keep_clients: bool = False
     track_gap: bool = False
     chunk: CountOrNone = None

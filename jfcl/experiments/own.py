@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from jfcl import data, kernels
+from jfcl.analysis import metrics
+from jfcl.analysis.metrics import Metric
 from jfcl.core import check, check_choice
 from jfcl.core.options import first_sentence
 from jfcl.data.dataset import normalised
@@ -30,10 +32,12 @@ from jfcl.methods import METHODS, Method
 from jfcl.models import MODELS
 from jfcl.robust.aggregate import taken_arguments
 from jfcl.robust.attacks import DATA_ATTACKS, UPDATE_ATTACKS, DataAttack, UpdateAttack
+from jfcl.simulation.evaluation import check_further
 
 FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 ALWAYS_GIVEN = ("client_axis", "num_clusters", "cluster")  # to factories that take them
 OF_ATTACKS = {"updates": ["key", "updates", "malicious", "usable"], "data": ["rng", "x", "y", "num_classes"]}
+METRICS = {metric.__name__: metric for metric in (metrics.macro_f1, metrics.auc, metrics.calibration_error)}
 OF_AGGREGATORS = ("num_malicious", "radius", "bucket_size", "key")  # given to those that take them
 
 
@@ -103,6 +107,27 @@ def find_model(name: str) -> Callable[[int], Any]:
         check(taken, "model", name, accepted)
     _check_takes("model", name, make, (10,), accepted)
     return make
+
+
+def find_metrics(names: str) -> dict[str, Metric]:
+    """Returns the functions of outputs of names in `METRICS` and of `MODULE:NAME`, apart by commas, by their last part.
+
+    Raises:
+      ValueError: an unknown name, or one twice; a module that cannot be imported; no function of three arguments.
+
+    Example:
+      >>> list(find_metrics("macro_f1,jfcl.metrics:auc"))
+      ['macro_f1', 'auc']
+    """
+    found: dict[str, Metric] = {}
+    for name in names.split(","):
+        metric = METRICS[name] if name in METRICS else _find("metric", name, METRICS)
+        _check_takes("metrics", name, metric, (None, None, None), "a function of (outputs, batch, real)")
+        short = name.rpartition(":")[2]
+        check(short not in found, "metrics", name, "names that differ in their last part")
+        found[short] = metric
+    check_further(found)
+    return found
 
 
 def table_defaults(given: dict[str, Any]) -> dict[str, Any]:

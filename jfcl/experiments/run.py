@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jfcl.core import files
 from jfcl.experiments.config import Config, to_saved
+from jfcl.experiments.own import find_metrics
 from jfcl.experiments.population import run_population
 from jfcl.experiments.report import NAME, write_report
 from jfcl.experiments.result_files import summarize_run, write_results
@@ -63,6 +64,7 @@ def run(
         options = {"out": out, "resume": resume, "progress": progress, "checkpoint_seconds": checkpoint_seconds}
         options |= {"eval_every": config.eval_every, "serve": config.serve}
         stopping = [EarlyStopping(patience=config.patience, metric=config.monitor)] if config.patience else []
+        options |= {"metrics": find_metrics(config.metrics) if config.metrics else None}
         options |= {"callbacks": [*stopping, *callbacks], "summary": False, "keep_clients": config.keep_clients}
         run_clients = run_population if config.of_population else _run_on_device
         found = run_clients(config, data_dir, options | {"description": config.method})
