@@ -8,6 +8,7 @@
 * A link out of this folder leads to the page that includes the file.
 """
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -231,7 +232,17 @@ def draw_dashes(app, doctree) -> None:
             text.parent.replace(text, nodes.Text(text.replace(" -- ", " – ")))
 
 
+def read_declared_signatures() -> None:
+    """Makes autodoc take the signature of a decorated function as it is, where its source has other arguments."""
+    for name in ("preserve_defaults", "_dynamic._preserve_defaults"):  # by the version of Sphinx
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"sphinx.ext.autodoc.{name}")
+            of_source = module._get_arguments
+            module._get_arguments = lambda made, of=of_source: None if hasattr(made, "__wrapped__") else of(made)
+
+
 def setup(app):
+    read_declared_signatures()
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", generate)
     app.connect("env-get-outdated", outdated)
