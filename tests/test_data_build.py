@@ -287,7 +287,7 @@ def spoiled(**changes):
         (lambda: "digits", {"num_clients": None}, "num_clients must be an integer"),
         (tagged, {"num_clusters": 2}, "heterogeneity must be given for num_clusters=2, one of rotation, label_swap"),
         (tagged, {"num_clusters": 2, "partition": "label", "heterogeneity": "none"}, "with 'none' the clusters do not"),
-        (tagged, {"num_clusters": 7}, "num_clusters must be at most 6, the number of clients, got 7"),
+        (tagged, {"num_clusters": 7}, "num_clusters must be at most the 6 clients there are, got 7"),
         (tagged, {"num_clusters": 0}, "num_clusters must be an integer, at least 1"),
         (tagged, {"num_clients": None}, "num_clients must be an integer"),
         (tagged, {"num_clients": 241}, "num_clients: 241 clients need 241 examples"),
@@ -573,8 +573,8 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
     test = {"x": x[:30], "y": y[:30]} if official else None
     data = Dataset("rare", {"x": x, "y": y}, test, 5, None, "")
     options = {"num_clients": 10, "partition": partition, "alpha": 0.05, "labels_per_client": 1}
-    refused = 0
-    for seed in range(15):
+    refused, remedies = 0, set()
+    for seed in range(20):
         try:
             build(data, **options, seed=seed)
         except ValueError as error:
@@ -583,7 +583,28 @@ def test_remedies_for_labels_without_test_examples_help(partition, official):
             fewer = data._replace(train={name: values[y < 3] for name, values in data.train.items()})
             build(fewer, **options, seed=seed)
             build(data, **options | {"partition": "iid"}, seed=seed)
-    assert refused
+            if found := re.search(r"set min_size=(\d)", str(error)):
+                remedies.add(int(found[1]))
+                build(data, **options | {"min_size": int(found[1])}, seed=seed)
+    assert refused and remedies == ({4 if official else 3} if partition == "dirichlet" else set())
+
+
+def test_labels_of_other_clusters_are_not_named_among_those_without_test_examples():
+    y = np.repeat([0, 1, 2, 3], [40, 40, 20, 1]).astype(np.int32)
+    data = Dataset("rare", {"x": np.zeros((101, 1), np.float32), "y": y}, None, 4, None, "")
+    options = {"num_clients": 8, "num_clusters": 2, "heterogeneity": "class", "partition": "dirichlet", "alpha": 0.05}
+    said = set()
+    for seed in range(20):
+        try:
+            build(data, **options, seed=seed)
+        except ValueError as error:
+            said.add(re.search(r"none to hold out: ([\d, ]+);", str(error))[1])
+    assert said == {"3"}
+
+
+def test_fewer_clients_are_advised_only_where_they_would_do():
+    with pytest.raises(ValueError, match=r"use examples_per_client of at most \d+$"):
+        build("digits", num_clients=1, examples_per_client=5000)
 
 
 def test_newcomers_are_writers_that_are_not_in_training():

@@ -239,6 +239,8 @@ def test_a_frame_by_a_column():
 def test_values_of_a_frame():
     table = frame()
     line = from_frame(table, x=["day"], y="height", test=table.assign(height=2))
+    by_index = from_frame(table, x=table[["day"]].columns, y=np.array(["height"]))
+    np.testing.assert_array_equal(by_index.train["x"], line.train["x"])
     assert line.test["y"].dtype == np.float32 and (line.test["y"] == 2).all()
     assert line.num_classes is None and line.writer is None and line.train["x"].shape == (60, 1)
     np.testing.assert_array_equal(line.train["y"], table["height"].to_numpy().astype(np.float32))

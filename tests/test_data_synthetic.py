@@ -88,7 +88,7 @@ def test_synthetic_problems_follow_their_seed(make):
         (lambda: ifca_regression(reading="nrom"), "unknown reading 'nrom': did you mean 'norm'"),
         (
             lambda: ifca_regression(num_clients=2, num_clusters=3),
-            "num_clusters must be at most 2, the number of clients, got 3",
+            "num_clusters must be at most the 2 clients there are, got 3",
         ),
         (lambda: ifca_regression(dim=2, num_clusters=4), "num_clusters must be at most 3 "),
         (lambda: ifca_regression(noise=-1.0), "noise must be at least 0"),

@@ -131,8 +131,7 @@ def from_huggingface(dataset: Any, *, name: str = "huggingface", **options: Any)
       is held in memory as a whole.
 
     Raises:
-      ValueError: those of `from_frame`; a folder without a data set, or one given without the package `datasets` (the
-        extra `jfcl[huggingface]`); a dictionary without "train".
+      ValueError: those of `from_frame`; other than data sets of `datasets`; a dictionary without "train".
 
     Example:
       >>> rows = {"text": ["a cat", "a dog", "no"], "label": [0, 1, 1], "user": [7, 7, 3]}
@@ -201,7 +200,7 @@ def _choose(names: list[Any], by: Any, x: Any, y: Any, *, all_columns: bool) -> 
 
     With `all_columns`, the inputs that are not given are all columns that are left.
     """
-    ys, xs = ([one] if isinstance(one, str | int) else list(one or ()) for one in (y, x))
+    ys, xs = ([one] if isinstance(one, str | int) else list(() if one is None else one) for one in (y, x))
     for argument, columns in [("by", [by] if by is not None else []), ("y", ys), ("x", xs)]:
         for column in columns:
             check_choice(f"column for {argument}", column, names)

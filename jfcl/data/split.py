@@ -239,10 +239,11 @@ def divide(split: Split, num_clients: int, group: int) -> list[np.ndarray]:
     needed = num_clients * (each or 1)
     if needed > len(rows):
         per_client = "" if each is None else f" with {each} examples each"
-        fewer = f" or examples_per_client of at most {len(rows) // num_clients}" if num_clients <= len(rows) else ""
+        remedies = ["fewer clients"] if (each or 1) <= len(rows) else []
+        remedies += [f"examples_per_client of at most {len(rows) // num_clients}"] if num_clients <= len(rows) else []
         raise ValueError(
             f"num_clients: {num_clients} clients{per_client} need {needed} examples, but {split.dataset.name!r} has"
-            f" {len(rows)} training examples for them; use fewer clients{fewer}"
+            f" {len(rows)} training examples for them; use {' or '.join(remedies) or 'more examples'}"
         )
     options = {"examples_per_client": each, "examples_seed": (*stream, 1), **rules.options}
     taken = {name: value for name, value in options.items() if name in _options_of(rules.partition)}
@@ -258,25 +259,36 @@ def divide_test(split: Split, parts: list[np.ndarray], group: int) -> list[np.nd
     draw from one distribution: labels that are frequent in a client's training data by chance are not so in its tests.
 
     Raises:
-      ValueError: a client with training examples of such labels alone that the test pool does not have.
+      ValueError: a client with training examples of such labels alone that the test pool does not have; no test
+        examples at all.
     """
-    train, test = split.train.kind, split.test.kind
-    if split.rules.partition not in (*OF_LABELS, "writer"):
+    train, test, rules = split.train.kind, split.test.kind, split.rules
+    if not len(split.test.rows):
+        raise ValueError(
+            f"heterogeneity {rules.heterogeneity!r}: a cluster of {sum(map(len, parts))} training examples has no test"
+            " examples; use fewer clusters, or more examples of their labels"
+        )
+    if rules.partition not in (*OF_LABELS, "writer"):
         train, test = np.zeros_like(train), np.zeros_like(test)
     tested = np.unique(test[split.test.rows])
     untested = next((i for i, part in enumerate(parts) if not np.isin(train[part], tested).any()), None)
     if untested is not None:
         official = split.test.examples is not split.train.examples
-        lost = np.setdiff1d(train, tested)
+        here = train[np.concatenate(parts)]
+        lost = np.setdiff1d(here, tested)
         why = "none in the official test split" if official else "one, and none to hold out"
         listed = ", ".join(map(str, lost[:8].tolist())) + (", ..." if len(lost) > 8 else "")
-        remedy = "leave their examples out of the training data, or " if np.isin(train, tested).any() else ""
+        remedies = ["leave their examples out of the training data"] if np.isin(here, tested).any() else []
+        remedies.append("use partition='iid'")
+        least = int(np.isin(here, lost).sum()) + 1  # so many examples are not all of these labels
+        if rules.partition == "dirichlet" and least * len(parts) <= len(here):
+            remedies.append(f"set min_size={least} of jfcl.data.build")
         raise ValueError(
-            f"partition {split.rules.partition!r}: client {untested} has no test examples, since of its labels there is"
-            f" {why}: {listed}; {remedy}use partition='iid'"
+            f"partition {rules.partition!r}: client {untested} has no test examples, since of its labels there is"
+            f" {why}: {listed}; {', or '.join(remedies)}"
         )
     kinds = [train[part] for part in parts]
-    return allot(split.test.rows, test, kinds, seed=(split.rules.seed, ALLOT, group))
+    return allot(split.test.rows, test, kinds, seed=(rules.seed, ALLOT, group))
 
 
 def hold_out(kind, fraction: float, *, seed) -> tuple[np.ndarray, np.ndarray]:
