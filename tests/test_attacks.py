@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jfcl
-from jfcl import attacks
+from jfcl import attacks, kernels
 from jfcl.core import Clients
 from jfcl.methods import METHODS
 from jfcl.testing import problem
@@ -193,11 +193,12 @@ def test_choice_is_a_share_and_depends_on_the_seed():
     ("options", "said"),
     [
         ({"aggregator": "krum"}, "aggregator must be a function .updates, mask=.*make_aggregator.*got 'krum'"),
+        ({"aggregator": kernels.krum}, "aggregator must be .*missing a required .*num_malicious"),
         ({"adversary": jfcl.Adversary("ipm", np.ones(7, bool))}, "adversary must be jfcl.Adversary"),
     ],
 )
 @pytest.mark.parametrize("make", [jfcl.fedavg, jfcl.cfl])
-def test_names_in_place_of_functions_are_refused(make, options, said):
+def test_names_and_functions_of_other_arguments_are_refused(make, options, said):
     _, _, task, training = problem()
     with pytest.raises(ValueError, match=said):
         make(task, training, **options)

@@ -19,6 +19,7 @@ from jfcl.core.options import options_of
 from jfcl.mapping.axis import client_mesh, sharded
 from jfcl.mapping.placement import place
 from jfcl.methods import METHODS
+from jfcl.methods.options import factory as as_factory
 from jfcl.testing import check_algorithm, problem
 
 OPTIONS = {
@@ -347,3 +348,17 @@ def test_models_that_look_up_their_inputs_run_on_several_devices(name):
         history = jfcl.simulate(algorithm, clients, key=jax.random.key(0), num_rounds=2, **data)
         losses.append([history.records[-1]["loss"], history.records[-1]["newcomer_loss"]])
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("about", ["Mine.", "Mine.\n\nArgs:\n  task: of it.", "Mine.\n\nReturns:\n  `Algorithm`."])
+def test_a_factory_of_ones_own_has_the_entries_of_shared_options(about):
+    def mine(task, training, **options):
+        return jfcl.fedavg(task, training, **options)
+
+    mine.__doc__ = about
+    made = as_factory("cohort", "weights")(mine)
+    assert made.__doc__.startswith("Mine.\n\nArgs:\n") and "\n  cohort: " in made.__doc__
+    _, _, task, training = problem()
+    assert isinstance(made(task, training, cohort=2), jfcl.Algorithm)
+    with pytest.raises(TypeError, match="mine has no argument 'cohrt': did you mean 'cohort'"):
+        made(task, training, cohrt=2)

@@ -144,8 +144,8 @@ def check_clients(clients: Clients, *, name: str = "clients", allow_empty: bool 
             check_apart(here, rows[real])
 
 
-def check_at_most_clients(argument: str, value: int, count: int) -> None:
-    """Checks that a value is at most the number of clients.
+def check_at_most_clients(argument: str, value: int | None, count: int) -> None:
+    """Checks that a number of clusters or clients, where one is given, is at most the number of clients.
 
     Raises:
       ValueError: it is larger.
@@ -153,9 +153,9 @@ def check_at_most_clients(argument: str, value: int, count: int) -> None:
     Example:
       >>> check_at_most_clients("num_clusters", 5, 3)
       Traceback (most recent call last):
-      ValueError: num_clusters must be at most 3, the number of clients, got 5
+      ValueError: num_clusters must be at most the 3 clients there are, got 5
     """
-    check(value <= count, argument, value, f"at most {count}, the number of clients")
+    check(value is None or value <= count, argument, value, f"at most the {count} clients there are")
 
 
 def check_labels(clients: Clients, num_classes: int, *, name: str = "clients") -> None:

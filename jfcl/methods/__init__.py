@@ -33,12 +33,16 @@ class Method(NamedTuple):
       summary: one line for `jfcl list`.
       defaults: of `jfcl run`, where they differ from those of the factory or of other methods.
       by_client: whether there is a model for each client, and no clusters are found.
+      chooses: whether clients choose the model of lowest loss.
+      sends: whether clients send anything.
     """
 
     make: Callable[..., Algorithm]
     summary: str
     defaults: Mapping[str, Any] = MappingProxyType({})
     by_client: bool = False
+    chooses: bool = False
+    sends: bool = True
 
     @property
     def options(self) -> list[str]:
@@ -60,9 +64,9 @@ RESTARTS = MappingProxyType({"restarts": 5, "restart_rounds": 5})
 
 METHODS = {
     "fedavg": Method(fedavg, "one model for all (McMahan et al. 2017); FedProx, FedAdam, FedAvgM by options"),
-    "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True),
+    "local": Method(local_only, "every client trains alone, nothing is sent", by_client=True, sends=False),
     "oracle": Method(oracle, "FedAvg inside the true clusters: what clustering can reach at best"),
-    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", RESTARTS),
+    "ifca": Method(ifca, "clients pick the model of lowest loss (Ghosh et al. 2020)", RESTARTS, chooses=True),
     "cfl": Method(cfl, "clusters of diverging clients are split in two (Sattler et al. 2021)"),
     "byzantine_cfl": Method(byzantine_cfl, "one model for the majority, dissenters are excluded (Sattler et al. 2020)"),
     "federated_clustering": Method(
@@ -70,7 +74,9 @@ METHODS = {
     ),
     "momentum_clustering": Method(momentum_clustering, "the same, clustering one momentum a client", STEPWISE),
     "myopic_clustering": Method(myopic_clustering, "a warning: gradients at different models are clustered", STEPWISE),
-    "hypcluster": Method(hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)"),
+    "hypcluster": Method(
+        hypcluster, "IFCA by data sizes, with cohorts and warm starts (Mansour et al. 2020)", chooses=True
+    ),
     "one_shot": Method(one_shot, "k-means of models trained alone, then FedAvg in each cluster (Ghosh et al. 2019)"),
     "flhc": Method(flhc, "a dendrogram of updates, then FedAvg in each cluster (Briggs et al. 2020)"),
     "fesem": Method(fesem, "clients join the model nearest to their own (Xie et al. 2021)"),

@@ -17,7 +17,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_count
-from jfcl.core.clients import attack_key, client_ids, num_clients, server_key
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, num_clients, server_key
 from jfcl.core.parameters import divided, is_finite, joined, num_bytes, path_flags, trained_part
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Served, Task
 from jfcl.methods import round as phases
@@ -185,7 +185,7 @@ def serve(state: AveragingState, clients: Clients | None) -> Served:
 
 def init(rules: Averaging, key: jax.Array, clients: Clients) -> AveragingState:
     """Returns the state before the first round."""
-    phases.check_at_most_clients("cohort", rules.cohort, clients)
+    check_at_most_clients("cohort", rules.cohort, num_clients(clients))
     params = phases.initial_models(rules.task, key, rules.num_clusters, rules.init_params)
     if rules.shared is not None:  # all copies of a shared parameter start, and so stay, alike
         flags = path_flags(rules.shared, params)

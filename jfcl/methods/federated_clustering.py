@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core.checks import check, is_concrete
-from jfcl.core.clients import attack_key, client_ids, client_keys, num_clients, random_order
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, client_keys, num_clients, random_order
 from jfcl.core.options import Interval, OneOf, Range, Real
 from jfcl.core.parameters import is_finite, num_bytes
 from jfcl.core.types import Adversary, Algorithm, Batch, Clients, PyTree, Task
@@ -179,7 +180,7 @@ def federated_clustering(
     check_no_statistics(task, "federated_clustering")
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        phases.check_at_most_clients("subgroup_size", subgroup_size, clients)
+        check_at_most_clients("subgroup_size", subgroup_size, num_clients(clients))
         return initial_state(task, training, key, clients, options["init_params"])
 
     check_each = clients_check(adversary, weights)
@@ -292,9 +293,11 @@ def warn_if_alone(quantile: Any, count: int, rule: str) -> None:
     needed = 2 if rule in ("index_shrunk", "index_strict") else 1  # the least place that includes another gradient
     least = needed / (count - 1 if rule == "linear" else count)
     if needed >= count or np.max(quantile) < least * (1 - 1e-6):  # 0.2 of 5 is 1, as in the kernel
+        nearest = f"the nearest other is within {math.ceil(1000 * least) / 1000:g}"
         warnings.warn(
             f"quantile is {quantile} ({rule}) of the distances of {count} gradients, the client's own among them: only"
-            f" its own is within it, so that every client trains alone; the nearest other is within {least:.3g}",
+            " its own is within it, so that every client trains alone;"
+            f" {nearest if needed < count else 'no quantile includes another'}",
             stacklevel=1,
         )
 

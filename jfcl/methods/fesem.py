@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from jfcl import mapping
-from jfcl.core import Algorithm, Clients, Task, check, check_count, client_ids, is_finite, num_bytes, trained_part
+from jfcl.core import (
+    Algorithm,
+    Clients,
+    Task,
+    check,
+    check_at_most_clients,
+    check_count,
+    client_ids,
+    is_finite,
+    num_bytes,
+    num_clients,
+    trained_part,
+)
 from jfcl.kernels.base import rows_of
 from jfcl.kernels.blocks import squared_norms
 from jfcl.methods import round as phases
@@ -68,7 +80,7 @@ def fesem(
     rules = Averaging(task, training, num_clusters, **options)
 
     def init(key: jax.Array, clients: Clients) -> PersonalState:
-        phases.check_at_most_clients("num_clusters", num_clusters, clients)
+        check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
         params, cluster, _ = cluster_local_models(rules, key, clients, local_rounds)
         return PersonalState(params, cluster.astype(jnp.int32), jnp.zeros((), jnp.int32), ())
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfcl import mapping
 from jfcl.core.checks import check, check_count
+from jfcl.core.clients import check_at_most_clients, num_clients
 from jfcl.core.options import MOST_ADDED, MOST_REPEATED, Interval, Needs, OneOf, Range
 from jfcl.core.parameters import get_parameter, of_rest
 from jfcl.core.types import Algorithm, Batch, Clients, PyTree, Served, Task, dense_start
@@ -17,7 +18,6 @@ from jfcl.mapping.memory import in_lots
 from jfcl.methods.averaging import Averaging, AveragingState, averaging
 from jfcl.methods.options import AVERAGING, SCOPES, Options, Rounds, factory
 from jfcl.methods.restarts import with_balanced_start, with_restarts
-from jfcl.methods.round import check_at_most_clients
 from jfcl.training.local import LocalTraining, augmented, draw_batch
 from jfcl.training.losses import blank_padding, lowest_loss, mean_loss, under_all
 
@@ -153,7 +153,7 @@ def ifca(
         return choice
 
     def start(params, clients):
-        check_at_most_clients("num_clusters", num_clusters, clients)
+        check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
         return lowest_loss(task, params, clients, client_axis=in_lots(client_axis, task, clients, num_clusters))
 
     divide_by = divide_by if average == "gradients" else "cluster"

@@ -11,7 +11,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core.checks import check_count
-from jfcl.core.clients import attack_key, client_ids, client_keys, max_examples, num_clients
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, client_keys, max_examples, num_clients
 from jfcl.core.options import Interval, Real
 from jfcl.core.parameters import is_finite, num_bytes
 from jfcl.core.types import Algorithm, Clients, PyTree, Served, Task
@@ -237,7 +237,7 @@ def centers_of(
 
     def init(key: jax.Array, clients: Clients) -> CentersState:
         n = num_clients(clients)
-        phases.check_at_most_clients("num_clusters", num_clusters, clients)
+        check_at_most_clients("num_clusters", num_clusters, num_clients(clients))
         start = initial_state(task, training, key, clients, options["init_params"])
         momenta = jax.tree.map(jnp.zeros_like, start.params) if has_momenta else ()
         group, begun = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)

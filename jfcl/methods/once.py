@@ -7,9 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jfcl.core import Algorithm, Clients, PyTree, max_examples, num_bytes
+from jfcl.core import Algorithm, Clients, PyTree, check_at_most_clients, max_examples, num_bytes, num_clients
 from jfcl.methods.averaging import Averaging, averaging, with_models
-from jfcl.methods.round import check_at_most_clients
 from jfcl.training import local
 
 
@@ -69,7 +68,7 @@ def clustered_once(
     inner = averaging(rules._replace(init_params=None))
 
     def init(key: jax.Array, clients: Clients):
-        check_at_most_clients("num_clusters", rules.num_clusters, clients)
+        check_at_most_clients("num_clusters", rules.num_clusters, num_clients(clients))
         start_key, find_key = jax.random.split(key)
         state = inner.init(start_key, clients)
         params, cluster, own = find(find_key, clients)

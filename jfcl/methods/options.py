@@ -123,13 +123,14 @@ def _with_entries(documented: str | None, texts: dict[str, str]) -> str | None:
     """Returns a docstring with further entries at the end of its `Args` section; its own entries stand."""
     if documented is None:  # python -OO
         return None
-    documented = inspect.cleandoc(documented)
+    documented = inspect.cleandoc(documented) + "\n\n"
     if "\nArgs:\n" not in documented:
-        documented = documented.replace("\n\nReturns:\n", "\n\nArgs:\n\nReturns:\n", 1)
+        summary, returns, rest = documented.partition("\n\nReturns:\n")
+        documented = f"{summary.rstrip()}\n\nArgs:\n" + (returns + rest)[1:] if returns else f"{documented}Args:\n\n"
     begin = documented.index("\nArgs:\n")
     end = documented.index("\n\n", begin)
     known = documented[begin:end]
     entries = [f"{name}: {text}" for name, text in texts.items() if f"\n  {name}: " not in known]
     wrap = functools.partial(textwrap.indent, prefix="  ")
     entries = [wrap(textwrap.fill(entry, 116, subsequent_indent="  ")) for entry in entries]
-    return "\n".join([documented[:end].rstrip(), *entries]) + documented[end:]
+    return ("\n".join([documented[:end].rstrip(), *entries]) + documented[end:]).rstrip()

@@ -17,7 +17,7 @@ import optax
 
 from jfcl import mapping
 from jfcl.core.checks import check, check_choice, check_count, check_finite, is_concrete
-from jfcl.core.clients import Cohort, client_ids, client_keys, num_clients, random_order, server_key, take_clients
+from jfcl.core.clients import Cohort, client_ids, client_keys, random_order, server_key, take_clients
 from jfcl.core.parameters import check_part, divided, joined, of_rest, parameter_names, part_like, trained_part
 from jfcl.core.types import Clients, PyTree, Task
 from jfcl.robust.aggregate import add_sent, divide_rows, nothing_sent, where_rows
@@ -26,16 +26,6 @@ from jfcl.training.optimizer import optimizer_step
 
 WEIGHTS = ("size", "equal")
 PERSONAL_STREAM = zlib.crc32(b"personal parameters")  # folded into a client's key
-
-
-def check_at_most_clients(argument: str, value: int | None, clients: Clients) -> None:
-    """Checks that a number of clusters or clients, where one is given, is at most the number of clients.
-
-    Raises:
-      ValueError: it is larger.
-    """
-    n = num_clients(clients)
-    check(value is None or value <= n, argument, value, f"at most the {n} clients there are")
 
 
 def check_scopes(rules: Any) -> None:

@@ -40,7 +40,7 @@ def _never_examined(record: dict[str, Any]) -> dict[str, str]:
         " eps_1"
         if not mean < below
         else f"and the mean update, {mean:.3g}, is below eps_1, {below:.3g}, but too few rounds have passed"
-        " (min_rounds), or too few clients have a voice (min_size, cohort)"
+        " (min_rounds), or too few clients have a voice (min_size, min_examples, cohort)"
     )
     long = f"The longest update, {longest:.3g}, is above eps_2, {above:.3g}"
     return {"unexamined": f"no cluster was ever examined for a split. {long}, {why}"}

@@ -128,7 +128,8 @@ def cfl(
 
       Memory: the updates `[N, D]` (with `cohort` twice), two models and a direction a cluster, `K N S` numbers for the
       tree (`S` at most `tree_dim`), and in rounds with bipartitions `N²`, up to 4,096 clients or an eighth of the
-      updates; beyond, tiles. Cost of such a round: `N² D` besides training; some times that in tiles.
+      updates, and always with `min_size` above 1 or complete linkage; beyond, tiles. Cost of such a round: `N² D`
+      besides training; some times that in tiles.
 
     Raises:
       ValueError: thresholds not above 0, `gamma_max` or `validation` outside [0, 1), counts below 1, an unknown

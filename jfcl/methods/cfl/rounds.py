@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from jfcl import mapping
 from jfcl.core.checks import check
-from jfcl.core.clients import attack_key, client_ids, num_clients
+from jfcl.core.clients import attack_key, check_at_most_clients, client_ids, max_examples, num_clients
 from jfcl.core.options import Needs, OneOf, Range
 from jfcl.core.parameters import is_finite, joined, num_bytes, path_flags
 from jfcl.core.types import Algorithm, Clients, PyTree, Served
@@ -117,8 +117,10 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
     """Returns the state before the first round: all clients in one cluster."""
     rules, n = method.rules, num_clients(clients)
     capacity = min(8, n) if rules.common.num_clusters is None else rules.common.num_clusters
-    phases.check_at_most_clients("max_clusters", capacity, clients)
-    phases.check_at_most_clients("cohort", rules.common.cohort, clients)
+    check_at_most_clients("max_clusters", capacity, n)
+    check_at_most_clients("cohort", rules.common.cohort, n)
+    most = max_examples(clients)
+    check(rules.min_examples <= most, "min_examples", rules.min_examples, f"at most {most}, the most of a client")
     if rules.true_cluster is not None:
         shape = jnp.shape(rules.true_cluster)
         fits = shape == (n,) or (clients.id is not None and len(shape) == 1 and shape[0] < n)
@@ -143,7 +145,7 @@ def init(method: Method, key: jax.Array, clients: Clients) -> CFLState:
     )
     return CFLState(
         params=params,
-        cluster=jnp.zeros(n, jnp.int32),
+        cluster=cluster,
         active=jnp.arange(capacity) == 0,
         parent=jnp.full(capacity, -1, jnp.int32),
         since=jnp.zeros(capacity, jnp.int32),

@@ -57,7 +57,7 @@ def split_clusters(rules: Rules, state: CFLState, sent: Sent, found: Found) -> D
 def carry_out(
     rules: Rules, state: CFLState, vectors: PyTree, sent: Sent, splits: Splits, into: jax.Array
 ) -> tuple[CFLState, jax.Array]:
-    """Carries out this round's splits, and places the clients that no bipartition places (see `sides`).
+    """Carries out this round's splits, and places the clients that no bipartition places (see the module's docstring).
 
     Args:
       rules: of the method.
