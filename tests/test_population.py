@@ -706,6 +706,7 @@ ATTACKED = jfcl.fedavg(TASK, TRAINING, adversary=jfcl.Adversary(jfcl.attacks.zer
         ({"newcomers": CLIENTS}, "newcomers must be left out for a population"),
         ({"test_clients": CLIENTS}, "test_clients must be a ClientStore, as clients are"),
         ({"hyperparams": {"lr": 1.0}}, "hyperparams must be left out for a population"),
+        ({"seed_axis": jax.vmap}, "seed_axis must be left out for a population"),
         ({"remember": 2}, "remember must be left out for a method that keeps no updates"),
         (
             {"algorithm": jfcl.cfl(TASK, TRAINING, max_clusters=2, cohort=4), "remember": 4},

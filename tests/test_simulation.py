@@ -114,9 +114,10 @@ def test_evaluation_and_seeds_change_nothing():
     assert equal(jax.tree.map(lambda x: x[1], together.state), alone.state)
     assert [r["seed"] for r in together.records[:3]] == [7, 8, 9]
     assert together.series("loss", 8)[1].tolist() == alone.series("loss")[1].tolist()
-    vmapped = sim(key=KEYS, seed_axis=jax.vmap)
-    for x, y in zip(jax.tree.leaves(vmapped.state), jax.tree.leaves(together.state), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    for seed_axis in (jax.vmap, jfcl.sharded(jfcl.client_mesh(1))):
+        other = sim(key=KEYS, seed_axis=seed_axis)
+        for x, y in zip(jax.tree.leaves(other.state), jax.tree.leaves(together.state), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_a_second_call_compiles_nothing_and_gives_the_same_bits():

@@ -191,7 +191,8 @@ class ClientRows:
         """Returns the ids and former rows of all changes since the checkpoint of `round_`, the latest first."""
         journal = self.folder / f"undo-{round_:08d}"
         if not journal.exists():
-            raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost")
+            without = "without the folder checkpoints/ the run begins again"
+            raise ValueError(f"{journal} is missing: the rows of that checkpoint are lost; {without}")
         dtype, found = self._table.dtype, []
         for data in _records(journal):
             count = len(data) // (8 + dtype.itemsize)

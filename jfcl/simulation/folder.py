@@ -9,7 +9,8 @@
 Every read is verified: a checkpoint by the SHA-256 of every array, the lines of `metrics.jsonl` by the number and the
 SHA-256 of the lines before the checkpoint, results by the digests in `summary.json`. Every file becomes visible whole
 (`jfcl.core.files`), and only the process that holds the lock writes. A command that is refused changes nothing:
-`reopen` and `restore` only read, `begin` makes the first change. The results of a finished run that is extended stay
+`reopen` and `restore` only read, `begin` makes the first change but that of a population's rows, which are verified
+before. The results of a finished run that is extended stay
 until a checkpoint of a later round is written. No link or FIFO in a folder is followed (`jfcl.core.plain`).
 """
 
@@ -206,7 +207,7 @@ class RunFolder:
         """Makes the first change of a resumed run: removes all that follows the checkpoint of `restore`."""
         files.sign(self.lock_path)
         cut = self._restored and self.metrics_path.exists() and self.metrics_path.stat().st_size != self._bytes
-        if self._ended and cut:  # its last checkpoint is damaged: these rounds run again
+        if self._ended and cut:  # stopped while it went on, or its last checkpoint was removed: these rounds run again
             (self.path / "summary.json").unlink()
             self._ended = False
         if not self._ended:

@@ -237,11 +237,14 @@ class Group:
         check_method(made, {"clients": data.clients, "held_out": data.held_out})
         parts = [serving_part(one) for one in algorithms]
         serving = parts[0] if all(one == parts[0] for one in parts) else self._maker
-        self._made, self.task = made, made.task
-        self._source = self._rows_at_once(serving, at_once)
+        self._made, self.task, self._serving, self._source = made, made.task, serving, None
+        self._divide(at_once)
 
-    def _rows_at_once(self, serving: Any, at_once: int | None) -> Resident:
-        """Returns the source of as many rows as fit into memory; `ValueError` if one on each device does not."""
+    def _divide(self, at_once: int | None) -> None:
+        """Sets the rows at once, as many as fit into memory; `ValueError` for all that a round would refuse.
+
+        The data are on the devices meanwhile, and again while the group runs: never those of two groups.
+        """
         row_axis = self._axes["row_axis"]
         devices = row_axis.mesh.size if isinstance(row_axis, mapping.sharded) else 1
         most = -(-len(self._rows) // devices)
@@ -249,18 +252,19 @@ class Group:
         while True:
             self._size = each * devices
             try:
-                return self._placed(serving)
+                self._placed()
+                return
             except ValueError:
                 if each == 1 or at_once is not None:
                     raise
                 each = -(-each // 2)
 
-    def _placed(self, serving: Any) -> Resident:
+    def _placed(self) -> Resident:
         """Returns the source of rows, which refuses all that a round would refuse; also options that are no tracers."""
         data, how = self._data, {"seeds": list(range(self._size)), "made": self._made, **self._axes}
         try:
             source = Resident(self._maker, data.clients, *self._at(0), tests=data.held_out, **how)
-            source.place(data.serve, serving=serving)
+            source.place(data.serve, serving=self._serving)
         except (TypeError, ValueError) as error:  # those of jax, of which some are ValueErrors, and of checks
             why = str(error).splitlines()[0]
             if not self._values or "trace" not in why.lower():
@@ -286,10 +290,12 @@ class Group:
             if all(cell in skipped for cell, _ in rows):
                 tick(rows[0][0], len(rows) * self._data.num_rounds)
                 continue
+            self._source = self._source or self._placed()
             for (cell, seed), result in zip(rows, self._run_rows(begin, len(rows), tick), strict=True):
                 results.setdefault(cell, []).append({"seed": seeds[seed]} | result)
                 if len(results[cell]) == len(seeds) and cell not in skipped:
                     yield cell, results.pop(cell)
+        self._source = None
 
     def _run_rows(self, begin: int, count: int, tick: Callable[[int, int], None]) -> list[dict[str, Any]]:
         """Returns the results of `count` rows."""

@@ -191,7 +191,7 @@ class Resident:
         self.like = _init.shapes(*self.rows, client_shapes(self._clients, self._n), **self._static)
         self._tests, self._newcomers = (mapping.held(client_axis, self.made.task, x) for x in (tests, newcomers))
         self._true_cluster = None if true_cluster is None else np.asarray(true_cluster)
-        self._compiled, self._first = compile_ahead(()), None
+        self._compiled, self._programs, self._first = compile_ahead(()), [], None
 
     def place(self, serve: str, further: tuple = (), serving: Any = None) -> None:
         """Moves the clients and those of evaluations to the devices, if the memory suffices.
@@ -291,7 +291,7 @@ class Resident:
         if found is None and self._first is not None:
             found = Restored(0, self._first, {}, [])
         self._compiled = compile_ahead(self._programs)
-        del self._programs
+        self._programs = []
         if found is None:
             before = self.made.init_rounds
             return Restored(before, self.first_state(), {"init_rounds": before}, [])

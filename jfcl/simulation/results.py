@@ -20,7 +20,9 @@ SEED_METRICS = ("accuracy", "worst_client_accuracy", "loss", "cluster_accuracy",
 BYTES = ("bytes_up", "bytes_down")
 
 
-def summarize_records(records: list[dict[str, Any]], last: int | None = None) -> dict[str, Any]:
+def summarize_records(
+    records: list[dict[str, Any]], last: int | None = None, further: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns `per_seed`, `mean` and `std` of `summary.json`: the metrics of round `last`, from the records.
 
     `std` is the sample standard deviation, None for one seed. Without `last` they are those of each seed's own last
@@ -34,7 +36,7 @@ def summarize_records(records: list[dict[str, Any]], last: int | None = None) ->
         of_seed = by_seed[record["seed"]]
         right = [r.get("cluster_accuracy") for r in of_seed]  # None where the true clusters are unknown
         recovered = None if None in right else rounds_to_recovery([r["round"] for r in of_seed], right)
-        row = {"seed": record["seed"]} | {name: record.get(name) for name in SEED_METRICS}
+        row = {"seed": record["seed"]} | {name: record.get(name) for name in (*SEED_METRICS, *further)}
         row |= {"rounds_to_recovery": recovered, **{name: record.get(name) for name in BYTES}}
         row |= {name: value for name, value in record.items() if name == "perplexity" or name.startswith("newcomer_")}
         per_seed.append(row)
@@ -62,7 +64,7 @@ def finds_clusters(history: History) -> bool:
 
 def summarize(history: History) -> dict[str, Any]:
     """Returns the entries of `summary.json` that follow from a run alone: its end, its costs and its last metrics."""
-    over_seeds = summarize_records(history.records)
+    over_seeds = summarize_records(history.records, further=[n for n in history.clients if n not in OWN_NAMES])
     seconds = max(history.seconds, 1e-9)
     return {
         "num_rounds": history.rounds,

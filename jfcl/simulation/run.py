@@ -108,7 +108,8 @@ def simulate(
       seed_axis: mapping over seeds; default: one after another on a CPU, `jax.vmap` elsewhere.
       client_axis: mapping for evaluations; default: `jfcl.auto()`. If it is `jfcl.sharded`, the clients are placed on
         its devices (give it to the algorithm too). With several processes, `clients` and `test_clients` are those of
-        this process, `mapping.own_rows`, and the first process writes all files.
+        this process, `mapping.own_rows` (of a `Federation`, by `rows` of `jfcl.data.build`). The first one writes all
+        files.
       out: the run's folder: gets `config.json`, `metrics.jsonl`, `checkpoints/`, and once all rounds are done, or the
         method or a callback has ended the run, `summary.json` and `clients.csv`.
       resume: continue from the last checkpoint in `out`; from the start if there is none yet, or nothing at all.
@@ -172,7 +173,7 @@ def simulate(
     check(not store, "clients", "a ClientStore", "a Population of it: jfcl.Population(store, cohort=100)")
     if isinstance(clients, Population):
         others = {"test_clients": test_clients, "newcomers": newcomers, "true_cluster": true_cluster}
-        for name, value in (others | {"hyperparams": hyperparams, "state": state}).items():
+        for name, value in (others | {"hyperparams": hyperparams, "state": state, "seed_axis": seed_axis}).items():
             check(value is None, name, type(value).__name__, "left out for a population")
         until = num_rounds if stop_after is None else min(num_rounds, stop_after)
         source = Streamed(algorithm, clients, key, seeds, client_axis, until)

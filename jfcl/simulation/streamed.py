@@ -296,8 +296,9 @@ class Streamed:
 
     def _heard_last(self, ids: np.ndarray) -> np.ndarray:
         """Returns `[R]` ids, ascending: the clients with the latest updates, without `ids`; ties are deterministic."""
-        rows = self.client_rows
-        when = np.where(rows.seen, rows.arrays[self._split.last_updates], 0)
+        rows, seen = self.client_rows, np.flatnonzero(self.client_rows.seen)
+        when = np.zeros(len(rows.seen), np.int32)
+        when[seen] = rows.arrays[self._split.last_updates][seen]  # those alone that have a row in the file
         when[ids] = -1
         return np.sort(np.argpartition(-when, self._remember - 1)[: self._remember]).astype(np.int32)
 
