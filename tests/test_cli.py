@@ -278,7 +278,8 @@ def test_list_and_help_name_everything(capsys):
         (["run", "ifca", "--population", "50", "--seeds", "2"], "seeds must be 1 with --population"),
         (["run", "ifca", "--population", "50", "--clients", "20"], "clients must be left out with --population or"),
         (["run", "ifca", "--dropout", "0.5"], "dropout must be left out without --population"),
-        (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
+        (["run", "one_shot", "--population", "50"], "need them all on the device, as Clients"),
+        (["run", "ifca", "--population", "50", "--reuse", "none"], "reuse must be left out with --population"),
         (["run"], "METHOD must be given, or stand in --config"),
         (["run", "fedavg", "--malicious", "0.3"], "malicious must be left out without --attack, got 0.3"),
         (
@@ -290,11 +291,10 @@ def test_list_and_help_name_everything(capsys):
         (["run", "fedavg", "--seed", "1", "--seeds", "2"], "Give seed or seeds, not both"),
         (["run", "fedavg", "--vocab-size", "30"], "vocab_size must be left out for images, got 30"),
         (["run", "fedavg", "--num-models", "3"], "method fedavg has no option num_models"),
-        (["run", "one_shot", "--population", "50"], "method must be one that does not compare all clients"),
         (["run", "cfl", "--remember", "5"], "remember must be left out without --population"),
         (
             ["run", "ifca", "--population", "50", "--cohort", "9", "--remember", "5"],
-            "remember must be",
+            "remember must be left out for a method that keeps no updates",
         ),
         (["run", "cfl", "--population", "50", "--cohort", "9", "--remember", "42"], "at most the 41 clients beside"),
         (["run", "ifca", "--store", "/nowhere/at/all"], "there is no store /nowhere/at/all yet"),
@@ -872,3 +872,8 @@ def test_the_cpu_has_a_device_for_every_core_by_default(monkeypatch, options, wa
     args = parse(["run", "fedavg", *options])
     commands._find_devices(args, Config(**commands.given_options(args)))
     assert divided == wanted
+
+
+def test_clients_that_join_a_population_start_without_warm_rounds():
+    options = ["--population", "12", "--cohort", "4", "--rounds", "2", "--local-steps", "1", "--model", "linear"]
+    assert cli.main(["run", "hypcluster", *options, "--clusters", "2", "--warm-rounds", "1", "--quiet"]) == 0

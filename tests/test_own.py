@@ -540,6 +540,10 @@ def test_own_metrics_are_recorded_beside_those_of_the_library(tmp_path, monkeypa
     record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < record["macro_f1"] < 1 and 0.9 < record["share"] <= 1
     assert Path("out/clients.csv").read_text().splitlines()[0].endswith("macro_f1,share")
+    assert json.loads(Path("out/summary.json").read_text())["mean"]["macro_f1"] == record["macro_f1"]
+    (tmp_path / "my_metrics.py").unlink()
+    sys.modules.pop("my_metrics")
+    assert load_run("out").setup.task is not None  # which needs no metric
     capsys.readouterr()
     for wrong, words in {
         "macro_f2": "did you mean 'macro_f1'",

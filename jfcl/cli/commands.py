@@ -224,7 +224,7 @@ def _print_summary(config: Config, summary: dict[str, Any], out: str | None, con
     planned = config.rounds + summary["init_rounds"]
     if summary["num_rounds"] < planned:
         console.print(f"note: ended after {summary['num_rounds']} of {planned} rounds: {summary['ended']}")
-    if config.method == "cfl" and summary["mean"]["clusters_in_use"] == 1:
+    if "eps_1" in config.values and summary["mean"]["clusters_in_use"] == 1:
         where = f"{out}/metrics.jsonl" if out else "metrics.jsonl (kept with --out)"
         console.print(
             f"note: no cluster was split. mean_norm and max_norm in {where} show what eps_1 and eps_2 could be"

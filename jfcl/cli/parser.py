@@ -226,7 +226,15 @@ def parse(argv: list[str]) -> argparse.Namespace | None:
 
 def parser_of(command: str, method: str | None = None) -> Parser:
     """Returns the parser of a command; of a run, with the options of a method, or of all of them."""
-    return _of_runs(command, method) if command in OF_RUNS else _of_others(command)
+    if command not in OF_RUNS:
+        return _of_others(command)
+    try:
+        return _of_runs(command, method)
+    except argparse.ArgumentError as error:
+        flag = str(error).split()[1].rstrip(":")
+        raise ValueError(
+            f"an argument of method {method!r} must have another name: jfcl {command} has {flag}"
+        ) from None
 
 
 def overview() -> str:
@@ -276,13 +284,7 @@ def _of_runs(command: str, method: str | None) -> Parser:
         options = [o for o in options if (command, o.name) != ("plan", "target")]
         options = [o._replace(default=SEEDS) if (command, o.name) == ("sweep", "seeds") else o for o in options]
         _add(parser.add_argument_group(_title(group)), options)
-    try:
-        _add_others(parser, command)
-    except argparse.ArgumentError as error:
-        flag = str(error).split()[1].rstrip(":")
-        raise ValueError(
-            f"an argument of method {method!r} must have another name: jfcl {command} has {flag}"
-        ) from None
+    _add_others(parser, command)
     return parser
 
 

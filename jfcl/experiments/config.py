@@ -52,7 +52,6 @@ EVALUATIONS = 50  # in a run, about
 LOCAL_STEPS = 10
 COHORT, EXAMPLES = 100, 20  # of a population
 BUCKET_SIZE = 2
-COMPARE_ALL = ("one_shot", "flhc", "fesem")  # methods that compare all clients with each other
 OF_TABLES = ("by", "target", "inputs", "kind")
 LARGEST_FILE = 2**20  # bytes; the config.json of a run has about 2,000
 # Entries of config.json that are no options; `cohorts`: how those of a population were drawn.
@@ -136,7 +135,8 @@ def check_method_takes(method: str, given: dict[str, Any]) -> None:
 
 def _resolved(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Returns all options of a run: those `given`, and for each other its default, or what follows from others."""
-    method, options = find_method(name), find_method(name).options
+    method = find_method(name)
+    options = method.options
     defaults = {option.name: option.default for option in (common_options() | method_options(name)).values()}
     found = defaults | table_defaults(given) | given
 
@@ -258,7 +258,7 @@ def _check_attack(config: Config) -> None:
         accepted = f"enough for one of the {config.clients} clients, and not for all"
         check(0 < some < config.clients or not known, "malicious", config.malicious, accepted)
         # Local training sends no updates: an attack on them changes only which clients are evaluated.
-        attacked = "adversary" in options or config.method == "local" or is_on_data(config.attack)
+        attacked = "adversary" in options or not find_method(config.method).sends or is_on_data(config.attack)
         on_data = ", ".join(attacks.DATA_ATTACKS)
         accepted = f"one on data ({on_data}, or of your own): {config.method} has no argument adversary"
         check(attacked, "attack", config.attack, accepted)
@@ -299,7 +299,7 @@ def _check_population(config: Config) -> None:
     accepted = "left out with --population or --store, which have their own number"
     fits = "clients" not in config.given or config.clients == config.population
     check(fits, "clients", config.clients, accepted)
-    check(config.method not in COMPARE_ALL, "method", config.method, "one that does not compare all clients")
+    check(config.reuse == "auto", "reuse", config.reuse, "left out with --population: data are dealt several times")
     check(config.seeds == 1, "seeds", config.seeds, "1 with --population: run it once for each --seed")
     check(config.newcomer_examples is None, "newcomer_examples", config.newcomer_examples, "left out with --population")
     check(config.partition not in OF_ONE_DIVISION, "partition", config.partition, "another with --population")

@@ -120,7 +120,7 @@ def find_metrics(names: str) -> dict[str, Metric]:
       ['macro_f1', 'auc']
     """
     found: dict[str, Metric] = {}
-    for name in names.split(","):
+    for name in map(str.strip, names.split(",")):
         metric = METRICS[name] if name in METRICS else _find("metric", name, METRICS)
         _check_takes("metrics", name, metric, (None, None, None), "a function of (outputs, batch, real)")
         short = name.rpartition(":")[2]

@@ -20,7 +20,7 @@ from jfcl.core import Clients, check, check_labels
 from jfcl.data import ClientStore
 from jfcl.experiments.config import Config, check_options, to_saved
 from jfcl.experiments.options import OF_PARTITION
-from jfcl.experiments.own import find_attack, is_on_data, is_own
+from jfcl.experiments.own import find_attack, find_method, is_on_data, is_own
 from jfcl.experiments.result_files import summarize_run, write_results
 from jfcl.experiments.setups import Setup, assemble, dealt, load_dataset, malicious_clients, mapping_of, true_clusters
 from jfcl.models import LANGUAGE_MODELS
@@ -47,7 +47,7 @@ def run_population(
       ValueError: what `run` and `simulate` refuse; several seeds, newcomers; an existing store that
         differs from the options.
     """
-    out, resume = options["out"], options["resume"]
+    out, resume, asked = options["out"], options["resume"], sorted(config.given)
     check(jax.process_count() == 1, "num_processes", jax.process_count(), "left out with --population: one process")
     check(out is not None or not resume, "out", out, "the folder of the run to resume")
     with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def run_population(
             num_rounds=config.rounds,
             seeds=parts.seeds,
             client_axis=parts.client_axis,
-            config=to_saved(config, store.hash),
+            config=to_saved(config, store.hash) | {"given": asked},
             **options,
         )
     last = history.records[-1]
@@ -208,7 +208,8 @@ def make_stores(
 
 def _setup(config: Config, store: ClientStore, tests: ClientStore, evaluated: np.ndarray, vocab_size: int | None):
     """Returns the `Setup` of the evaluated clients, and the start of clients that never took part, or None."""
-    check(store.cluster is not None or config.method != "oracle", "method", "oracle", "one for unknown clusters")
+    unknown = store.cluster is None and "cluster" in find_method(config.method).options
+    check(not unknown, "method", config.method, "one for unknown clusters")
     cluster = np.zeros(len(store), np.int32) if store.cluster is None else store.cluster
     sample = data.Federation(
         train=store.gather(evaluated),
@@ -238,5 +239,6 @@ def _assembled(
 
     join = None  # new clients start without what chose the first cohort's models: restarts, warm rounds, draws
     if config.restarts not in (None, 1) or config.warm_rounds or config.min_share:
-        join = assembled(restarts=1, warm_rounds=None, min_share=None).algorithm.init
+        alone = {} if config.restarts is None else {"restarts": 1}
+        join = assembled(**alone, warm_rounds=None, min_share=None).algorithm.init
     return assembled(), join

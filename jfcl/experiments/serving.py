@@ -153,7 +153,8 @@ def load_run(folder: str | Path, *, data_dir: str | None = None) -> LoadedRun:
     run = read_finished(folder)  # verifies the files
     accepted = "a run of the command line or jfcl.experiments.run; that of jfcl.simulate keeps no models and no options"
     check(is_configured(run.config), "folder", str(folder), accepted)
-    config = Config(**from_saved(run.config, str(run.folder / "config.json")))
+    saved = run.config | {"metrics": None}  # what was recorded does not matter for using the models
+    config = Config(**from_saved(saved, str(run.folder / "config.json")))
     check(not config.of_population, "folder", str(folder), "a run of clients, not of a population")
     # Devices, mapping and warm start do not matter for using the models, and may not exist on this machine.
     here = dataclasses.replace(config, devices=None, mapping=None, chunk=None, init_from=None)

@@ -20,7 +20,6 @@ from jfcl.core import (
     PyTree,
     Task,
     check,
-    check_choice,
     check_labels,
     client_ids,
     is_concrete,
@@ -140,7 +139,7 @@ def _warm_start(config: Config, task: Task) -> PyTree:
     accepted = f"a run that ended with models {config.model!r} of these sizes ({differ})"
     check(not names, "init_from", config.init_from, accepted)
     alone = all(len(leaf) == 1 for leaf in jax.tree.leaves(found))
-    chosen = config.method == "ifca" or (config.method == "hypcluster" and not config.warm_rounds)
+    chosen = own.find_method(config.method).chooses and not config.warm_rounds
     equals = alone and chosen and config.num_models > 1
     accepted = "a run that ended with several models: of equals all clients would choose the first"
     check(not equals, "init_from", config.init_from, accepted)
@@ -162,7 +161,7 @@ def make_algorithm(config: Config, task: Task, training: LocalTraining, federati
         options["dp"] = mechanism(config)
     if config.track_gap:
         options["true_cluster"] = federation.cluster
-    if own.is_on_updates(config.attack) and config.method != "local":
+    if own.is_on_updates(config.attack) and "adversary" in method.options:
         options["adversary"] = Adversary(own.find_attack(config.attack), malicious_clients(config))
     if config.aggregator is not None:
         options["aggregator"] = make_aggregator(config)
@@ -286,7 +285,6 @@ def make_task(
 
 def matmul_precision(name: str) -> str | None:
     """Returns the name of a `--precision` in JAX: XLA's CPU backend refuses some products in the BF16 of GPUs."""
-    check_choice("precision", name, PRECISIONS)
     return "bfloat16" if name == "bfloat16" and platform() == "cpu" else PRECISIONS[name]
 
 
