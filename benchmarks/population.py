@@ -53,19 +53,19 @@ def make_algorithm(steps: int):
     return jfcl.fedavg(task, jfcl.local_training(optax.sgd(0.1), num_steps=steps))
 
 
-def make_store(folder: Path, clients: int, layout: str) -> ClientStore:
+def make_store(folder: Path, clients: int) -> ClientStore:
     """The population in `folder`, made if it is not there."""
-    path = folder / f"digits-{clients}-{layout}"
+    path = folder / f"digits-{clients}"
     if path.exists():
         return open_stores(path)[0]
     print(f"making {path}", file=sys.stderr, flush=True)
-    options = {"num_clusters": 4, "heterogeneity": "rotation", "examples_per_client": EXAMPLES, "layout": layout}
+    options = {"num_clusters": 4, "heterogeneity": "rotation", "examples_per_client": EXAMPLES}
     return generate_store(path, "digits", num_clients=clients, **options)[0]
 
 
-def cohorts(folder: Path, clients: int, layout: str, rounds: int, turns: int, steps: int) -> list[dict[str, Any]]:
+def cohorts(folder: Path, clients: int, rounds: int, turns: int, steps: int) -> list[dict[str, Any]]:
     """Seconds a round of a cohort of a large population, of a small one, and of `simulate`."""
-    large, small = (make_store(folder, n, layout) for n in (clients, COHORT))
+    large, small = (make_store(folder, n) for n in (clients, COHORT))
     memory = AnonymousMemory()
     memory.start()
     algorithm, key = make_algorithm(steps), jax.random.key(0)
@@ -93,7 +93,7 @@ def cohorts(folder: Path, clients: int, layout: str, rounds: int, turns: int, st
     base = medians[f"{COHORT} of {COHORT:,}"]
     files = sum(f.stat().st_size for f in large.path.iterdir()) / 1e6
     rows = [
-        {"case": f"cohorts, {layout}", "what": name, "seconds": medians[name], "ratio": medians[name] / base}
+        {"case": "cohorts", "what": name, "seconds": medians[name], "ratio": medians[name] / base}
         | {"client_steps/s": COHORT * steps / medians[name], "runs": values}
         for name, values in seconds.items()
     ]
@@ -132,7 +132,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=1_000_000, help="clients of the large population")
     parser.add_argument("--most", type=int, default=100_000, help="clients of the largest simulation on the device")
-    parser.add_argument("--layout", default="rows", help="of the store: rows, or index")
     parser.add_argument("--rounds", type=int, default=10, help="of every turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="local steps a round")
@@ -144,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if args.only != "sizes":
             folder = Path(args.store or scratch)
-            rows += cohorts(folder, args.clients, args.layout, args.rounds, args.turns, args.steps)
+            rows += cohorts(folder, args.clients, args.rounds, args.turns, args.steps)
         if args.only != "cohorts":
             rows += sizes(args.most, args.steps)
     columns = ["case", "what", "seconds", "us_per_client", "ratio", "client_steps/s", "anonymous_mb", "store_mb"]

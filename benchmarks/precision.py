@@ -87,7 +87,7 @@ def main() -> None:
             if bits is not None and np.array_equal(losses[0], losses[-1]):
                 raise RuntimeError(f"{case}: rounding to {name} changed nothing, so it was not done")
             accuracy = np.array([100 * row["accuracy"] for row in summary["per_seed"]])
-            row = {"case": case, "products": name, "accuracy": accuracy.mean(), "spread": accuracy.std()}
+            row = {"case": case, "products": name, "accuracy": accuracy.mean(), "spread": accuracy.std(ddof=1)}
             cluster = history.clients.get("cluster")
             if cluster is not None:
                 reference = cluster if reference is None else reference

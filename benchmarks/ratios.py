@@ -14,6 +14,7 @@ GPU = {
     "federated clustering, mlp": "Federated-Clustering, MLP",
     "cfl, mlp": "CFL, MLP",
 }
+OTHER = ("TF32 throughout", "autocast", "similarities")  # forms that compute less exactly, or other things
 CPU = {"ifca mlp": "IFCA, MLP", "fedavg mlp": "FedAvg, MLP", "fedavg cnn": "FedAvg, CNN"}
 
 
@@ -40,7 +41,8 @@ def on_gpu() -> dict[str, dict[str, float]]:
         timed = [row for row in rows("gpu-nvidia-h200") if row["row"] == key and "ms" in row]
         (ours,) = [row["ms"] for row in timed if row["what"] == "jfcl" and row["mapping"].startswith("default")]
         for library in ("PyTorch", "JAX"):
-            fair = [r["ms"] for r in timed if r["what"].startswith(library) and "TF32 throughout" not in r["what"]]
+            of_library = [row for row in timed if row["what"].startswith(library)]
+            fair = [row["ms"] for row in of_library if not any(part in row["what"] for part in OTHER)]
             if fair:
                 found.setdefault(job, {})[{"JAX": "plain JAX"}.get(library, library)] = min(fair) / ours
         half = [row["ms"] for row in timed if row["what"] == "jfcl, bfloat16"]
