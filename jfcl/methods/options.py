@@ -69,7 +69,7 @@ AVERAGING = (*SENDING, "server_optimizer", "cohort", "aggregator")
 
 
 def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
-    """Returns the decorator of a method's factory, whose last parameter is `**options: Unpack[Options]`, or a subclass.
+    """Returns the decorator of a method's factory, whose last parameter is `**options: Unpack[Options]`.
 
     The factory's signature and docstring then have these options beside its own, as if they were written there. A call
     is checked as by `check_options`; `TypeError` names the nearest argument for an unknown one. Inside, `options` has
@@ -90,7 +90,7 @@ def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
     defaults = {"weights": "size"} | defaults
 
     def decorate(make: Factory) -> Factory:
-        (declared,) = typing.get_args(typing.get_type_hints(make)["options"])
+        (declared,) = typing.get_args(typing.get_type_hints(make).get("options")) or (Options,)
         hints = typing.get_type_hints(declared, include_extras=True)
         texts = argument_texts(Options) | argument_texts(declared)
         own = inspect.signature(make).parameters
