@@ -69,7 +69,7 @@ AVERAGING = (*SENDING, "server_optimizer", "cohort", "aggregator")
 
 
 def factory(*names: str, **defaults: Any) -> Callable[[Factory], Factory]:
-    """Returns the decorator of a method's factory, whose last parameter is `**options: Unpack[Options]`.
+    """Returns the decorator of a method's factory, whose last parameter is `**options: Unpack[Options]`, or a subclass.
 
     The factory's signature and docstring then have these options beside its own, as if they were written there. A call
     is checked as by `check_options`; `TypeError` names the nearest argument for an unknown one. Inside, `options` has
