@@ -464,7 +464,7 @@ def test_a_compressed_file_is_unpacked_as_far_as_its_header_says(folder, capsys,
         tracemalloc.stop()
         printed = capsys.readouterr().err
         assert "train-images-idx3-ubyte.gz is " in printed and "fetch it again" in printed
-        assert most < 3 * 10**8
+        assert most < 4 * size["good"]  # Python 3.12 joins what it has read in pieces
 
 
 @pytest.mark.parametrize(
