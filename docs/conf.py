@@ -6,14 +6,15 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports jfcl; no device is needed
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "_ext"), str(HERE.parent / "notebooks")]
-
-from refresh import REPOSITORY  # noqa: E402
+sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
 
 from jfcl import __version__  # noqa: E402
 
 project, author, copyright = "jfcl", "the authors of jfcl", "the authors of jfcl, Apache-2.0"
 version = release = __version__
+
+# The repository on GitHub: the only place that names it. After a change, run `python notebooks/refresh.py --no-run`.
+repository = "OWNER/jfcl"
 
 extensions = [
     "jfcl_pages",  # in _ext: the options of methods, the pages of the API, the notebooks, links to other folders
@@ -50,5 +51,5 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,
 }
-if not REPOSITORY.startswith("OWNER"):  # a link to it, once it has an address
-    html_theme_options |= {"repository_url": f"https://github.com/{REPOSITORY}", "use_repository_button": True}
+if not repository.startswith("OWNER/"):  # a link to it, once it has an address
+    html_theme_options |= {"repository_url": f"https://github.com/{repository}", "use_repository_button": True}

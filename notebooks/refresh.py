@@ -9,22 +9,23 @@ The outputs in a notebook are a cache: its metadata hold a digest of the code th
 `make docs` executes what is stale.
 
 04_thousand_clients_on_a_tpu shows a plan where the extra plan-tpu is installed and JAX_PLATFORMS=cpu is set.
-`REPOSITORY` is the only place that names the repository on GitHub; `tests/test_notebooks.py` compares the notebooks
-with this file.
+`repository` in docs/conf.py is the only place that names the repository on GitHub. `tests/test_notebooks.py` compares
+the notebooks with this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 from jfcl import __version__
 
-REPOSITORY = "OWNER/jfcl"  # on GitHub; after a change, run this file with --no-run
-BRANCH = "main"
 FOLDER = Path(__file__).resolve().parent
+REPOSITORY = re.search(r'^repository = "(.*)"$', (FOLDER.parent / "docs" / "conf.py").read_text(), re.MULTILINE)[1]
+BRANCH = "main"
 METADATA = {
     "colab": {"provenance": []},
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
