@@ -122,7 +122,7 @@ def test_a_client_that_always_sends_nan_does_not_keep_a_recursive_run_with_cohor
 
 @pytest.mark.slow
 def test_a_thousand_clients_of_which_464_have_one_example():
-    """The figures of docs/cfl.md, by benchmarks/cfl_small_clients.py."""
+    """The figures of docs/howto/small_clients.md, by benchmarks/cfl_small_clients.py."""
     import sys
     from pathlib import Path
 

@@ -31,19 +31,19 @@ def test_its_commands_parse():
 
 
 @pytest.mark.slow
-def test_the_page_on_cfl(capsys, tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "cfl.md").read_text()
-    run, tree = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names = {}
-    exec(run, names)
-    clusters, identity = map(float, capsys.readouterr().out.split())
-    assert clusters == 2 and identity == 1
+def test_the_page_on_newcomers(capsys, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "howto" / "newcomers.md").read_text()
+    finished, tree, *others = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    exec(finished, {})
+    by_loss, by_inputs = capsys.readouterr().out.split()[-2:]
+    assert by_loss == by_inputs
+    names = {}
     exec(tree, names)
-    assert float(capsys.readouterr().out.split()[0]) == 1
-    assert names["parameter_tree"].load_tree(tmp_path, names["task"]).cluster.tolist()
-    for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text.replace("\\\n", " "), flags=re.MULTILINE):
-        parse(shlex.split(line)[1:])
+    assert float(capsys.readouterr().out) == 1
+    for code in others:
+        exec(code, names)
+    assert capsys.readouterr().out.endswith("(40,)\n")
 
 
 def test_it_is_short_and_shows_a_picture_at_once():
@@ -64,14 +64,6 @@ def test_links_resolve(page):
         assert notebook or (path.parent / target).exists(), target
 
 
-@pytest.mark.slow
-def test_the_page_on_federated_clustering(capsys):
-    text = (ROOT / "docs" / "federated_clustering.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(code, {})
-    assert float(capsys.readouterr().out) > 0.75
-
-
 def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
     text = (ROOT / "docs" / "populations.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -81,7 +73,6 @@ def test_the_page_on_populations(capsys, tmp_path, monkeypatch):
     assert accuracy > 0.6 and 1000 < seen < 2000 and 150 < dropped < 330
     for line in re.findall(r"^    (jfcl run [^#\n]*?)$", text, flags=re.MULTILINE):
         parse(shlex.split(line)[1:])
-    assert text.count("\n") <= 70
 
 
 def test_the_page_on_mappings(capsys):
